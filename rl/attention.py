@@ -1,0 +1,105 @@
+"""One attention for packed sequences: what makes training without padding, and our engine's KV cache, possible.
+
+A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attention_forward` in every layer. It hands the
+queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
+to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache (`rl/engine.py`).
+
+Left out: sliding windows, attention sinks, soft-capping. `check_supported` refuses a model that needs them, because
+ignoring them would be silently wrong.
+"""
+
+import functools
+import itertools
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PretrainedConfig
+
+from rl.errors import UserError
+
+ATTENTION = "packed"
+SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectangle: at most a third more cells than tokens
+
+
+class Packed:
+    """Where each sequence lies in a packed row of T = sum(lengths) tokens.
+
+    On a GPU in half precision `varlen_attn` (FlashAttention) takes the row as it is. Elsewhere sequences of similar length
+    are gathered into a few rectangles: right-padding needs no mask under causal attention, since no real token ever looks
+    at a later one, and one call per rectangle beats one per sequence.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        self.lengths = lengths
+        self.device = torch.device(device)
+        self.starts = [0, *itertools.accumulate(lengths)]  # [S + 1]
+        self.position_ids = torch.cat([torch.arange(n) for n in lengths]).to(self.device)  # [T]
+        self.cu_seqlens = torch.tensor(self.starts, dtype=torch.int32).to(self.device)  # [S + 1]
+
+    def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
+        """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
+        gqa = query.shape[1] // key.shape[1]
+        if self.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+            from torch.nn.attention.varlen import varlen_attn
+
+            cu, longest = self.cu_seqlens, max(self.lengths)
+            window = (-1, 0)  # causal
+            return varlen_attn(
+                query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa > 1
+            )
+        if gqa > 1:
+            key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)
+        rectangles, back = self._rectangles
+        outputs = []
+        for cells, length in rectangles:
+            q, k, v = (_gather(x, cells, length) for x in (query, key, value))  # [S, H, L, D]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+            outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
+        return torch.cat(outputs).index_select(0, back).view_as(query)
+
+    @functools.cached_property
+    def _rectangles(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
+        """([(token of each cell [S * L], L)], back [T]: each token's cell in the rectangles laid end to end)."""
+        by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
+        rectangles, back, done = [], torch.empty(self.starts[-1], dtype=torch.long), 0
+        while by_length:
+            longest = self.lengths[by_length[0]]
+            members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
+            by_length = by_length[len(members) :]
+            start = torch.tensor([self.starts[s] for s in members])[:, None]  # [S, 1]
+            length = torch.tensor([self.lengths[s] for s in members])[:, None]
+            column = torch.arange(longest)[None]  # [1, L]
+            cells = start + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
+            real = column < length
+            back[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+            done += cells.numel()
+            rectangles.append((cells.flatten().to(self.device), longest))
+        return rectangles, back.to(self.device)
+
+
+def _gather(x: torch.Tensor, cells: torch.Tensor, length: int) -> torch.Tensor:
+    """[T, H, D] -> [S, H, L, D]. Rows are gathered flat: the backward of index_select is a fast row-wise index_add."""
+    rows = x.flatten(1).index_select(0, cells)
+    return rows.view(-1, length, *x.shape[1:]).transpose(1, 2)
+
+
+def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **_):
+    """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D]."""
+    batch, _, length, _ = query.shape
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * L, H, D]
+    out = layout.attend(module.layer_idx, *flat, scaling)
+    return out.view(batch, length, *out.shape[1:]), None
+
+
+def check_supported(config: PretrainedConfig, where: str) -> None:
+    """Raises UserError for a model whose attention this file does not compute."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise UserError(
+            f"{where}: layers of type {sorted(kinds - {'full_attention'})} are not supported, only full causal attention "
+            "is. Take a model without them (Qwen2, Qwen2.5, Qwen3, Llama, ...)."
+        )
+
+
+# No mask function is registered beside it on purpose: transformers then builds no mask at all.
+AttentionInterface.register(ATTENTION, attention_forward)

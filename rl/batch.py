@@ -1,0 +1,196 @@
+"""The records that travel from generators to learners, and how they become micro-batches.
+
+`Group` is what a generator sends: one prompt with its n scored responses. `Batch` is what a learner computes on: the
+response tokens of all groups end to end, the same on every rank, so that advantages and every denominator are global
+without a collective. `MicroBatch` is what one forward pass takes: whole sequences, packed without padding.
+"""
+
+import heapq
+import json
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rl.attention import Packed
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of n tokens, the end-of-sequence token included."""
+
+    token_ids: np.ndarray  # [n] int32
+    log_probs: np.ndarray  # [n] float32, as recorded while sampling
+    versions: np.ndarray  # [n] int32, of the weights that sampled each token
+    finish_reason: str  # "stop" or "length"
+    score: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its responses; `ticket` is the place in the endless prompt order."""
+
+    ticket: int
+    prompt_ids: np.ndarray  # [p] int32
+    data_source: str
+    responses: list[Response]
+
+    def to_bytes(self) -> bytes:
+        """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
+        header = {
+            "ticket": self.ticket,
+            "data_source": self.data_source,
+            "prompt": len(self.prompt_ids),
+            "responses": [[len(r.token_ids), r.finish_reason, r.score, r.extra] for r in self.responses],
+        }
+        head = json.dumps(header).encode()
+        arrays = [self.prompt_ids.astype(np.int32)]
+        for r in self.responses:
+            arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
+        return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
+
+    @staticmethod
+    def from_bytes(record: bytes) -> "Group":
+        size = struct.unpack_from("<I", record)[0]
+        header = json.loads(bytes(record[4 : 4 + size]))
+        at = 4 + size
+
+        def take(n: int, dtype) -> np.ndarray:
+            nonlocal at
+            at += 4 * n
+            return np.frombuffer(record, dtype, n, at - 4 * n)
+
+        prompt = take(header["prompt"], np.int32)
+        responses = []
+        for n, reason, score, extra in header["responses"]:
+            ids, log_probs, versions = take(n, np.int32), take(n, np.float32), take(n, np.int32)
+            responses.append(Response(ids, log_probs, versions, reason, score, extra))
+        return Group(header["ticket"], prompt, header["data_source"], responses)
+
+
+def join_records(records: list[bytes]) -> bytes:
+    """Several records as one, each behind its length."""
+    return b"".join(struct.pack("<Q", len(r)) + r for r in records)
+
+
+def split_records(joined: bytes) -> list[bytes]:
+    records, at = [], 0
+    while at < len(joined):
+        (size,) = struct.unpack_from("<Q", joined, at)
+        records.append(joined[at + 8 : at + 8 + size])
+        at += 8 + size
+    return records
+
+
+@dataclass
+class Batch:
+    """B responses with N response tokens in all; CPU tensors, identical on every learner rank.
+
+    Per token, [N]: the tokens of one response are contiguous. Per response, [B].
+    """
+
+    prompts: list[np.ndarray]  # B prompts, as token ids
+    lengths: torch.Tensor  # [B] long, tokens of each response
+    group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
+    score: torch.Tensor  # [B] float32
+    clipped: torch.Tensor  # [B] bool, the response ran into its budget
+    token: torch.Tensor  # [N] long
+    seq: torch.Tensor  # [N] long, the response each token belongs to
+    mask: torch.Tensor  # [N] bool, tokens that are trained
+    rollout_log_prob: torch.Tensor  # [N] float32
+    version: torch.Tensor  # [N] long
+    old_log_prob: torch.Tensor = None  # [N] float32, of the policy that starts the optimizer's pass
+    ref_log_prob: torch.Tensor | None = None  # [N] float32
+    advantage: torch.Tensor = None  # [N] float32
+    is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
+
+    @staticmethod
+    def of(groups: list[Group]) -> "Batch":
+        """Groups in ticket order -> the batch, whoever generated them and whenever they arrived."""
+        groups = sorted(groups, key=lambda g: g.ticket)
+        pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.responses]
+        lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs])
+        return Batch(
+            prompts=[g.prompt_ids for _, g, _ in pairs],
+            lengths=lengths,
+            group=torch.tensor([i for i, _, _ in pairs]),
+            score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
+            clipped=torch.tensor([r.finish_reason == "length" for _, _, r in pairs]),
+            token=torch.from_numpy(np.concatenate([r.token_ids for _, _, r in pairs])).long(),
+            seq=torch.arange(len(pairs)).repeat_interleave(lengths),
+            mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
+            rollout_log_prob=torch.from_numpy(np.concatenate([r.log_probs for _, _, r in pairs])),
+            version=torch.from_numpy(np.concatenate([r.versions for _, _, r in pairs])).long(),
+        )
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """[B]: where each response's tokens begin in the [N] tensors."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def total_lengths(self) -> list[int]:
+        """Prompt plus response tokens of each response."""
+        return [len(p) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+
+    def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
+        """Indices into the [N] tensors of all tokens of the given responses [b], in that order."""
+        lengths, starts = self.lengths[responses], self.starts[responses]
+        ends = lengths.cumsum(0)
+        offset = torch.arange(int(ends[-1]) if len(ends) else 0)
+        return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences, packed: T tokens in all, n of them response tokens whose log-probs are wanted."""
+
+    input_ids: torch.Tensor  # [T] on the device
+    layout: Packed
+    predict: torch.Tensor  # [n] on the device: the place in the row whose hidden state predicts each response token
+    labels: torch.Tensor  # [n] on the device
+    index: torch.Tensor  # [n] on the CPU: the same tokens' places in the batch's [N] tensors
+
+    @staticmethod
+    def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
+        """An empty list gives one sequence of one token with nothing to predict: a rank without work still takes part in
+        the collectives of its forward and backward."""
+        chosen = torch.tensor(responses, dtype=torch.long)
+        index = batch.tokens_of(chosen)
+        if not responses:
+            empty = torch.zeros(0, dtype=torch.long)
+            return MicroBatch(torch.zeros(1, dtype=torch.long).to(device), Packed([1], device), empty.to(device), empty.to(device), empty)
+        prompt = torch.tensor([len(batch.prompts[i]) for i in responses])
+        response = batch.lengths[chosen]
+        layout = Packed((prompt + response).tolist(), device)
+        parts, at = [], 0
+        for i, n in zip(responses, response.tolist(), strict=True):
+            parts += [torch.from_numpy(batch.prompts[i].astype(np.int64)), batch.token[index[at : at + n]]]
+            at += n
+        start = torch.tensor(layout.starts[:-1]) + prompt - (response.cumsum(0) - response)
+        predict = torch.arange(len(index)) + start.repeat_interleave(response) - 1
+        return MicroBatch(
+            torch.cat(parts).to(device), layout, predict.to(device), batch.token[index].to(device), index
+        )
+
+
+def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
+
+    lengths: tokens of each sequence, none above max_tokens. Returns [rank][micro-batch] -> indices into `lengths`. The
+    same input gives the same plan on every rank. Longest first into the emptiest bin (Graham's rule, at most 4/3 of the
+    best possible); one more micro-batch a rank until the budget holds.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    while True:
+        heap = [(0, b) for b in range(count * ranks)]
+        bins: list[list[int]] = [[] for _ in heap]
+        for i in order:
+            load, b = heapq.heappop(heap)
+            bins[b].append(i)
+            heapq.heappush(heap, (load + lengths[i], b))
+        if max(load for load, _ in heap) <= max_tokens:
+            return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
+        count += 1

@@ -1,0 +1,222 @@
+"""The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
+
+FSDP2 shards every decoder layer and the rest, with one rank too, so that there is one code path. Gradients are summed over
+ranks, never averaged: the losses' denominators are global already.
+Left out: the loss itself, which stands in the scripts and in losses.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl.attention import ATTENTION, check_supported
+from rl.batch import MicroBatch
+from rl.dist import Ranks
+
+LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class LearnerArgs:
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision. The master weights, the optimizer and the reduction of gradients are fp32 either way."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+    param_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    ref_offload: bool = True
+    """Keep the reference policy in host memory between uses (accelerators only)."""
+    ppo_max_token_len_per_gpu: int = 8192
+    """Tokens (prompt + response) in one packed micro-batch on one rank."""
+    lr: float = 1e-4
+    """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
+    lr_warmup_steps: int = 10
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """What the rate does after the warm-up."""
+    min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a fraction of --lr."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward returns what the losses need, without ever holding [tokens, vocabulary]."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, layout, predict, labels, temperature: float, entropy: bool):
+        """input_ids [T], predict [n], labels [n] -> log-prob [n] of the labels and entropy [n] (zeros unless asked for), fp32."""
+        base = self.model.model(
+            input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, layout=layout
+        )
+        hidden = base[0][0][predict]  # [n, hidden]
+        chunk = max(1, LOGITS_AT_ONCE // self.model.lm_head.weight.shape[0])
+        parts = []
+        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            arguments = (h, y, temperature, entropy)
+            if torch.is_grad_enabled() and len(hidden) > chunk:
+                parts.append(checkpoint(self._log_prob, *arguments, use_reentrant=False))
+            else:
+                parts.append(self._log_prob(*arguments))
+        log_prob, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+        return log_prob, entropies
+
+    def _log_prob(self, hidden, labels, temperature: float, entropy: bool):
+        logits = self.model.lm_head(hidden).float() / temperature  # [chunk, V]
+        log_prob = -F.cross_entropy(logits, labels, reduction="none")
+        if not entropy:
+            return log_prob, torch.zeros_like(log_prob)
+        log_probs = logits.log_softmax(-1)
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
+    """The model at `path` (a directory or a hub name), sharded over all ranks. Only rank 0 reads the weights."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    check_supported(config, path)
+    options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    if ranks.is_main:
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    full_weights = model.state_dict() if ranks.is_main else {}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if ranks.is_main else {}
+    _without_dropout(model)
+    model.requires_grad_(trainable)
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model).train(trainable)
+
+    shard = {"mesh": init_device_mesh(ranks.device.type, (ranks.world_size,))}
+    if args.dtype == "bfloat16":
+        shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if offload:
+        shard["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu")
+    for layer in model.model.layers:
+        fully_shard(layer, **shard)
+    fully_shard(policy, **shard)
+    for module in policy.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # sum, not mean
+            module.set_force_sum_reduction_for_comms(True)
+
+    policy.to_empty(device="cpu" if offload else ranks.device)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
+    set_model_state_dict(policy, {f"model.{k}": v for k, v in full_weights.items()}, options=broadcast)
+    _spread_buffers(policy, buffers, ranks)
+    return policy
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """The policy that learns must be the policy that sampled: no dropout, whatever the config says."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def _spread_buffers(policy: Policy, buffers: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Non-persistent buffers (rotary frequencies) are in no state dict: without this, ranks other than 0 compute with
+    uninitialised memory."""
+    for name, buffer in policy.model.named_buffers():
+        value = buffers.get(name, torch.empty_like(buffer, device="cpu")).cpu()
+        if ranks.world_size > 1:
+            torch.distributed.broadcast(value, src=0)
+        module, _, leaf = name.rpartition(".")
+        setattr(policy.model.get_submodule(module), leaf, value.to(ranks.device))
+
+
+class Learner:
+    """The policy under training, its optimizer and schedule, and the frozen reference policy if there is one."""
+
+    def __init__(
+        self,
+        path: str,
+        args: LearnerArgs,
+        ranks: Ranks,
+        total_steps: int,
+        temperature: float = 1.0,
+        with_reference: bool = False,
+        trust_remote_code: bool = False,
+    ):
+        self.args, self.ranks, self.temperature = args, ranks, temperature
+        self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
+        self.reference = None
+        if with_reference:
+            offload = args.ref_offload and ranks.device.type != "cpu"
+            self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        betas = (args.adam_beta1, args.adam_beta2)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, total_steps, args))
+        self.skipped = 0  # optimizer steps left out for a non-finite gradient
+
+    def log_probs(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient."""
+        return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
+
+    @torch.no_grad()
+    def log_probs_of(self, which: Literal["policy", "reference"], micros: list[MicroBatch], num_tokens: int) -> torch.Tensor:
+        """Log-probs [num_tokens] of the whole batch, on the CPU of every rank, from every rank's own micro-batches."""
+        model = self.policy if which == "policy" else self.reference
+        out = torch.zeros(num_tokens)
+        for micro in micros:
+            log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, False)
+            out[micro.index] = log_prob.cpu()
+        if self.ranks.world_size > 1:
+            torch.distributed.all_reduce(out)
+        return out
+
+    def step(self) -> dict[str, float]:
+        """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
+        the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.args.grad_clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        lr = self.schedule.get_last_lr()[0]
+        if torch.isfinite(torch.tensor(norm)):
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor) of every parameter, tied ones once, one at a time: a collective that all ranks walk through
+        in step, and never two copies of the model."""
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, parameter.to(self.ranks.device).full_tensor()
+
+
+def lr_factor(step: int, total_steps: int, args: LearnerArgs) -> float:
+    """Linear warm-up to 1 over lr_warmup_steps, then constant or a cosine down to min_lr_ratio at total_steps."""
+    if step < args.lr_warmup_steps:
+        return (step + 1) / args.lr_warmup_steps
+    if args.lr_scheduler_type == "constant":
+        return 1.0
+    done = min(1.0, (step - args.lr_warmup_steps) / max(1, total_steps - args.lr_warmup_steps))
+    cosine = 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * done))))
+    return args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine
