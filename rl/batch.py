@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from rl.attention import Packed
+from rl.dist import Ranks
+from rl.metrics import summarize
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Batch:
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
     score: torch.Tensor  # [B] float32
+    extra: list[dict[str, float]]  # B further numbers of the reward function
     clipped: torch.Tensor  # [B] bool, the response ran into its budget
     token: torch.Tensor  # [N] long
     seq: torch.Tensor  # [N] long, the response each token belongs to
@@ -117,6 +120,7 @@ class Batch:
             lengths=lengths,
             group=torch.tensor([i for i, _, _ in pairs]),
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
+            extra=[r.extra for _, _, r in pairs],
             clipped=torch.tensor([r.finish_reason == "length" for _, _, r in pairs]),
             token=torch.from_numpy(np.concatenate([r.token_ids for _, _, r in pairs])).long(),
             seq=torch.arange(len(pairs)).repeat_interleave(lengths),
@@ -130,6 +134,17 @@ class Batch:
         """[B]: where each response's tokens begin in the [N] tensors."""
         return self.lengths.cumsum(0) - self.lengths
 
+    def token_reward(self) -> torch.Tensor:
+        """[N]: each response's score on its last token, 0 elsewhere."""
+        reward = torch.zeros(len(self.token))
+        ends = self.lengths.cumsum(0)[self.lengths > 0] - 1
+        reward[ends] = self.score[self.lengths > 0]
+        return reward
+
+    def mini_batches(self, prompts: int) -> list[torch.Tensor]:
+        """The responses [b] of each run of `prompts` prompts, in ticket order."""
+        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)]
+
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
         return [len(p) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
@@ -140,6 +155,26 @@ class Batch:
         ends = lengths.cumsum(0)
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+
+    def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
+        """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
+        return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
+
+    def metrics(self) -> dict[str, float]:
+        """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
+        the learner's."""
+        out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
+        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": float(self.clipped.float().mean())}
+        out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
+        difference = (self.old_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask]
+        out["training/rollout_probs_diff_mean"] = float(difference.mean())
+        out["training/rollout_probs_diff_max"] = float(difference.max())
+        out["training/rollout_probs_diff_std"] = float(difference.std(correction=0))
+        for key in sorted({key for extra in self.extra for key in extra}):
+            values = [extra[key] for extra in self.extra if key in extra]
+            out[f"reward/extra/{key}/mean"] = sum(values) / len(values)
+        return out
 
 
 @dataclass(frozen=True)
@@ -154,13 +189,13 @@ class MicroBatch:
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
-        """An empty list gives one sequence of one token with nothing to predict: a rank without work still takes part in
+        """The given responses with their prompts. An empty list gives one sequence of one token with nothing to predict: a rank without work still takes part in
         the collectives of its forward and backward."""
         chosen = torch.tensor(responses, dtype=torch.long)
         index = batch.tokens_of(chosen)
         if not responses:
-            empty = torch.zeros(0, dtype=torch.long)
-            return MicroBatch(torch.zeros(1, dtype=torch.long).to(device), Packed([1], device), empty.to(device), empty.to(device), empty)
+            token, nothing = torch.zeros(1, dtype=torch.long).to(device), torch.zeros(0, dtype=torch.long)
+            return MicroBatch(token, Packed([1], device), nothing.to(device), nothing.to(device), nothing)
         prompt = torch.tensor([len(batch.prompts[i]) for i in responses])
         response = batch.lengths[chosen]
         layout = Packed((prompt + response).tolist(), device)
@@ -194,3 +229,10 @@ def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]
         if max(load for load, _ in heap) <= max_tokens:
             return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
         count += 1
+
+
+def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
+    """This rank's part of the responses `members` [b], packed; every rank gets the same number of micro-batches."""
+    total = batch.total_lengths()
+    plan = pack([total[i] for i in members.tolist()], max_tokens, ranks.world_size)[ranks.rank]
+    return [MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan]

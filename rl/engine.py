@@ -36,6 +36,12 @@ class EngineArgs:
     """Nucleus sampling; 1 turns it off. Below 1 the recorded log-probs are those of the truncated distribution."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 turns it off."""
+    val_n: int = 1
+    """Responses per validation prompt; above 1 pass@n is reported too."""
+    val_temperature: float = 0.0
+    """Sampling temperature of the validation; 0 is greedy."""
+    val_top_p: float = 1.0
+    """Nucleus sampling of the validation."""
     max_num_seqs: int = 256
     """Responses decoded at once on one rank."""
     max_num_batched_tokens: int = 8192
@@ -427,6 +433,22 @@ class TransformersEngine:
             for state in (self.position, self.token, self.uniform):
                 state[target] = state[source]
             self._kv().copy_slots(source, target, self._longest() + 1)
+
+
+def make_engine(
+    path: str, args: EngineArgs, max_length: int, learner_dtype: str, device: torch.device, trust_remote_code: bool
+) -> TransformersEngine:
+    """The engine the flags ask for, loaded from `path`."""
+    dtype = learner_dtype if args.rollout_dtype == "auto" else args.rollout_dtype
+    return TransformersEngine(
+        path,
+        max_length=max_length,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=getattr(torch, dtype),
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def _eos_token_ids(model) -> set[int]:

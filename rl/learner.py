@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import ATTENTION, check_supported
 from rl.batch import MicroBatch
-from rl.dist import Ranks
+from rl.dist import Ranks, all_reduce_sum, memory_gb, peak_flops
+from rl.metrics import train_flops_per_token
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -52,6 +52,8 @@ class LearnerArgs:
     """Decay of AdamW's first moment."""
     adam_beta2: float = 0.999
     """Decay of AdamW's second moment."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
 
@@ -161,6 +163,7 @@ class Learner:
         trust_remote_code: bool = False,
     ):
         self.args, self.ranks, self.temperature = args, ranks, temperature
+        self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
         self.reference = None
         if with_reference:
@@ -185,9 +188,7 @@ class Learner:
         for micro in micros:
             log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, False)
             out[micro.index] = log_prob.cpu()
-        if self.ranks.world_size > 1:
-            torch.distributed.all_reduce(out)
-        return out
+        return all_reduce_sum(out)
 
     def step(self) -> dict[str, float]:
         """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
@@ -203,12 +204,45 @@ class Learner:
         self.optimizer.zero_grad()
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
 
+    def perf_metrics(self, lengths: list[int], seconds: dict[str, float]) -> dict[str, float]:
+        """verl's perf/*: throughput in tokens (prompt + response) per second and rank, over a step's `seconds` by phase;
+        MFU of the update where the device's peak is known; peak memory. lengths: tokens of each of the step's sequences."""
+        tokens, step_seconds = sum(lengths), sum(seconds.values())
+        out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
+        out["perf/throughput"] = tokens / step_seconds / self.ranks.world_size
+        if (peak := peak_flops()) and seconds.get("update_actor"):
+            flops = tokens * train_flops_per_token(self.config, tokens / len(lengths)) * self.args.ppo_epochs
+            out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
+        return out
+
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every parameter, tied ones once, one at a time: a collective that all ranks walk through
         in step, and never two copies of the model."""
         for name, parameter in self.policy.model.named_parameters():
             yield name, parameter.to(self.ranks.device).full_tensor()
+
+
+class TokenMeans:
+    """Masked means of per-token statistics over the global batch, whatever the micro-batches and ranks: sums are kept, and
+    divided by the number of tokens at the end."""
+
+    def __init__(self):
+        self.sums: dict[str, torch.Tensor] = {}
+        self.count = torch.zeros((), dtype=torch.float64)
+
+    def add(self, stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
+        """stats: name -> [n] on any device; mask [n] on the same device. Every rank adds the same names."""
+        self.count += mask.sum().cpu()
+        for name, value in stats.items():
+            total = torch.where(mask, value.detach(), 0.0).sum().double().cpu()
+            self.sums[name] = self.sums.get(name, 0.0) + total
+
+    def over_ranks(self) -> dict[str, float]:
+        names = sorted(self.sums)
+        row = torch.stack([self.count, *(self.sums[name] for name in names)])
+        row = all_reduce_sum(row)
+        return {name: float(total / row[0].clamp(min=1)) for name, total in zip(names, row[1:], strict=True)}
 
 
 def lr_factor(step: int, total_steps: int, args: LearnerArgs) -> float:

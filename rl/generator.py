@@ -1,0 +1,172 @@
+"""The generator's turn: take tickets, step the engine, score what finished, hand over whole groups; validation too.
+
+Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while its siblings go on.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl import dist
+from rl.batch import Group, Response
+from rl.data import Prompt, PromptDataset, PromptOrder
+from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
+from rl.rewards import RewardArgs, Score, ScoringPool, overlong_penalty
+
+VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
+
+
+@dataclass
+class Work:
+    """A prompt on its way: what its n responses have become so far."""
+
+    prompt: Prompt
+    n: int
+    outputs: dict[int, Output] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return len(self.scores) == self.n
+
+
+class Generator:
+    """Drives one engine. A ticket is a place in the endless prompt order; a key is a ticket or VALIDATION + index."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: PromptDataset,
+        order: PromptOrder,
+        pool: ScoringPool,
+        tokenizer: PreTrainedTokenizerBase,
+        args: EngineArgs | RewardArgs,
+        seed: int,
+    ):
+        self.engine, self.prompts, self.order, self.pool = engine, prompts, order, pool
+        self.tokenizer, self.args, self.seed = tokenizer, args, seed
+        self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length)
+        self.working: dict[int, Work] = {}
+
+    def start(self, ticket: int) -> None:
+        """Gives the engine the ticket's prompt, n times."""
+        _, index = self.order(ticket)
+        self._add(ticket, self.prompts[index], self.args.rollout_n, self.sampling)
+
+    def poll(self, wait: float = 0.0) -> list[tuple[int, Work]]:
+        """One engine step, then the prompts all of whose responses are finished and scored, by key. With nothing to step it
+        sleeps up to `wait` seconds for a score."""
+        if self.engine.num_unfinished:
+            for output in self.engine.step():
+                self._submit(output)
+            scored = self.pool.poll()
+        else:
+            scored = self.pool.wait(wait)
+        for (key, number), score in scored:
+            self.working[key].scores[number] = score
+        done = [key for key in dict.fromkeys(key for (key, _), _ in scored) if self.working[key].done]
+        return [(key, self.working.pop(key)) for key in done]
+
+    def generate(self, tickets: Iterable[int]) -> list[Group]:
+        """The finished, scored groups of the tickets, in ticket order."""
+        for ticket in tickets:
+            self.start(ticket)
+        groups = []
+        while self.working:
+            groups += [self.group(ticket, work) for ticket, work in self.poll(wait=1.0)]
+        return sorted(groups, key=lambda g: g.ticket)
+
+    def group(self, ticket: int, work: Work) -> Group:
+        responses = []
+        for i in range(work.n):
+            output, score = work.outputs[i], work.scores[i]
+            penalty = self._overlong(len(output.token_ids))
+            responses.append(
+                Response(
+                    token_ids=np.array(output.token_ids, np.int32),
+                    log_probs=np.array(output.log_probs, np.float32),
+                    versions=np.array(output.versions, np.int32),
+                    finish_reason=output.finish_reason,
+                    score=score.score + penalty,
+                    extra={**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})},
+                )
+            )
+        return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses)
+
+    def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
+        """One row per response to the given validation prompts: index, data_source, prompt, response, ground_truth, score."""
+        a = self.args
+        sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
+        for index in indices:
+            self._add(VALIDATION + index, prompts[index], a.val_n, sampling)
+        rows = []
+        while self.working:
+            for key, work in self.poll(wait=1.0):
+                rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
+        return rows
+
+    def _row(self, index: int, work: Work, number: int) -> dict:
+        score = work.scores[number]
+        return {
+            "index": index,
+            "data_source": work.prompt.data_source,
+            "prompt": work.prompt.text,
+            "response": self._text(work.outputs[number]),
+            "ground_truth": str(work.prompt.ground_truth),
+            "score": score.score,
+            "acc": float(score.extra.get("acc", score.score)),
+        }
+
+    def _add(self, key: int, prompt: Prompt, n: int, sampling: SamplingParams) -> None:
+        self.working[key] = Work(prompt, n)
+        for i in range(n):
+            self.engine.add(Request((key, i), prompt.ids, sampling, request_seed(self.seed, key, i)))
+
+    def _submit(self, output: Output) -> None:
+        key, number = output.id
+        work = self.working[key]
+        work.outputs[number] = output
+        p = work.prompt
+        self.pool.submit(output.id, p.data_source, self._text(output), p.ground_truth, p.extra_info)
+
+    def _text(self, output: Output) -> str:
+        return self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+    def _overlong(self, length: int) -> float:
+        a = self.args
+        if not a.overlong_buffer_len:
+            return 0.0
+        return overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
+
+
+def validate_on_all_ranks(generator: Generator, prompts: PromptDataset, ranks: dist.Ranks) -> list[dict]:
+    """The validation set split over the ranks; every rank gets all rows, in order."""
+    mine = generator.validate(prompts, range(ranks.rank, len(prompts), ranks.world_size))
+    gathered = dist.all_gather_bytes(json.dumps(mine).encode())
+    return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
+
+
+def validation_metrics(rows: list[dict]) -> dict[str, float]:
+    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source."""
+    by_prompt: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        by_prompt.setdefault((row["data_source"], row["index"]), []).append(row["acc"])
+    metrics = {}
+    for source in dict.fromkeys(source for source, _ in by_prompt):
+        prompts = [acc for (s, _), acc in by_prompt.items() if s == source]
+        n = len(prompts[0])
+        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
+        if n > 1:
+            metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
+    return metrics
+
+
+def event_metrics(pool: ScoringPool) -> dict[str, float]:
+    """reward/events/<kind>: how many responses could not be scored so far, over all ranks."""
+    kinds = ("timeout", "error", "bad_value", "died")
+    counts = dist.all_reduce_sum(torch.tensor([float(pool.events[kind]) for kind in kinds]))
+    return {f"reward/events/{kind}": int(count) for kind, count in zip(kinds, counts, strict=True)}

@@ -1,0 +1,47 @@
+"""From the --model flag to a directory, a config and a tokenizer, with errors a user can act on."""
+
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from rl.attention import check_supported
+from rl.errors import UserError
+
+
+def resolve(model: str) -> str:
+    """ "demo" -> the demo model's directory, made on first use; a directory or a hub name stays what it is."""
+    if model == "demo":
+        from rl import demo
+
+        return demo.model_dir()
+    return model
+
+
+def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {path}: no model can be read there ({reason}). Give a directory or a hub name.") from None
+    check_supported(config, f"--model {path}")
+    return config
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, TypeError, KeyError
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--model {path}: no tokenizer can be read there ({reason}). Save one beside the weights "
+            "(tokenizer.save_pretrained)."
+        ) from None
+
+
+def check_lengths(config: PretrainedConfig, max_prompt_length: int, max_response_length: int, max_token_len: int) -> None:
+    """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
+    longest = max_prompt_length + max_response_length
+    context = getattr(config, "max_position_embeddings", None)
+    sizes = f"--max-prompt-length {max_prompt_length} + --max-response-length {max_response_length} = {longest} tokens"
+    if context and longest > context:
+        raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
+    if longest > max_token_len:
+        raise UserError(f"{sizes}, but --ppo-max-token-len-per-gpu is {max_token_len}: a sequence must fit in one micro-batch.")

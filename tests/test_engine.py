@@ -1,0 +1,205 @@
+"""The embedded engine against transformers' own forward pass, and the contract that every engine keeps."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from rl.engine import Request, SamplingParams, ScriptedEngine, SlotSettings, TransformersEngine, request_seed, sample
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]
+
+
+def reference_log_probs(model, prompt, tokens, temperature):
+    """Log-probs of `tokens` after `prompt`, by one plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0] / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def drain(engine, requests):
+    for request in requests:
+        engine.add(request)
+    outputs = []
+    while engine.num_unfinished:
+        outputs += engine.step()
+    return {output.id: output for output in outputs}
+
+
+def requests_for(temperature=1.0, n=4, max_tokens=24, **sampling):
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, **sampling)
+    return [Request((i, j), p, params, request_seed(7, i, j)) for i, p in enumerate(PROMPTS) for j in range(n)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_agree_with_a_forward_pass(models, kind, temperature):
+    engine = TransformersEngine(models[kind], max_length=64, max_num_seqs=5)  # fewer slots than requests
+    reference = AutoModelForCausalLM.from_pretrained(models[kind])
+    outputs = drain(engine, requests_for(temperature))
+    assert len(outputs) == 16 and {o.finish_reason for o in outputs.values()} == {"stop", "length"}
+    for (i, _), output in outputs.items():
+        expected = reference_log_probs(reference, PROMPTS[i], output.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0)
+        assert (output.token_ids[-1] == 1) == (output.finish_reason == "stop")
+        assert 1 not in output.token_ids[:-1]
+
+
+def test_greedy_equals_generate(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64)
+    model = AutoModelForCausalLM.from_pretrained(models["qwen2-tied"])
+    outputs = drain(engine, requests_for(temperature=0.0, n=1))
+    for (i, _), output in outputs.items():
+        ids = torch.tensor([PROMPTS[i]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert output.token_ids == expected[0, len(PROMPTS[i]) :].tolist()
+
+
+def test_a_response_depends_on_its_seed_alone(models):
+    """Not on the number of slots, on the order of arrival, or on what else is decoded."""
+    wide = drain(TransformersEngine(models["qwen2-tied"], max_length=64), requests_for())
+    narrow_engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=3, max_num_batched_tokens=8)
+    narrow = drain(narrow_engine, requests_for()[::-1])
+    alone = drain(TransformersEngine(models["qwen2-tied"], max_length=64), requests_for()[5:6])
+    assert {k: o.token_ids for k, o in wide.items()} == {k: o.token_ids for k, o in narrow.items()}
+    assert alone[(1, 1)].token_ids == wide[(1, 1)].token_ids
+    assert len({tuple(o.token_ids) for o in wide.values()}) > 12, "siblings must sample different streams"
+
+
+def test_seeds_differ_by_seed_ticket_and_number():
+    seeds = {request_seed(s, t, r) for s in range(3) for t in range(50) for r in range(8)}
+    assert len(seeds) == 3 * 50 * 8 and max(seeds) < 2**63
+    assert request_seed(1, 2, 3) == request_seed(1, 2, 3)
+
+
+def changed(model_path):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied"])
+def test_update_takes_effect_and_versions_are_recorded(models, kind):
+    engine = TransformersEngine(models[kind], max_length=64)
+    engine.update(AutoModelForCausalLM.from_pretrained(models[kind]).named_parameters(), version=3)
+    model = changed(models[kind])
+    engine.update(model.named_parameters(), version=4)
+    outputs = drain(engine, requests_for())
+    for (i, _), output in outputs.items():
+        expected = reference_log_probs(model, PROMPTS[i], output.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0)
+        assert set(output.versions) == {4}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_update_in_flight(models, recompute):
+    """A swap in the middle of responses: with the KV recomputed the rest is the new model's; with the KV kept it is what
+    an exact reference computes from the old model's KV and the new model's weights."""
+    old, new = AutoModelForCausalLM.from_pretrained(models["qwen2-tied"]), changed(models["qwen2-tied"])
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64)
+    engine.update(old.named_parameters(), version=0)
+    requests = requests_for(n=1, max_tokens=20, ignore_eos=True)
+    for request in requests:
+        engine.add(request)
+    for _ in range(5):  # the first step samples two tokens: prefill's and decode's
+        assert engine.step() == []
+    engine.update(new.named_parameters(), version=1, recompute_kv=recompute)
+    outputs = drain(engine, [])
+    for (i, _), output in outputs.items():
+        assert output.versions == [0] * 6 + [1] * 14
+        before, after = output.token_ids[:6], output.token_ids[6:]
+        got = torch.tensor(output.log_probs)
+        torch.testing.assert_close(got[:6], reference_log_probs(old, PROMPTS[i], before, 1.0), atol=1e-4, rtol=0)
+        if recompute:
+            expected = reference_log_probs(new, PROMPTS[i] + before, after, 1.0)
+        else:
+            expected = mixed_reference(old, new, PROMPTS[i] + before, after)
+        torch.testing.assert_close(got[6:], expected, atol=1e-4, rtol=0)
+
+
+def mixed_reference(old, new, context, tokens):
+    """The old model fills the KV of all but the context's last token; the new model goes on from there."""
+    with torch.no_grad():
+        cache = old(torch.tensor([context[:-1]]), use_cache=True).past_key_values
+        logits = new(torch.tensor([[context[-1], *tokens[:-1]]]), past_key_values=copy.deepcopy(cache)).logits[0]
+    return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def test_update_refuses_weights_that_are_not_the_models(models):
+    engine = TransformersEngine(models["qwen2-untied"], max_length=64)
+    weights = dict(AutoModelForCausalLM.from_pretrained(models["qwen2-untied"]).named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=f"lacks 1 weights, {name}"):
+        engine.update([(k, v) for k, v in weights.items() if k != name], version=1)
+    with pytest.raises(ValueError, match="does not belong"):
+        engine.update([*weights.items(), ("model.misnamed", weights[name])], version=1)
+    with pytest.raises(ValueError, match="does not belong"):
+        engine.update([(name, weights[name].T)], version=1)
+
+
+def test_a_request_that_cannot_fit_is_refused(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=16)
+    with pytest.raises(ValueError, match="do not fit in 16"):
+        engine.add(Request(0, [3] * 10, SamplingParams(max_tokens=7), 0))
+
+
+def test_sleep_gives_the_cache_back_and_generation_goes_on(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64)
+    first = drain(engine, requests_for())
+    engine.sleep()
+    assert engine.cache is None
+    assert drain(engine, requests_for()) == first
+    engine.add(requests_for()[0])
+    with pytest.raises(RuntimeError, match="unfinished"):
+        engine.sleep()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 40), st.floats(0.1, 3), st.integers(-1, 6), st.floats(0.1, 1), st.integers(0, 2**31))
+def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, seed):
+    """Whatever the uniform number, 0 and the largest below 1 included: a token of the top k and the nucleus, with the
+    log-prob of the truncated distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, vocab, generator=generator) * 5
+    logits[0, ::3] = -torch.inf
+    logits[0, 1] = 0.0
+    uniform = torch.tensor([0.0, 0.5, 1 - 2**-24])
+    s = SlotSettings(*(torch.tensor([x] * 3) for x in (temperature, top_k, top_p)), truncates=True)
+    token, log_prob = sample(logits.expand(3, -1), uniform, s)
+
+    order = sorted(range(vocab), key=lambda v: -logits[0, v].item())[: top_k if top_k > 0 else vocab]
+    weights = [torch.exp(logits[0, v] / temperature - logits[0, order[0]] / temperature).item() for v in order]
+    total, mass, kept = sum(weights), 0.0, {}
+    for v, w in zip(order, weights, strict=True):
+        if mass / total >= top_p - 1e-6 and kept:
+            break
+        kept[v] = w
+        mass += w
+    for t, lp in zip(token.tolist(), log_prob.tolist(), strict=True):
+        assert t in kept and logits[0, t] > -torch.inf
+        if top_p == 1 or abs(mass / total - top_p) > 1e-4:  # not on the edge of the nucleus
+            assert lp == pytest.approx(torch.log(torch.tensor(kept[t] / sum(kept.values()))).item(), abs=2e-3)
+
+
+def test_sampling_has_the_right_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(40000, -1)
+    ones = torch.ones(40000)
+    s = SlotSettings(ones * 0.7, -ones.long(), ones, truncates=False)
+    token, _ = sample(logits, torch.rand(40000, generator=torch.Generator().manual_seed(0)), s)
+    expected = (logits[0] / 0.7).softmax(-1)
+    torch.testing.assert_close(torch.bincount(token, minlength=4) / 40000, expected, atol=0.01, rtol=0)
+
+
+def test_the_scripted_engine_keeps_the_contract():
+    engine = ScriptedEngine(lambda request: ([5] * request.id + [1], [-0.5] * (request.id + 1)), eos_token_id=1)
+    engine.update([], version=2)
+    outputs = drain(engine, [Request(n, [3], SamplingParams(max_tokens=3), 0) for n in (1, 4, 2)])
+    assert [outputs[n].token_ids for n in (1, 4, 2)] == [[5, 1], [5, 5, 5], [5, 5, 1]]
+    assert [outputs[n].finish_reason for n in (1, 4, 2)] == ["stop", "length", "stop"]
+    assert outputs[4].versions == [2, 2, 2] and engine.num_unfinished == 0
