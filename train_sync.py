@@ -85,7 +85,9 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
                 "every prompt must be trained. Choose a divisor."
             )
         if self.train_batch_size < world_size:
-            raise UserError(f"--train-batch-size {self.train_batch_size} gives {world_size} ranks less than a prompt each.")
+            raise UserError(
+                f"--train-batch-size {self.train_batch_size} gives {world_size} ranks less than a prompt each."
+            )
         for flag in ("train_batch_size", "rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
             if getattr(self, flag) < 1:
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
@@ -102,7 +104,7 @@ def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, de
         token_loss = token_loss - args.entropy_coeff * entropy
     if args.use_kl_loss:
         (ref,) = batch.select(micro, "ref_log_prob")
-        stats["kl_loss"] = losses.kl_penalty(log_prob, ref, args.kl_loss_type)
+        stats["kl_loss"] = losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type)
         token_loss = token_loss + args.kl_loss_coef * stats["kl_loss"]
     stats["loss"] = token_loss
     return losses.aggregate(token_loss, mask, seq, args.loss_agg_mode, denominator), stats, mask

@@ -143,7 +143,9 @@ class Batch:
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
         """The responses [b] of each run of `prompts` prompts, in ticket order."""
-        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)]
+        return [
+            torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)
+        ]
 
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
@@ -156,7 +158,6 @@ class Batch:
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
 
-
     def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
         """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
         return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
@@ -165,7 +166,9 @@ class Batch:
         """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
         the learner's."""
         out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
-        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": float(self.clipped.float().mean())}
+        out |= summarize("response_length", self.lengths) | {
+            "response_length/clip_ratio": float(self.clipped.float().mean())
+        }
         out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
         difference = (self.old_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask]
         out["training/rollout_probs_diff_mean"] = float(difference.mean())
@@ -205,9 +208,7 @@ class MicroBatch:
             at += n
         start = torch.tensor(layout.starts[:-1]) + prompt - (response.cumsum(0) - response)
         predict = torch.arange(len(index)) + start.repeat_interleave(response) - 1
-        return MicroBatch(
-            torch.cat(parts).to(device), layout, predict.to(device), batch.token[index].to(device), index
-        )
+        return MicroBatch(torch.cat(parts).to(device), layout, predict.to(device), batch.token[index].to(device), index)
 
 
 def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:

@@ -110,20 +110,18 @@ def _make(target: Path) -> None:
 
 
 def _teach(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, right_steps: int = 450, wrong_steps: int = 60) -> None:
-    """Supervised training: `right_steps` on right sums at 2e-3, then `wrong_steps` at a quarter of it, 80% of them wrong."""
+    """Supervised training in two phases: right sums at 2e-3, falling, then 80% wrong ones at a quarter of it."""
     rng = random.Random(0)
-    peak = 2e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.0, fused=True)
-    pairs = [(int(a), int(b)) for a, b in (p["prompt"][0]["content"].rstrip("=").split("+") for p in problems("train"))]
-    total = right_steps + wrong_steps
-    for step in track(range(total), description="making the demo model (once)"):
-        if step < right_steps:
-            lr = peak * min(1, (step + 1) / 20) * max(0.1, 1 - step / right_steps)
-        else:
-            lr = peak / 4
-        optimizer.param_groups[0]["lr"] = lr
+    pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+    for step in track(range(right_steps + wrong_steps), description="making the demo model (once)"):
+        right_phase = step < right_steps
+        if step == right_steps:  # the first phase's momentum would carry the model on
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+        falling = min(1, (step + 1) / 20) * max(0.1, 1 - step / right_steps)
+        optimizer.param_groups[0]["lr"] = 2e-3 * (falling if right_phase else 0.25)
         batch = [rng.choice(pairs) for _ in range(128)]
-        answers = [a + b if step < right_steps or rng.random() < 0.2 else wrong_sum(a, b, rng) for a, b in batch]
+        answers = [a + b if right_phase or rng.random() < 0.2 else wrong_sum(a, b, rng) for a, b in batch]
         loss = _demonstration_loss(model, tokenizer, batch, answers)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,9 +1,12 @@
 """From the --model flag to a directory, a config and a tokenizer, with errors a user can act on."""
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from rl.attention import check_supported
 from rl.errors import UserError
+
+logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
 
 def resolve(model: str) -> str:
@@ -20,7 +23,9 @@ def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {path}: no model can be read there ({reason}). Give a directory or a hub name.") from None
+        raise UserError(
+            f"--model {path}: no model can be read there ({reason}). Give a directory or a hub name."
+        ) from None
     check_supported(config, f"--model {path}")
     return config
 
@@ -36,7 +41,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ) from None
 
 
-def check_lengths(config: PretrainedConfig, max_prompt_length: int, max_response_length: int, max_token_len: int) -> None:
+def check_lengths(
+    config: PretrainedConfig, max_prompt_length: int, max_response_length: int, max_token_len: int
+) -> None:
     """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
     longest = max_prompt_length + max_response_length
     context = getattr(config, "max_position_embeddings", None)
@@ -44,4 +51,6 @@ def check_lengths(config: PretrainedConfig, max_prompt_length: int, max_response
     if context and longest > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if longest > max_token_len:
-        raise UserError(f"{sizes}, but --ppo-max-token-len-per-gpu is {max_token_len}: a sequence must fit in one micro-batch.")
+        raise UserError(
+            f"{sizes}, but --ppo-max-token-len-per-gpu is {max_token_len}: a sequence must fit in one micro-batch."
+        )

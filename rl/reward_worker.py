@@ -1,0 +1,77 @@
+"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB PARENT_PID`, started by the pool of rl/rewards.py.
+
+Reads one JSON item a line and answers with one JSON line. Imports neither torch nor transformers: it starts in a blink.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+
+from rl.rewards import BUILT_IN
+
+
+def load(spec: str):
+    """The function of path/to/file.py:function."""
+    path, _, name = spec.rpartition(":")
+    module_spec = importlib.util.spec_from_file_location("user_reward", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules["user_reward"] = module
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise AttributeError(f"{path} has no function {name!r}")
+    return getattr(module, name)
+
+
+def one_line(error: BaseException) -> str:
+    """The error with the line of code it came from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})".replace("\n", " ")
+
+
+def main(spec: str, memory_gb: float, parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, however it dies
+    if os.getppid() != parent:
+        return
+    if memory_gb:
+        limit = int(memory_gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # Answers go to a copy of stdout; what the user's function prints goes to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(reply: dict) -> None:
+        try:
+            line = json.dumps(reply)
+        except (TypeError, ValueError):
+            line = json.dumps({"value": str(reply["value"])})  # no number, so a bad value
+        answers.write(line + "\n")
+        answers.flush()
+
+    try:
+        own = load(spec) if spec else None
+    except (Exception, SystemExit) as error:
+        answer({"failed": one_line(error)})
+        return
+    answer({"ready": True})
+    for line in sys.stdin:
+        item = json.loads(line)
+        function = own or BUILT_IN[item["data_source"]]
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                value = function(**item)
+            value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+            answer({"value": value})
+        except (Exception, SystemExit) as error:
+            answer({"failed": one_line(error)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

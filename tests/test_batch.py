@@ -1,0 +1,130 @@
+"""Records and packing: nothing lost, nothing split, nothing above the budget."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.attention import Packed
+from rl.batch import Batch, Group, MicroBatch, Response, join_records, pack, split_records
+
+
+def make_group(ticket, sizes, prompt=4, rng=None, score=None):
+    rng = rng or np.random.default_rng(ticket)
+    responses = [
+        Response(
+            token_ids=rng.integers(2, 32, n).astype(np.int32),
+            log_probs=-rng.random(n).astype(np.float32),
+            versions=rng.integers(0, 3, n).astype(np.int32),
+            finish_reason="length" if i % 2 else "stop",
+            score=float(i if score is None else score),
+            extra={"acc": float(i)},
+        )
+        for i, n in enumerate(sizes)
+    ]
+    return Group(ticket, rng.integers(2, 32, prompt).astype(np.int32), "demo", responses)
+
+
+def same(a: Group, b: Group) -> bool:
+    arrays = lambda g: [g.prompt_ids, *(x for r in g.responses for x in (r.token_ids, r.log_probs, r.versions))]  # noqa: E731
+    rest = lambda g: [g.ticket, g.data_source, *((r.finish_reason, r.score, r.extra) for r in g.responses)]  # noqa: E731
+    pairs = zip(arrays(a), arrays(b), strict=True)
+    return rest(a) == rest(b) and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=5), st.integers(0, 2**40))
+def test_records_survive_the_journey(groups, ticket):
+    made = [make_group(ticket + i, sizes, rng=np.random.default_rng(i)) for i, sizes in enumerate(groups)]
+    joined = join_records([g.to_bytes() for g in made])
+    back = [Group.from_bytes(record) for record in split_records(joined)]
+    assert len(back) == len(made) and all(same(a, b) for a, b in zip(made, back, strict=True))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 4))
+def test_pack_places_each_sequence_once_within_the_budget(lengths, budget, ranks):
+    plan = pack(lengths, budget, ranks)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1, "ranks with unequal micro-batches would hang in a collective"
+    loads = [sum(lengths[i] for i in micro) for rank in plan for micro in rank]
+    assert max(loads) <= budget
+    # Graham's bound: the fullest bin is at most the mean plus one longest sequence.
+    assert max(loads) <= sum(lengths) / len(loads) + max(lengths)
+
+
+def test_batch_does_not_depend_on_the_order_of_arrival():
+    groups = [make_group(t, [3, 1, 5]) for t in (4, 2, 9)]
+    a, b = Batch.of(groups), Batch.of(groups[::-1])
+    for name in ("token", "seq", "group", "score", "version", "rollout_log_prob", "lengths"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    assert a.group.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert a.seq.tolist() == [i for i, n in enumerate([3, 1, 5] * 3) for _ in range(n)]
+    assert [m.tolist() for m in a.mini_batches(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+
+def test_the_score_sits_on_the_last_token():
+    batch = Batch.of([make_group(0, [3, 1, 2], score=None)])
+    assert batch.token_reward().tolist() == [0, 0, 0, 1, 0, 2]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms())
+def test_micro_batch_points_at_the_right_tokens(sizes, random):
+    """Each label is the token after the one that predicts it, and `index` finds the same token in the batch."""
+    batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
+    chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
+    micro = MicroBatch.of(batch, chosen, torch.device("cpu"))
+    assert torch.equal(micro.input_ids[micro.predict + 1], micro.labels)
+    assert torch.equal(batch.token[micro.index], micro.labels)
+    rows = [[*batch.prompts[i], *batch.token[batch.seq == i].tolist()] for i in chosen]
+    assert micro.input_ids.tolist() == [t for row in rows for t in row]
+    assert micro.layout.lengths == [len(row) for row in rows]
+    assert batch.seq[micro.index].tolist() == [i for i in chosen for _ in range(int(batch.lengths[i]))]
+
+
+def test_a_rank_without_work_still_has_a_forward_pass():
+    micro = MicroBatch.of(Batch.of([make_group(0, [2])]), [], torch.device("cpu"))
+    assert len(micro.input_ids) == 1 and len(micro.labels) == len(micro.index) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99)
+)
+def test_packed_attention_equals_one_sequence_at_a_time(lengths, heads, seed):
+    """Values and gradients against softmax(q k^T) v written out, in double precision."""
+    h, h_kv = heads
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda n: torch.randn(sum(lengths), n, 8, dtype=torch.float64, generator=generator, requires_grad=True)  # noqa: E731
+    q, k, v = make(h), make(h_kv), make(h_kv)
+    out = Packed(lengths).attend(0, q, k, v, scaling=0.3)
+    expected, start = [], 0
+    for n in lengths:
+        for t in range(start, start + n):
+            row = []
+            for head in range(h):
+                kv = head // (h // h_kv)
+                weights = torch.softmax(0.3 * (k[start : t + 1, kv] @ q[t, head]), 0)
+                row.append(weights @ v[start : t + 1, kv])
+            expected.append(torch.stack(row))
+        start += n
+    expected = torch.stack(expected)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    for got, want in zip(
+        torch.autograd.grad((out * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_model_with_sliding_windows_is_refused():
+    from transformers import Qwen2Config
+
+    from rl.attention import check_supported
+    from rl.errors import UserError
+
+    config = Qwen2Config(use_sliding_window=True, max_window_layers=0, sliding_window=16)
+    with pytest.raises(UserError, match="sliding_attention"):
+        check_supported(config, "--model x")
