@@ -85,9 +85,7 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
                 "every prompt must be trained. Choose a divisor."
             )
         if self.train_batch_size < world_size:
-            raise UserError(
-                f"--train-batch-size {self.train_batch_size} gives {world_size} ranks less than a prompt each."
-            )
+            raise UserError(f"--train-batch-size {self.train_batch_size} gives {world_size} ranks less than a prompt each.")
         for flag in ("train_batch_size", "rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
             if getattr(self, flag) < 1:
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")

@@ -18,9 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from rl.errors import UserError
 
 ATTENTION = "packed"
-SIMILAR = (
-    0.75  # sequences at least this fraction of the longest share a rectangle: at most a third more cells than tokens
-)
+SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectangle: at most a third more cells than tokens
 
 
 class Packed:

@@ -143,9 +143,7 @@ class Batch:
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
         """The responses [b] of each run of `prompts` prompts, in ticket order."""
-        return [
-            torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)
-        ]
+        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)]
 
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
@@ -166,9 +164,7 @@ class Batch:
         """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
         the learner's."""
         out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
-        out |= summarize("response_length", self.lengths) | {
-            "response_length/clip_ratio": float(self.clipped.float().mean())
-        }
+        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": float(self.clipped.float().mean())}
         out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
         difference = (self.old_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask]
         out["training/rollout_probs_diff_mean"] = float(difference.mean())

@@ -233,6 +233,4 @@ def _ground_truth(file: str, number: int, row: dict):
         return row["ground_truth"]
     if row.get("answer") is not None:
         return str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
-    raise UserError(
-        f"{file} row {number}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty)."
-    )
+    raise UserError(f"{file} row {number}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty).")

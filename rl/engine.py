@@ -279,9 +279,7 @@ class TransformersEngine:
         self.cache: KVCache | None = None
         # Per slot. `uniform` holds a request's random numbers, one a token; all of them depend on its seed only.
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
-        self.token = torch.zeros(
-            max_num_seqs, dtype=torch.long, device=self.device
-        )  # the newest token, not yet in the KV
+        self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
 
     # -- the contract
@@ -289,9 +287,7 @@ class TransformersEngine:
     def add(self, request: Request) -> None:
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids or longest > self.max_length:
-            raise ValueError(
-                f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}"
-            )
+            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
         self.waiting.append(request)
 
     @property
@@ -389,9 +385,7 @@ class TransformersEngine:
         start = 0
         while start < len(sequences):
             end, tokens = start, 0
-            while end < len(sequences) and (
-                end == start or tokens + len(sequences[end]) <= self.max_num_batched_tokens
-            ):
+            while end < len(sequences) and (end == start or tokens + len(sequences[end]) <= self.max_num_batched_tokens):
                 tokens += len(sequences[end])
                 end += 1
             self._prefill(sequences[start:end], list(range(start, end)))
@@ -468,7 +462,5 @@ def _eos_token_ids(model) -> set[int]:
         eos = getattr(config, "eos_token_id", None)
         ids |= set(eos) if isinstance(eos, list | tuple) else {eos} if eos is not None else set()
     if not ids:
-        raise UserError(
-            f"{model.config.name_or_path}: neither config.json nor generation_config.json has an eos_token_id"
-        )
+        raise UserError(f"{model.config.name_or_path}: neither config.json nor generation_config.json has an eos_token_id")
     return ids

@@ -91,9 +91,7 @@ class Policy(nn.Module):
         return log_prob, -(log_probs.exp() * log_probs).sum(-1)
 
 
-def load_policy(
-    path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool
-) -> Policy:
+def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
     """The model at `path` (a directory or a hub name), sharded over all ranks. Only rank 0 reads the weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_supported(config, path)
@@ -175,9 +173,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: lr_factor(step, total_steps, args)
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, total_steps, args))
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
 
     def log_probs(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,9 +181,7 @@ class Learner:
         return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
 
     @torch.no_grad()
-    def log_probs_of(
-        self, which: Literal["policy", "reference"], micros: list[MicroBatch], num_tokens: int
-    ) -> torch.Tensor:
+    def log_probs_of(self, which: Literal["policy", "reference"], micros: list[MicroBatch], num_tokens: int) -> torch.Tensor:
         """Log-probs [num_tokens] of the whole batch, on the CPU of every rank, from every rank's own micro-batches."""
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(num_tokens)

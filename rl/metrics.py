@@ -50,11 +50,9 @@ class Run:
         self.dir = Path(args.output_dir)
         if not enabled:
             return
-        self.dir = new_directory(
-            Path(args.output_dir), args.experiment_name or f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        self.dir = new_directory(Path(args.output_dir), args.experiment_name or f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
         (self.dir / "config.json").write_text(json.dumps(describe_run(args, hardware, script), indent=2, default=str))
-        self._jsonl = open(self.dir / "metrics.jsonl", "a")
+        self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
         self._console = _ConsoleLog(total_steps) if "console" in args.logger else None
         self._tensorboard = self._wandb = None
         if "tensorboard" in args.logger:
@@ -189,9 +187,7 @@ def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
 
 def _cpu_name() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        return next(
-            (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine()
-        )
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
     return platform.processor() or platform.machine()
 
 
@@ -257,7 +253,7 @@ def plot_reward(metrics: Path, target: Path) -> Path:
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
-    series = ["critic/score/mean"] + sorted({k for row in rows for k in row if k.startswith("val-core/")})
+    series = ["critic/score/mean", *sorted({k for row in rows for k in row if k.startswith("val-core/")})]
     for name in series:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         label = "training reward" if name == series[0] else name.removeprefix("val-core/")

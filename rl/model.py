@@ -23,9 +23,7 @@ def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--model {path}: no model can be read there ({reason}). Give a directory or a hub name."
-        ) from None
+        raise UserError(f"--model {path}: no model can be read there ({reason}). Give a directory or a hub name.") from None
     check_supported(config, f"--model {path}")
     return config
 
@@ -41,9 +39,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ) from None
 
 
-def check_lengths(
-    config: PretrainedConfig, max_prompt_length: int, max_response_length: int, max_token_len: int
-) -> None:
+def check_lengths(config: PretrainedConfig, max_prompt_length: int, max_response_length: int, max_token_len: int) -> None:
     """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
     longest = max_prompt_length + max_response_length
     context = getattr(config, "max_position_embeddings", None)
@@ -51,6 +47,4 @@ def check_lengths(
     if context and longest > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if longest > max_token_len:
-        raise UserError(
-            f"{sizes}, but --ppo-max-token-len-per-gpu is {max_token_len}: a sequence must fit in one micro-batch."
-        )
+        raise UserError(f"{sizes}, but --ppo-max-token-len-per-gpu is {max_token_len}: a sequence must fit in one micro-batch.")

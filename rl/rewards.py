@@ -8,6 +8,7 @@ no finite number, eats the memory, dies - becomes a score of 0 and a counted eve
 rl/reward_worker.py; what passes between is JSON, nothing is pickled.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -167,9 +168,7 @@ class _Worker:
         command = [sys.executable, "-m", "rl.reward_worker", spec or "", str(memory_limit_gb), str(os.getpid())]
         root = str(Path(__file__).resolve().parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True)
         self.item: tuple[Any, dict] | None = None  # what it works on
         self.ready = False  # it has said that it is
         self.started = time.monotonic()  # when it was started or got its item
@@ -177,11 +176,9 @@ class _Worker:
 
     def send(self, key: Any, item: dict) -> None:
         self.item, self.started = (key, item), time.monotonic()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # dead: the reader meets the end of its output
             self.process.stdin.write(json.dumps(item).encode() + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # dead: the reader meets the end of its output
 
     def read(self, timeout: float) -> dict | None:
         """The next line it prints; None if there is none in time or the process has ended."""
@@ -200,10 +197,8 @@ class _Worker:
         return b"\n" in self._buffer or bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()

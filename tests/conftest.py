@@ -66,9 +66,7 @@ def run_script(*arguments: str, ranks: int | None = None, timeout: float = 240, 
     if ranks is not None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*launcher, *map(str, arguments)], cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True
-    )
+    done = subprocess.run([*launcher, *map(str, arguments)], cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
     if check and done.returncode:
         raise AssertionError(
             f"exit code {done.returncode}\n--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-6000:]}"

@@ -88,9 +88,7 @@ def test_a_rank_without_work_still_has_a_forward_pass():
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99)
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99))
 def test_packed_attention_equals_one_sequence_at_a_time(lengths, heads, seed):
     """Values and gradients against softmax(q k^T) v written out, in double precision."""
     h, h_kv = heads

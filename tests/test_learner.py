@@ -116,9 +116,7 @@ def test_more_ranks_than_responses_do_not_hang(worker, models):
     batch of one response on two ranks."""
     script = worker.with_name("one.py")
     script.write_text(
-        WORKER.replace("range(5)", "range(1)")
-        .replace(", 3), prompt", ", 1), prompt")
-        .replace("arange(15)", "arange(1)")
+        WORKER.replace("range(5)", "range(1)").replace(", 3), prompt", ", 1), prompt").replace("arange(15)", "arange(1)")
     )
     one, two = (compute(script, models["qwen2-tied"], ranks, [100]) for ranks in (1, 2))
     assert relative(two["100/grad"], one["100/grad"]) < 1e-6

@@ -1,0 +1,121 @@
+"""Prompts: verl's layout and plain questions, the endless order, and one clear message for everything that cannot be used."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.demo import build_tokenizer, problems
+from rl.errors import UserError
+
+TOKENIZER = build_tokenizer()
+
+
+def dataset(*files, split="train", tokenizer=TOKENIZER, **flags):
+    return PromptDataset([str(f) for f in files], split, tokenizer, DataArgs(**flags))
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def verl_row(prompt, truth="46", source="demo"):
+    return {"data_source": source, "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": truth}}
+
+
+CHAT = [{"role": "user", "content": "12+34="}]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31), st.booleans())
+def test_the_order_is_endless_and_each_epoch_a_permutation(n, seed, shuffle):
+    order, again = PromptOrder(n, seed, shuffle), PromptOrder(n, seed, shuffle)
+    drawn = [order(ticket) for ticket in range(3 * n)]
+    for epoch in range(3):
+        part = drawn[epoch * n : (epoch + 1) * n]
+        assert {e for e, _ in part} == {epoch} and sorted(i for _, i in part) == list(range(n))
+    assert [again(ticket) for ticket in reversed(range(3 * n))] == drawn[::-1], "a ticket's place depends on nothing but itself"
+    if not shuffle:
+        assert [i for _, i in drawn] == list(range(n)) * 3
+
+
+def test_epochs_and_seeds_differ():
+    order = PromptOrder(100, seed=1)
+    orders = {tuple(PromptOrder(100, seed)(t + 100 * epoch)[1] for t in range(100)) for seed in (1, 2) for epoch in (0, 1)}
+    assert len(orders) == 4 and order(10**9)[0] == 10**7
+
+
+def test_verls_layout_chat_and_string(tmp_path):
+    rows = dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), write(tmp_path / "b.jsonl", verl_row("1+1=", "2")))
+    assert len(rows) == 2
+    assert TOKENIZER.decode(rows[0].ids) == "<|user|>12+34=<|assistant|>" and rows[0].ground_truth == "46"
+    assert TOKENIZER.decode(rows[1].ids) == "1+1=" and rows[1].data_source == "demo"
+    assert rows[1].where.endswith("b.jsonl row 0")
+
+
+def test_plain_question_and_answer(tmp_path):
+    (row,) = dataset(write(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "1+1 is\n#### 1,002"}))
+    assert row.ground_truth == "1002" and row.data_source == "openai/gsm8k"
+    assert row.text == "<|user|>1+1=<|assistant|>"
+
+
+def test_too_long_prompts(tmp_path):
+    file = write(tmp_path / "a.jsonl", verl_row("1+1="), verl_row("1234567890+1="), verl_row("2+2="))
+    with pytest.raises(UserError, match=r"a\.jsonl row 1.* 13 tokens.*--max-prompt-length 8.*--filter-overlong-prompts"):
+        dataset(file, max_prompt_length=8)
+    assert [r.text for r in dataset(file, max_prompt_length=8, filter_overlong_prompts=True)] == ["1+1=", "2+2="]
+    assert dataset(file, max_prompt_length=8, truncation="left")[1].text == "67890+1="
+    assert dataset(file, max_prompt_length=8, truncation="right")[1].text == "12345678"
+    with pytest.raises(UserError, match="no prompt is left of 3"):
+        dataset(file, max_prompt_length=2, filter_overlong_prompts=True)
+
+
+def test_max_samples_and_prompt_key(tmp_path):
+    file = write(tmp_path / "a.jsonl", *({"q": f"{i}+1=", "ground_truth": str(i + 1), "data_source": "demo"} for i in range(5)))
+    rows = dataset(file, prompt_key="q", train_max_samples=2)
+    assert [r.text for r in rows] == ["0+1=", "1+1="] and rows[1].ground_truth == "2"
+
+
+def test_real_gsm8k(gsm8k):
+    rows = dataset(gsm8k / "train.parquet", truncation="left")
+    assert len(rows) == 7473 and rows.sources() == {"openai/gsm8k": f"{gsm8k / 'train.parquet'} row 0"}
+    assert rows[0].ground_truth == "72" and rows[0].extra_info
+    both = dataset(gsm8k / "test.parquet", gsm8k / "train.parquet", truncation="left")
+    assert len(both) == 7473 + 1319 and both[1319].ground_truth == "72"
+
+
+def test_demo_splits_share_no_problem():
+    texts = {split: {p["prompt"][0]["content"] for p in problems(split)} for split in ("train", "val")}
+    assert len(texts["train"]) == 2000 and len(texts["val"]) == 500 and not texts["train"] & texts["val"]
+    assert problems("val") == problems("val")
+
+
+BAD = {
+    "missing column": (lambda p: write(p / "x.jsonl", {"text": "1", "data_source": "d"}), "x.jsonl.*'prompt'.*data_source, text"),
+    "no truth": (lambda p: write(p / "x.jsonl", {"prompt": "1", "data_source": "d"}), "x.jsonl: no ground truth"),
+    "null truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", None)), "x.jsonl row 1: no ground truth"),
+    "no source": (lambda p: write(p / "x.jsonl", {"prompt": "1", "ground_truth": "1"}), "x.jsonl.*'data_source'.*--reward"),
+    "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file is empty"),
+    "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),
+    "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
+    "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read"),
+    "not a chat": (lambda p: write(p / "x.jsonl", verl_row([{"text": "1"}])), "x.jsonl row 0.*neither a string nor a list"),
+    "hub": (lambda p: "nobody/nothing-here", "--train-files nobody/nothing-here: neither"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make, message = BAD[case]
+    with pytest.raises(UserError, match=message):
+        list(dataset(make(tmp_path)))
+
+
+def test_a_tokenizer_without_chat_template(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"a\.jsonl row 0.*no chat template"):
+        dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), tokenizer=tokenizer)
