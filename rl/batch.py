@@ -188,8 +188,8 @@ class MicroBatch:
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
-        """The given responses with their prompts. An empty list gives one sequence of one token with nothing to predict: a rank without work still takes part in
-        the collectives of its forward and backward."""
+        """The given responses with their prompts. An empty list gives one sequence of one token with nothing to
+        predict: a rank without work still takes part in the collectives of its forward and backward."""
         chosen = torch.tensor(responses, dtype=torch.long)
         index = batch.tokens_of(chosen)
         if not responses:

@@ -131,8 +131,8 @@ class PromptDataset(Sequence):
                 fitting.append(number)
             elif not self.args.filter_overlong_prompts:
                 raise UserError(
-                    f"{file} row {row_number}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, "
-                    "or leave such rows out with --filter-overlong-prompts, or cut them with --truncation left or right."
+                    f"{file} row {row_number}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise "
+                    "it, or leave such rows out with --filter-overlong-prompts, or cut them with --truncation left or right."
                 )
         return fitting
 

@@ -66,7 +66,7 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, input_ids, layout, predict, labels, temperature: float, entropy: bool):
-        """input_ids [T], predict [n], labels [n] -> log-prob [n] of the labels and entropy [n] (zeros unless asked for), fp32."""
+        """input_ids [T], predict [n], labels [n] -> log-prob [n] of the labels, entropy [n] (0 unless asked for); fp32."""
         base = self.model.model(
             input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, layout=layout
         )

@@ -210,7 +210,6 @@ class ScoringPool:
     def __init__(self, args: RewardArgs):
         self.args = args
         self.events: Counter[str] = Counter()
-        self.last_message: dict[str, str] = {}
         self._queue: deque[tuple[Any, dict]] = deque()
         self._done: list[tuple[Any, Score]] = []
         self._workers: list[_Worker] = []
@@ -296,7 +295,9 @@ class ScoringPool:
     def _record(self, key: Any, score: Score) -> None:
         if score.event:
             self.events[score.event] += 1
-            self.last_message[score.event] = score.message
+            count = self.events[score.event]
+            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: seen, and not a flood
+                print(f"reward {score.event} number {count}, scored 0: {score.message}", file=sys.stderr, flush=True)
         self._done.append((key, score))
 
 

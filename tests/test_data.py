@@ -93,7 +93,10 @@ def test_demo_splits_share_no_problem():
 
 
 BAD = {
-    "missing column": (lambda p: write(p / "x.jsonl", {"text": "1", "data_source": "d"}), "x.jsonl.*'prompt'.*data_source, text"),
+    "missing column": (
+        lambda p: write(p / "x.jsonl", {"text": "1", "data_source": "d"}),
+        "x.jsonl.*'prompt'.*data_source, text",
+    ),
     "no truth": (lambda p: write(p / "x.jsonl", {"prompt": "1", "data_source": "d"}), "x.jsonl: no ground truth"),
     "null truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", None)), "x.jsonl row 1: no ground truth"),
     "no source": (lambda p: write(p / "x.jsonl", {"prompt": "1", "ground_truth": "1"}), "x.jsonl.*'data_source'.*--reward"),

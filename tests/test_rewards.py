@@ -85,7 +85,7 @@ def test_good_values():
     assert as_score(True).score == 1 and as_score({"score": 0.5, "acc": 1, "note": "x"}).extra == {"acc": 1.0}
 
 
-REWARD = '''
+REWARD = """
 import ctypes, os, signal, subprocess, sys, time
 print("printing at import must not disturb the answers")
 
@@ -110,7 +110,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         subprocess.Popen(["sleep", "12345.6"])
         time.sleep(1000)
     return {"score": float(ground_truth), "length": len(do), "seen": extra_info["n"]}
-'''
+"""
 EXPECTED = {
     "hang": "timeout",
     "hang hard": "timeout",

@@ -1,0 +1,243 @@
+"""The real command line: the demo, real GSM8K on one rank and on two, bit-for-bit repeatability, and messages for bad input."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2Tokenizer
+
+SCRIPT = "train_sync.py"
+
+
+def train(*flags, out: Path, **how):
+    """Runs train_sync.py; returns (metrics by step, the run's directory, the finished process)."""
+    done = run_script(SCRIPT, "--output-dir", out, *flags, **how)
+    (run,) = out.iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}, run, done
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    (export,) = run.glob("step_*")
+    return load_file(export / "model.safetensors")
+
+
+def is_documented(name: str) -> bool:
+    """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+@pytest.fixture(scope="module")
+def demo_run(demo_model, tmp_path_factory):
+    """60 steps of the demo with everything switched on that costs nothing."""
+    flags = ["--total-training-steps", "60", "--log-val-generations", "5", "--logger", "console", "tensorboard"]
+    return train(*flags, out=tmp_path_factory.mktemp("demo"), threads=2)
+
+
+def test_the_demo_learns(demo_run):
+    metrics, _, _ = demo_run
+    accuracy = {step: m["val-core/demo/acc/mean@1"] for step, m in metrics.items() if "val-core/demo/acc/mean@1" in m}
+    assert sorted(accuracy) == [0, 20, 40, 60]
+    assert accuracy[0] < 0.5 and accuracy[60] > 0.8
+    assert metrics[60]["critic/score/mean"] > metrics[1]["critic/score/mean"] + 0.2
+
+
+def test_what_a_run_leaves_behind(demo_run):
+    metrics, run, done = demo_run
+    assert sorted(metrics) == list(range(61))
+    config = json.loads((run / "config.json").read_text())
+    assert config["flags"]["rollout_n"] == 8 and config["packages"]["torch"] and config["hardware"]["threads_per_rank"] == 2
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
+    table = (run / "val_generations" / "step_000020.md").read_text().splitlines()
+    assert len(table) == 7 and table[0].startswith("| prompt | response | ground_truth | score |")
+    for name in ("checkpoint", "metrics", "reward plot"):
+        assert re.search(rf"^{name} +{re.escape(str(run))}", done.stdout, re.M)
+    undocumented = {name for m in metrics.values() for name in m if name not in ("step", "time") and not is_documented(name)}
+    assert not undocumented
+
+
+def test_the_metrics_are_plausible(demo_run):
+    metrics, _, _ = demo_run
+    for step in range(1, 61):
+        m = metrics[step]
+        assert m["actor/ppo_kl"] == pytest.approx(0, abs=1e-6), "one optimizer step a batch: the ratio is 1"
+        assert m["actor/pg_clipfrac"] == 0 and m["actor/skipped_steps"] == 0
+        assert m["training/rollout_probs_diff_max"] < 1e-4, "the engine runs the learner's weights"
+        assert 0 < m["actor/grad_norm"] < 100 and 0 < m["actor/entropy"] < math.log(18)
+        assert m["training/epoch"] == (step * 8 - 1) // 2000
+    assert metrics[5]["actor/lr"] == pytest.approx(0.5e-4) and metrics[60]["actor/lr"] == pytest.approx(1e-4)
+
+
+def test_the_export_is_an_ordinary_model(demo_run):
+    """transformers alone loads it and gets the validation accuracy that the run reported."""
+    from rl.demo import problems
+
+    metrics, run, _ = demo_run
+    model = AutoModelForCausalLM.from_pretrained(run / "step_000060")
+    tokenizer = AutoTokenizer.from_pretrained(run / "step_000060", padding_side="left")
+    rows = problems("val")
+    texts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, tokenize=False) for r in rows]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(output, skip_special_tokens=True)
+    right = sum(answer == row["reward_model"]["ground_truth"] for answer, row in zip(answers, rows, strict=True))
+    assert right / 500 == pytest.approx(metrics[60]["val-core/demo/acc/mean@1"], abs=0.005)
+
+
+EVERYTHING = ["--ppo-mini-batch-size", "4", "--ppo-epochs", "2", "--use-kl-loss", "--entropy-coeff", "0.01"]
+EVERYTHING += ["--loss-agg-mode", "seq-mean-token-mean", "--clip-ratio-high", "0.28", "--val-n", "4", "--val-temperature", "1"]
+SHORT = ["--total-training-steps", "4", "--test-freq", "4", "--no-val-before-train", "--val-max-samples", "20"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_seed_gives_the_same_weights_bit_for_bit(demo_model, tmp_path, ranks):
+    a, b = (train(*SHORT, *EVERYTHING, out=tmp_path / name, ranks=ranks) for name in "ab")
+    one, two = weights(a[1]), weights(b[1])
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert a[0][4]["actor/loss"] == b[0][4]["actor/loss"] and a[0][4]["val-core/demo/acc/pass@4"] <= 1
+    assert a[0][4]["actor/kl_loss"] > 0 and a[0][4]["actor/ppo_kl"] != 0
+    assert a[0][4]["val-core/demo/acc/pass@4"] >= a[0][4]["val-core/demo/acc/mean@4"]
+    other = weights(train(*SHORT, *EVERYTHING, "--seed", "1", out=tmp_path / "c", ranks=ranks)[1])
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
+    """The first step's tokens, rewards and gradient: who generates what and who learns what must not matter."""
+    flags = ["--total-training-steps", "1", "--test-freq", "0", "--lr-warmup-steps", "0"]
+    (a, run_a, _), (b, run_b, _) = (train(*flags, out=tmp_path / str(n), ranks=n) for n in (1, 2))
+    for name in ("critic/score/mean", "response_length/mean", "perf/total_num_tokens"):
+        assert a[1][name] == b[1][name]
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert a[1][name] == pytest.approx(b[1][name], rel=1e-5, abs=1e-7)
+    one, two = weights(run_a), weights(run_b)
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_estimators_and_rollout_log_probs(demo_model, tmp_path, estimator):
+    flags = ["--adv-estimator", estimator, "--use-rollout-log-probs", "--loss-agg-mode", "seq-mean-token-sum-norm"]
+    metrics, _, _ = train(*SHORT, *flags, "--rollout-dtype", "bfloat16", out=tmp_path)
+    assert all(math.isfinite(metrics[step]["actor/loss"]) for step in range(1, 5))
+    assert metrics[1]["actor/ppo_kl"] != 0, "a bf16 engine's log-probs are not the learner's"
+
+
+# ------------------------------------------------------------------------------------------------------ real GSM8K
+
+
+@pytest.fixture(scope="module")
+def byte_model(gsm8k, tmp_path_factory) -> str:
+    """Random weights and a byte-level tokenizer trained on GSM8K's questions."""
+    from datasets import load_dataset
+
+    path = tmp_path_factory.mktemp("byte-model")
+    rows = load_dataset("parquet", data_files=str(gsm8k / "train.parquet"), split="train", cache_dir=str(path / "cache"))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator((row["prompt"][-1]["content"] for row in rows), vocab_size=2000, special_tokens=["<pad>", "<end>"])
+    bpe.save_model(str(path))
+    merges = [tuple(line.split()) for line in (path / "merges.txt").read_text().splitlines() if not line.startswith("#")]
+    vocab = json.loads((path / "vocab.json").read_text())
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, pad_token="<pad>", eos_token="<end>", unk_token=None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
+    tokenizer.save_pretrained(path / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=1024,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path / "model")
+    return str(path / "model")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_real_gsm8k_for_20_steps(gsm8k, byte_model, tmp_path, ranks):
+    flags = ["--model", byte_model, "--train-files", gsm8k / "train.parquet", "--val-files", gsm8k / "test.parquet"]
+    flags += ["--total-training-steps", 20, "--train-batch-size", 4, "--rollout-n", 4, "--max-prompt-length", 512]
+    flags += ["--max-response-length", 24, "--test-freq", 10, "--val-max-samples", 64, "--filter-overlong-prompts"]
+    metrics, run, _ = train(*flags, "--log-val-generations", 3, out=tmp_path, ranks=ranks)
+    assert sorted(metrics) == list(range(21))
+    for step in range(1, 21):
+        m = metrics[step]
+        assert m["training/rollout_probs_diff_max"] < 1e-4 and math.isfinite(m["actor/loss"])
+        assert m["prompt_length/min"] > 20 and m["response_length/max"] <= 24
+        assert all(m[f"reward/events/{kind}"] == 0 for kind in ("timeout", "error", "bad_value", "died"))
+    assert "val-core/openai/gsm8k/acc/mean@1" in metrics[20]
+    assert "How many" in (run / "val_generations" / "step_000010.md").read_text()
+
+
+def test_a_users_own_reward(demo_model, tmp_path):
+    """verl's signature; extra numbers become metrics, faults are counted and do not stop the run."""
+    (tmp_path / "mine.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str.startswith('1'): raise ValueError('ones are not to my taste')\n"
+        "    return {'score': float(len(solution_str)), 'digits': len(solution_str)}\n"
+    )
+    metrics, _, done = train(*SHORT, "--reward", f"{tmp_path / 'mine.py'}:score", out=tmp_path / "runs")
+    assert metrics[4]["reward/events/error"] > 0 and metrics[4]["reward/extra/digits/mean"] >= 1
+    assert "ones are not to my taste" in done.stdout + done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+def no_tokenizer(tmp_path, models):
+    return ["--model", models["qwen2-tied"]]
+
+
+BAD = {
+    "batch not divisible": (
+        ["--ppo-mini-batch-size", "3"],
+        r"--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3",
+    ),
+    "over the context": (["--max-response-length", "5000"], r"--max-response-length 5000 = \d+ tokens.*context is 512"),
+    "over the micro-batch": (["--ppo-max-token-len-per-gpu", "50"], r"--ppo-max-token-len-per-gpu is 50"),
+    "no tokenizer": (no_tokenizer, r"no tokenizer can be read there"),
+    "no model": (["--model", "/nowhere/at-all"], r"--model /nowhere/at-all: no model can be read"),
+    "file missing": (["--train-files", "nowhere.parquet"], r"nowhere\.parquet: no such file"),
+    "reward missing": (["--reward", "nowhere.py:f"], r"--reward nowhere\.py:f: there is no file"),
+    "zero": (["--rollout-n", "0"], r"--rollout-n must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_and_exit_code_1(case, demo_model, models, tmp_path):
+    flags, message = BAD[case]
+    flags = flags(tmp_path, models) if callable(flags) else flags
+    done = run_script(SCRIPT, "--output-dir", tmp_path / "runs", *flags, check=False)
+    assert done.returncode == 1
+    assert re.search(rf"^error: .*{message}", done.stderr, re.M), done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
+    done = run_script(SCRIPT, "--output-dir", tmp_path, "--train-files", "nowhere.parquet", ranks=2, check=False)
+    assert done.returncode == 1 and done.stderr.count("error: nowhere.parquet: no such file") == 1
+
+
+def test_help_explains_every_flag():
+    text = run_script(SCRIPT, "--help").stdout
+    for flag in ("--train-files", "--rollout-n", "--ppo-mini-batch-size", "--lr", "--kl-loss-coef", "--val-n", "--reward"):
+        assert flag in text
+    assert "Responses per prompt" in text and "Peak learning rate" in text
+
+
+def test_losses_imports_torch_alone():
+    code = (
+        "import sys, losses, torch.distributed as d; assert not d.is_initialized();"
+        "bad = {'transformers', 'datasets', 'tyro', 'rl', 'rich'} & set(sys.modules); assert not bad, bad"
+    )
+    run_script("-c", code)
