@@ -87,7 +87,7 @@ def reference(worker, models):
 def test_log_probs_and_gradient_are_those_of_transformers(reference):
     data, log_probs, gradient = reference
     for budget in BUDGETS:
-        torch.testing.assert_close(data[f"{budget}/log_prob"].double(), log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(data[f"{budget}/log_prob"].double(), log_probs, atol=1e-5, rtol=1e-5)
         assert torch.equal(data[f"{budget}/log_prob"], data[f"{budget}/ref"])
         assert relative(data[f"{budget}/grad"], gradient) < 5e-6
 

@@ -105,8 +105,9 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(demo_model, tmp_path, 
     assert a[0][4]["actor/loss"] == b[0][4]["actor/loss"] and a[0][4]["val-core/demo/acc/pass@4"] <= 1
     assert a[0][4]["actor/kl_loss"] > 0 and a[0][4]["actor/ppo_kl"] != 0
     assert a[0][4]["val-core/demo/acc/pass@4"] >= a[0][4]["val-core/demo/acc/mean@4"]
-    other = weights(train(*SHORT, *EVERYTHING, "--seed", "1", out=tmp_path / "c", ranks=ranks)[1])
-    assert any(not torch.equal(one[name], other[name]) for name in one)
+    if ranks == 1:
+        other = weights(train(*SHORT, *EVERYTHING, "--seed", "1", out=tmp_path / "c", ranks=ranks)[1])
+        assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
 def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
@@ -121,9 +122,8 @@ def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
-def test_estimators_and_rollout_log_probs(demo_model, tmp_path, estimator):
-    flags = ["--adv-estimator", estimator, "--use-rollout-log-probs", "--loss-agg-mode", "seq-mean-token-sum-norm"]
+def test_rollout_log_probs_as_old_ones(demo_model, tmp_path):
+    flags = ["--adv-estimator", "dr_grpo", "--use-rollout-log-probs", "--loss-agg-mode", "seq-mean-token-sum-norm"]
     metrics, _, _ = train(*SHORT, *flags, "--rollout-dtype", "bfloat16", out=tmp_path)
     assert all(math.isfinite(metrics[step]["actor/loss"]) for step in range(1, 5))
     assert metrics[1]["actor/ppo_kl"] != 0, "a bf16 engine's log-probs are not the learner's"
@@ -205,7 +205,7 @@ BAD = {
     ),
     "over the context": (["--max-response-length", "5000"], r"--max-response-length 5000 = \d+ tokens.*context is 512"),
     "over the micro-batch": (["--ppo-max-token-len-per-gpu", "50"], r"--ppo-max-token-len-per-gpu is 50"),
-    "no tokenizer": (no_tokenizer, r"no tokenizer can be read there"),
+    "no tokenizer": (no_tokenizer, r"the directory has no tokenizer"),
     "no model": (["--model", "/nowhere/at-all"], r"--model /nowhere/at-all: no model can be read"),
     "file missing": (["--train-files", "nowhere.parquet"], r"nowhere\.parquet: no such file"),
     "reward missing": (["--reward", "nowhere.py:f"], r"--reward nowhere\.py:f: there is no file"),
@@ -213,14 +213,30 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_message_and_exit_code_1(case, demo_model, models, tmp_path):
-    flags, message = BAD[case]
-    flags = flags(tmp_path, models) if callable(flags) else flags
-    done = run_script(SCRIPT, "--output-dir", tmp_path / "runs", *flags, check=False)
-    assert done.returncode == 1
-    assert re.search(rf"^error: .*{message}", done.stderr, re.M), done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+MANY = """
+import json, os, runpy, sys
+import train_sync  # paid for once: each case is a fork that runs the script from its first line
+for number, flags in enumerate(json.loads(sys.argv[1])):
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        os.dup2(os.open(f"{sys.argv[2]}/{number}.err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = ["train_sync.py", *flags]
+        runpy.run_path("train_sync.py", run_name="__main__")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_bad_input_is_one_message_and_exit_code_1(demo_model, models, tmp_path):
+    cases = [flags(tmp_path, models) if callable(flags) else flags for flags, _ in BAD.values()]
+    cases = [["--output-dir", str(tmp_path / "runs"), *flags] for flags in cases]
+    done = run_script("-c", MANY, json.dumps(cases), tmp_path)
+    assert done.stdout.split() == ["1"] * len(BAD)
+    for number, (case, (_, message)) in enumerate(BAD.items()):
+        stderr = (tmp_path / f"{number}.err").read_text()
+        assert re.search(rf"^error: .*{message}", stderr, re.M), (case, stderr)
+        assert "Traceback" not in stderr
+    assert not (tmp_path / "runs").exists(), "nothing may be half-written"
 
 
 def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):

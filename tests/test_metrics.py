@@ -1,0 +1,153 @@
+"""What a run records: strict JSON whatever the numbers, a directory of its own, every logger, a display for people and logs."""
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from rl.metrics import MetricsArgs, Run, new_directory, summarize, train_flops_per_token
+
+
+@dataclass
+class Args(MetricsArgs):
+    lr: float = 0.5
+
+
+def make(tmp_path, **flags):
+    return Run(Args(output_dir=str(tmp_path), **flags), {"device": "cpu"}, total_steps=3, enabled=True, script="script")
+
+
+def read(run):
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_are_strict_json_and_there_at_once(tmp_path):
+    run = make(tmp_path, logger=())
+    with run.timer("gen"), run.timer("inner"):
+        pass
+    run.log(1, {"a": 1.5, "b": math.nan, "c": math.inf, "d": 3})
+    (line,) = read(run)  # before anything is closed: a crash loses nothing
+    assert (line["step"], line["a"], line["b"], line["c"], line["d"]) == (1, 1.5, None, None, 3)
+    assert line["timing_s/gen"] >= line["timing_s/inner"] >= 0
+    run.log(2, {})
+    assert "timing_s/gen" not in read(run)[1], "timings are of one step"
+
+
+def test_two_runs_never_share_a_directory(tmp_path):
+    names = [new_directory(tmp_path, "same").name for _ in range(3)]
+    assert names == ["same", "same-2", "same-3"]
+
+
+def test_config_says_what_ran(tmp_path):
+    config = json.loads((make(tmp_path, experiment_name="mine", logger=()).dir / "config.json").read_text())
+    assert config["flags"]["lr"] == 0.5 and config["hardware"]["device"] == "cpu" and config["hardware"]["cores"] >= 1
+    assert config["packages"]["torch"].startswith("2.") and config["python"].startswith("3.")
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    run = Run(Args(output_dir=str(tmp_path / "runs")), {}, 3, enabled=False, script="script")
+    with run.timer("gen"):
+        pass
+    assert run.timings["gen"] >= 0
+    run.log(1, {"a": 1.0})
+    run.log_generations(1, [{"prompt": "p"}])
+    run.finish(tmp_path)
+    assert not (tmp_path / "runs").exists() and not run.timings
+
+
+def test_the_generations_table_survives_odd_text(tmp_path):
+    run = make(tmp_path, logger=())
+    run.log_generations(20, [{"prompt": "a|b\nc", "response": "\\boxed{1}", "ground_truth": "1", "score": 1.0}])
+    lines = (run.dir / "val_generations" / "step_000020.md").read_text().splitlines()
+    assert lines[2] == "| a\\|b<br>c | \\\\boxed{1} | 1 | 1.000 |"
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make(tmp_path, logger=("tensorboard",))
+    for step in (1, 2):
+        run.log(step, {"critic/score/mean": step / 4})
+    run.finish(tmp_path)
+    events = EventAccumulator(str(run.dir / "tensorboard")).Reload().Scalars("critic/score/mean")
+    assert [(e.step, e.value) for e in events] == [(1, 0.25), (2, 0.5)]
+    assert (run.dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(180)
+def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = make(tmp_path, logger=("wandb",))
+    run.log(1, {"critic/score/mean": 0.5})
+    run.finish(tmp_path)
+    assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+DISPLAY = """
+import sys
+from rl.metrics import MetricsArgs, Run
+run = Run(MetricsArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
+run.log(0, {"val-core/demo/acc/mean@1": 0.34})
+for step in (1, 2, 3):
+    run.log(step, {"critic/score/mean": 0.1 * step, "perf/throughput": 1234.0})
+run.finish("here")
+"""
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DISPLAY, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation 0.340"
+    assert lines[-4].startswith("step 3/3  reward 0.300  validation 0.340  1,234 tokens/s  0 s left")
+    assert lines[-3] == "checkpoint  here"
+
+
+def test_a_live_bar_on_a_terminal(tmp_path):
+    master, slave = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "140"}
+    process = subprocess.Popen([sys.executable, "-c", DISPLAY, tmp_path], cwd=ROOT, env=env, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 4096)
+        except OSError:  # the terminal closes with the process
+            break
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "\x1b" in text and "3/3" in text and "reward 0.300" in text and "1,234 tokens/s" in text and "left" in text
+
+
+def test_summarize():
+    assert summarize("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+    assert all(math.isnan(v) for v in summarize("x", torch.zeros(0)).values())
+
+
+def test_flops_count_the_matrices():
+    """6 per parameter that takes part in a matrix product; norms, biases and the embedding look-up are not counted."""
+    for kind in ("qwen2-untied", "qwen3"):
+        config = CONFIGS[kind]()
+        model = AutoModelForCausalLM.from_config(config)
+        matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
+        attention = 6 * config.num_hidden_layers * config.num_attention_heads * 16 * 100
+        assert train_flops_per_token(config, 100) == 6 * matrices + attention
+
+
+def test_flops_of_a_mixture_count_the_active_experts():
+    small = dict(vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = Qwen3MoeConfig(**small, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    attention = 64 * 16 * (4 + 2 + 2 + 4)
+    per_layer = attention + 2 * 3 * 64 * 32 + 64 * 8
+    assert train_flops_per_token(config, 0) == 6 * (2 * per_layer + 64 * 32)
