@@ -93,7 +93,7 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
 
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
     """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
-    log_prob, entropy = learner.log_probs(micro, entropy=True)  # [n], [n]
+    log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
     old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
     clips = {"clip_low": args.clip_ratio_low, "clip_high": args.clip_ratio_high, "clip_c": args.clip_ratio_c}
     token_loss, stats = losses.POLICY_LOSSES[args.loss_mode](log_prob, old, advantage, mask, seq, **clips)
@@ -115,8 +115,8 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
     check_lengths(config, args.max_prompt_length, args.max_response_length, args.ppo_max_token_len_per_gpu)
     train_prompts = PromptDataset(args.train_files, "train", tokenizer, args)
-    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args)
-    check_sources(train_prompts.sources() | val_prompts.sources(), args)
+    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
+    check_sources(train_prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
     order = PromptOrder(len(train_prompts), args.seed, args.shuffle)
     pool = ScoringPool(args)
 
@@ -193,6 +193,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
             with run.timer("save_checkpoint"):
                 checkpoint = export_hf(learner, tokenizer, run.dir / f"step_{step:06d}")
         run.log(step, metrics)
+    pool.close()
     run.finish(checkpoint)
 
 

@@ -42,8 +42,8 @@ class LearnerArgs:
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: int = 10
     """Optimizer steps of linear warm-up."""
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """What the rate does after the warm-up."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
+    """What the rate does after the warm-up: stay, or fall to --min-lr-ratio at the last step."""
     min_lr_ratio: float = 0.0
     """Where the cosine ends, as a fraction of --lr."""
     weight_decay: float = 0.01
@@ -65,8 +65,11 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, layout, predict, labels, temperature: float, entropy: bool):
-        """input_ids [T], predict [n], labels [n] -> log-prob [n] of the labels, entropy [n] (0 unless asked for); fp32."""
+    def forward(self, input_ids, layout, predict, labels, temperature: float, entropy: str):
+        """input_ids [T], predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
+
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it.
+        """
         base = self.model.model(
             input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, layout=layout
         )
@@ -82,13 +85,13 @@ class Policy(nn.Module):
         log_prob, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
         return log_prob, entropies
 
-    def _log_prob(self, hidden, labels, temperature: float, entropy: bool):
-        logits = self.model.lm_head(hidden).float() / temperature  # [chunk, V]
-        log_prob = -F.cross_entropy(logits, labels, reduction="none")
-        if not entropy:
+    def _log_prob(self, hidden, labels, temperature: float, entropy: str):
+        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [chunk, V]
+        log_prob = log_probs.gather(1, labels[:, None]).squeeze(1)
+        if entropy == "none":
             return log_prob, torch.zeros_like(log_prob)
-        log_probs = logits.log_softmax(-1)
-        return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
+            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
 
 
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
@@ -176,8 +179,11 @@ class Learner:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, total_steps, args))
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
 
-    def log_probs(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient."""
+    def log_probs(
+        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
+        the entropy is 0, without gradient, or with it."""
         return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
 
     @torch.no_grad()
@@ -186,7 +192,7 @@ class Learner:
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(num_tokens)
         for micro in micros:
-            log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, False)
+            log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, "none")
             out[micro.index] = log_prob.cpu()
         return all_reduce_sum(out)
 

@@ -31,7 +31,7 @@ def main(ranks):
         result[f"{budget}/log_prob"] = learner.log_probs_of("policy", micros, len(batch.token))
         result[f"{budget}/ref"] = learner.log_probs_of("reference", micros, len(batch.token))
         for micro in micros:
-            log_prob, entropy = learner.log_probs(micro, entropy=True)
+            log_prob, entropy = learner.log_probs(micro, entropy="loss")
             ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()
         grads = [p.grad.full_tensor().flatten().float() for p in learner.policy.parameters()]
         result[f"{budget}/grad"] = torch.cat(grads)
@@ -137,7 +137,7 @@ def test_schedule():
     assert lr_factor(4, 10, args) == pytest.approx(1.0)
     assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
     assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
-    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0)) == 1.0
+    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
 
 
 NON_FINITE = """
