@@ -46,8 +46,14 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
     # Answers go to a copy of stdout; what the user's function prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Items come from a copy of stdin, which no child inherits: one that reads its stdin would take the next item.
+    items = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    me = os.getpid()
 
     def answer(reply: dict) -> None:
+        if os.getpid() != me:  # a fork made by the user's function: a second answer would go to the next response
+            os._exit(0)
         try:
             line = json.dumps(reply)
         except (TypeError, ValueError):
@@ -61,7 +67,7 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
         answer({"failed": one_line(error)})
         return
     answer({"ready": True})
-    for line in sys.stdin:
+    for line in items:
         item = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
         try:

@@ -44,9 +44,16 @@ def models(tmp_path_factory) -> dict[str, str]:
     return {kind: save_model(kind, root / kind) for kind in CONFIGS}
 
 
+def pytest_configure(config) -> None:
+    """Makes the demo's model before any worker starts: beside other tests its two threads would take minutes."""
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        make = "from rl.demo import model_dir; model_dir()"
+        subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True, timeout=900)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> str:
-    """The demo's model, made on first use (about 80 s on 2 cores)."""
+    """The demo's model."""
     from rl.demo import model_dir
 
     return model_dir()

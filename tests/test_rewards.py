@@ -106,6 +106,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if do == "exit": os._exit(3)
     if do == "sys.exit": sys.exit(0)
     if do == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if do == "fork twice": os.fork()  # both come back with a score; only one may answer
     if do == "fork":
         subprocess.Popen(["sleep", "12345.6"])
         time.sleep(1000)
@@ -154,8 +155,17 @@ def test_a_bad_reward_costs_its_own_response_only(bad_reward):
             score = results[("good", number)]
             assert (score.score, score.extra, score.event) == (0.25, {"length": 4.0, "seen": float(number)}, None)
         assert pool.events == {"timeout": 3, "error": 3, "bad_value": 3, "died": 2}
-        assert "ValueError: no way" in results[("bad", "raise")].message and "mine.py:12" in results[("bad", "raise")].message
+        assert "ValueError: no way" in results[("bad", "raise")].message and "mine.py:" in results[("bad", "raise")].message
     assert not subprocess.run(["pgrep", "-f", "sleep 12345.6"], capture_output=True).stdout, "a forked child lives on"
+
+
+def test_a_function_that_forks_and_returns_twice_answers_once(bad_reward):
+    """A second answer would be taken for the next response's."""
+    with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
+        for number in range(6):
+            pool.submit(number, "any", "fork twice", str(number), {"n": number})
+        results = drain(pool)
+    assert {number: score.score for number, score in results.items()} == {number: float(number) for number in range(6)}
 
 
 def test_workers_die_with_a_killed_rank(bad_reward):
