@@ -40,6 +40,8 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
     """Of the prompt order, the sampling and everything else random."""
     total_training_steps: int = 200
     """Steps to train: one step is one batch of prompts."""
+    total_epochs: int | None = None
+    """Train so many passes over the training prompts, in whole batches, instead of --total-training-steps."""
     train_batch_size: int = 8
     """Prompts a step, over all ranks; each gets --rollout-n responses."""
     ppo_mini_batch_size: int | None = None
@@ -75,6 +77,12 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
     """Weight of the entropy bonus."""
     use_rollout_log_probs: bool = False
     """Take the generator's log-probs as the old ones instead of recomputing them."""
+
+    def total_steps(self, num_prompts: int) -> int:
+        """Steps to train on so many training prompts."""
+        if self.total_epochs is None:
+            return self.total_training_steps
+        return max(1, self.total_epochs * num_prompts // self.train_batch_size)
 
     def check(self, world_size: int) -> None:
         """Raises UserError for sizes that cannot work."""
@@ -118,16 +126,17 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
     check_sources(train_prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
     order = PromptOrder(len(train_prompts), args.seed, args.shuffle)
+    total_steps = args.total_steps(len(train_prompts))
     pool = ScoringPool(args)
 
     prompts_per_step = args.ppo_mini_batch_size or args.train_batch_size
-    optimizer_steps = args.total_training_steps * args.ppo_epochs * args.train_batch_size // prompts_per_step
+    optimizer_steps = total_steps * args.ppo_epochs * args.train_batch_size // prompts_per_step
     learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.use_kl_loss, args.trust_remote_code)
     max_length = args.max_prompt_length + args.max_response_length
     engine = make_engine(path, args, max_length, args.dtype, ranks.device, args.trust_remote_code)
     engine.update(learner.weights(), version=0)
     generator = Generator(engine, train_prompts, order, pool, tokenizer, args, args.seed)
-    run = Run(args, dist.describe_hardware(), args.total_training_steps, enabled=ranks.is_main, script="train_sync")
+    run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_sync")
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):
@@ -137,7 +146,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
     if args.test_freq and args.val_before_train:
         run.log(0, validate(0))
-    for step in range(1, args.total_training_steps + 1):
+    for step in range(1, total_steps + 1):
         # Generate and score: every rank serves its share of the tickets, then every rank holds the whole batch.
         with run.timer("gen"):
             tickets = range((step - 1) * args.train_batch_size, step * args.train_batch_size)
@@ -186,7 +195,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         metrics |= {f"actor/{name}": value for name, value in means.over_ranks().items()}
         metrics |= event_metrics(pool) | learner.perf_metrics(batch.total_lengths(), run.timings)
         metrics |= {"training/global_step": step, "training/epoch": order(tickets[-1])[0]}
-        last = step == args.total_training_steps
+        last = step == total_steps
         if args.test_freq and (last or step % args.test_freq == 0):
             metrics |= validate(step)
         if last or (args.save_freq and step % args.save_freq == 0):

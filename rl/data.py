@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,8 @@ from rl.errors import UserError
 @dataclass
 class DataArgs:
     train_files: tuple[str, ...] = ("demo",)
-    """Training prompts: .parquet, .json or .jsonl files, hub dataset names, or "demo"; several are concatenated."""
+    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
+    concatenated."""
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, likewise."""
     prompt_key: str = "prompt"
@@ -73,13 +75,15 @@ class PromptOrder:
 
 
 class PromptDataset(Sequence):
-    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row and remedy."""
+    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
 
     def __init__(
         self, files: Sequence[str], split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase, args: DataArgs
     ):
         self.tokenizer, self.args = tokenizer, args
         self.files = list(files)
+        if not self.files:
+            raise UserError(f"--{split}-files names no file.")
         # Files keep their own columns: casting them to a common schema would change what they say.
         self.tables = [_read(file, split) for file in self.files]
         for file, table in zip(self.files, self.tables, strict=True):
@@ -118,6 +122,10 @@ class PromptDataset(Sequence):
         for file, table in zip(self.files, self.tables, strict=True):
             column = table["data_source"] if "data_source" in table.column_names else ["openai/gsm8k"]
             for number, source in enumerate(column):
+                if not isinstance(source, str) or not source:
+                    raise UserError(
+                        f"{file} row {number}: data_source is {source!r}. Put a name there, any if you use --reward."
+                    )
                 found.setdefault(source, f"{file} row {number}")
         return found
 
@@ -143,21 +151,36 @@ class PromptDataset(Sequence):
         return self.files[which], number, self.tables[which][number]
 
     def _encode(self, file: str, number: int, row: dict) -> list[int]:
-        prompt = row[self.args.prompt_key] if self.args.prompt_key in row else row["question"]
-        if isinstance(prompt, str) and self.args.prompt_key in row:
-            return self.tokenizer.encode(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not (isinstance(messages, list) and messages and all("role" in m and "content" in m for m in messages)):
+        key = self.args.prompt_key if self.args.prompt_key in row else "question"
+        prompt = row[key]
+        if isinstance(prompt, str) and key == self.args.prompt_key:
+            ids = self.tokenizer.encode(prompt)
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = self._encode_chat(f"{file} row {number}", key, messages)
+        if not ids:
+            raise UserError(f"{file} row {number}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
+        return ids
+
+    def _encode_chat(self, where: str, key: str, messages: Any) -> list[int]:
+        if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
             raise UserError(
-                f"{file} row {number}: column {self.args.prompt_key!r} is neither a string nor a list of chat messages "
-                "({role, content}). Name the right column with --prompt-key."
+                f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
+                "Name the right column with --prompt-key."
             )
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"{file} row {number}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct "
-                "model, save a chat template with the tokenizer, or give prompts as plain strings."
+                f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
+                "a chat template with the tokenizer, or give prompts as plain strings."
             )
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
+            raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Mend the roles.") from None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -182,6 +205,8 @@ def _read(file: str, split: str):
     try:
         table = load_dataset(kind, data_files=file, split="train")
     except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
+        if "no data" in str(error):  # a parquet file of no rows
+            raise UserError(f"{file}: the file has no rows (--{split}-files).") from None
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise UserError(f"{file}: cannot be read as {kind} ({reason}).") from None
@@ -193,14 +218,15 @@ def _read(file: str, split: str):
 def _read_hub(name: str, split: str):
     from datasets import load_dataset
 
+    path, _, config = name.partition(":")
     wanted = "train" if split == "train" else "test"
     try:
-        return load_dataset(name, split=wanted)
+        return load_dataset(path, config or None, split=wanted)
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--{split}-files {name}: neither a .parquet, .json or .jsonl file nor a hub dataset with a {wanted!r} split that "
-            f"can be loaded here ({reason})."
+            f"--{split}-files {name}: neither a .parquet, .json or .jsonl file nor a hub dataset (name, or name:config) with a "
+            f"{wanted!r} split that can be loaded here ({reason})."
         ) from None
 
 
@@ -214,11 +240,29 @@ def _check_columns(file: str, table, prompt_key: str) -> None:
         raise UserError(
             f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
         )
-    if "data_source" not in columns and not ("answer" in columns and "####" in str(table[0]["answer"])):
-        raise UserError(
-            f"{file}: there is no column 'data_source' to choose the reward function by; {has}. Add the column, with any name "
-            "in it if you use --reward."
-        )
+    if "images" in columns and (row := _first_with_images(table)) is not None:
+        raise UserError(f"{file} row {row}: the prompt has images, which cannot be used yet. Leave such rows out.")
+    if "data_source" in columns:
+        return
+    remedy = (
+        f"there is no column 'data_source' to choose the reward function by; {has}. Add it, any name will do with --reward."
+    )
+    if "answer" not in columns:
+        raise UserError(f"{file}: {remedy}")
+    for number, answer in enumerate(table["answer"]):
+        if "####" not in str(answer):  # then it is not GSM8K, and would be scored 0 for ever
+            raise UserError(f"{file} row {number}: the answer has no '####' as GSM8K's have, and {remedy}")
+
+
+def _first_with_images(table) -> int | None:
+    """The first row whose images are neither null nor an empty list, without decoding any."""
+    import pyarrow.compute as pc
+
+    column = table.with_format("arrow")[:]["images"]
+    is_list = str(column.type).startswith(("list", "large_list"))
+    present = pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column)
+    found = pc.index(present, True).as_py()
+    return found if found >= 0 else None
 
 
 def _data_source(row: dict) -> str:
@@ -232,5 +276,6 @@ def _ground_truth(file: str, number: int, row: dict):
     if row.get("ground_truth") is not None:
         return row["ground_truth"]
     if row.get("answer") is not None:
-        return str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
+        _, mark, truth = str(row["answer"]).rpartition("####")
+        return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"
     raise UserError(f"{file} row {number}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty).")

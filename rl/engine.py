@@ -4,8 +4,8 @@ The contract (`Engine`): `add` requests, `step` to get the responses that finish
 Every sampled token comes with its log-prob and with the version of the weights that sampled it. What a request samples
 depends on its own seed alone, not on which rank serves it or what else is in the batch.
 
-Why an engine of our own: transformers' continuous batching reached 5,000-6,500 tokens/s on the demo's model where plain
-`generate()` on a fixed batch reached 9,000-15,000, and it has no seed per request (see benchmarks/engine.py).
+Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
+`generate()` on a fixed batch, which this one equals, and it has no seed per request (benchmarks/results/engine.md).
 Left out: multi-modal prompts, prefix caching between groups, tensor parallelism. vLLM is the engine for those.
 """
 

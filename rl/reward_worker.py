@@ -1,6 +1,6 @@
 """A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB PARENT_PID`, started by the pool of rl/rewards.py.
 
-Reads one JSON item a line and answers with one JSON line. Imports neither torch nor transformers: it starts in a blink.
+Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor transformers: it starts in a blink.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
         if os.getpid() != me:  # a fork made by the user's function: a second answer would go to the next response
             os._exit(0)
         try:
-            line = json.dumps(reply)
-        except (TypeError, ValueError):
-            line = json.dumps({"value": str(reply["value"])})  # no number, so a bad value
+            line = json.dumps(reply, default=lambda value: value.item())  # numpy and torch scalars
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            line = json.dumps(reply | {"value": str(reply["value"])})  # no number, so a bad value
         answers.write(line + "\n")
         answers.flush()
 
@@ -68,15 +68,14 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
         return
     answer({"ready": True})
     for line in items:
-        item = json.loads(line)
+        number, item = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value = function(**item)
-            value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-            answer({"value": value})
+            answer({"number": number, "value": value})
         except (Exception, SystemExit) as error:
-            answer({"failed": one_line(error)})
+            answer({"number": number, "failed": one_line(error)})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ rl/reward_worker.py; what passes between is JSON, nothing is pickled.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +39,9 @@ class RewardArgs:
     reward_workers: int = 1
     """Processes that score, on each rank."""
     reward_memory_limit_gb: float = 4.0
-    """Address space of each scoring process."""
+    """Address space of each scoring process; 0 sets no limit."""
+    format_score: float = 0.0
+    """Built-in gsm8k: the score of a wrong answer in the right format."""
     overlong_buffer_len: int = 0
     """DAPO: the last so many tokens of the response budget are penalised, linearly; 0 turns it off."""
     overlong_penalty_factor: float = 1.0
@@ -53,15 +57,22 @@ class Score:
 
 
 EVENTS = ("timeout", "error", "bad_value", "died")
+START_LIMIT = 60  # seconds a scoring process may take to import the user's file
+REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 
 # ---------------------------------------------------------------------------------------------- built-in verifiers
 
 
-def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 if the last "#### number" within the last 300 characters is the ground truth, else 0 (verl's strict method)."""
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, format_score: float = 0.0
+) -> float:
+    """1 if the last "#### number" within the last 300 characters is the ground truth, format_score if it is another number,
+    0 if there is none (verl's strict method)."""
     found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     clean = lambda text: str(text).replace(",", "").replace("$", "")  # noqa: E731
-    return float(bool(found) and clean(found[-1]) == clean(ground_truth))
+    if not found:
+        return 0.0
+    return 1.0 if clean(found[-1]) == clean(ground_truth) else format_score
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
@@ -70,15 +81,31 @@ def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra
     return float(bool(found) and found[-1] == str(ground_truth).replace(",", "").replace("$", ""))
 
 
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} holds; None if there is none or its brace is never closed."""
+    start = text.rfind(r"\boxed{")
+    depth = 0
+    for i in range(start + len(r"\boxed"), len(text) if start >= 0 else 0):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[start + len(r"\boxed{") : i]
+    return None
+
+
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""1 if the last \boxed{} (or the line "Answer: ...") equals the ground truth as mathematics, else 0 (math-verify)."""
+    r"""1 if the last \boxed{} (or without any, the last line "Answer: ...") equals the ground truth as mathematics, else 0."""
     from math_verify import parse, verify
 
-    lines = re.findall(r"(?im)^\s*answer\s*:\s*(.+?)\s*$", solution_str)
-    answer = solution_str if r"\boxed" in solution_str else rf"\boxed{{{lines[-1].strip('$ ')}}}" if lines else ""
-    # No time limits of its own: they are signals, and the pool has one.
+    # Only the marked answer is parsed: math-verify would otherwise take any number of the text, or all boxes at once.
+    answer = last_boxed(solution_str)
+    if r"\boxed" not in solution_str and (lines := re.findall(r"(?im)^\s*answer\s*:\s*(.+?)\s*$", solution_str)):
+        answer = lines[-1].strip("$ ")
+    if not (answer and answer.strip()):
+        return 0.0
+    # No time limits of its own: they are signals, and the pool has one. It would warn of that in every process.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = parse(rf"\boxed{{{ground_truth}}}", parsing_timeout=None)
-    return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+    return float(verify(gold, parse(rf"\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None))
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
@@ -109,92 +136,122 @@ BUILT_IN: dict[str, Callable] = {
     "HuggingFaceH4/MATH-500": math_verify,
     "math": math_verify,
     "math_dapo": math_dapo,
-    "aime": math_dapo,
-    "aime24": math_dapo,
-    "aime25": math_dapo,
+    "math_dapo_reasoning": math_dapo,
+    "aime": math_dapo,  # and every name that begins so: aime24, aime_2025, ...
     "hiyouga/geometry3k": geo3k,
     "geo3k": geo3k,
 }
-# A few string operations that cannot hang: scored at once. Everything else, the user's function first of all, goes to the pool.
+# A few string operations that cannot hang: scored at once. Everything else goes to the pool: the user's function, which may
+# do anything, and math, where a response of the model's choice is handed to sympy and can keep it busy for ever.
 HARMLESS = {exact, gsm8k, gsm8k_flexible}
+
+
+def verifier_name(data_source: str) -> str | None:
+    """The name in BUILT_IN that serves the data_source; None if none does."""
+    if data_source in BUILT_IN:
+        return data_source
+    return "aime" if str(data_source).startswith("aime") else None
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
     """DAPO's soft punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length - buffer_len tokens,
     then falling linearly."""
+    if buffer_len <= 0:
+        return 0.0
     over = length - (max_response_length - buffer_len)
     return min(-over / buffer_len * factor, 0.0)
 
 
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
-    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves, or a --reward that
-    cannot be loaded."""
-    if args.reward:
-        _try_import(args.reward)
-        return
+    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves; --reward serves all."""
     for source, where in sources.items():
-        if source not in BUILT_IN:
+        if not args.reward and verifier_name(source) is None:
             raise UserError(
                 f"{where}: there is no built-in reward for data_source {source!r}. Give your own with --reward "
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
             )
 
 
-def _try_import(spec: str) -> None:
-    """Imports the user's function in a worker, as the pool will, and passes its complaint on."""
-    path, _, function = spec.rpartition(":")
-    if not path or not function:
-        raise UserError(f"--reward {spec}: write it as path/to/file.py:function.")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {spec}: there is no file {path}.")
-    worker = _Worker(spec, memory_limit_gb=0)
-    try:
-        reply = worker.read(timeout=60)
-    finally:
-        worker.kill()
-    if reply is None:
-        raise UserError(f"--reward {spec}: importing the file took over 60 s or ended the process.")
-    if "failed" in reply:
-        raise UserError(f"--reward {spec}: {reply['failed']}")
+def check_args(args: RewardArgs) -> None:
+    """Raises UserError for settings that cannot work, a --reward that names no file included."""
+    if args.reward_workers < 1:
+        raise UserError(f"--reward-workers must be at least 1, it is {args.reward_workers}.")
+    if not args.reward_timeout > 0:
+        raise UserError(f"--reward-timeout must be above 0 seconds, it is {args.reward_timeout}.")
+    for flag in ("reward_memory_limit_gb", "overlong_buffer_len"):
+        if getattr(args, flag) < 0:
+            raise UserError(f"--{flag.replace('_', '-')} must not be negative, it is {getattr(args, flag)}.")
+    if args.reward:
+        path, _, function = args.reward.rpartition(":")
+        if not path or not function:
+            raise UserError(f"--reward {args.reward}: write it as path/to/file.py:function.")
+        if not Path(path).is_file():
+            raise UserError(f"--reward {args.reward}: there is no file {path}.")
 
 
 # ------------------------------------------------------------------------------------------------------- the pool
 
 
 class _Worker:
-    """One scoring process in a session of its own, so that what it forks can be killed with it."""
+    """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
 
     def __init__(self, spec: str | None, memory_limit_gb: float):
         command = [sys.executable, "-m", "rl.reward_worker", spec or "", str(memory_limit_gb), str(os.getpid())]
         root = str(Path(__file__).resolve().parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True)
-        self.item: tuple[Any, dict] | None = None  # what it works on
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
+        os.set_blocking(self.process.stdin.fileno(), False)
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.key: tuple[Any] | None = None  # of the item it works on, in a tuple since any key will do
         self.ready = False  # it has said that it is
         self.started = time.monotonic()  # when it was started or got its item
-        self._buffer = b""
+        self.number = 0  # of the item: an answer with another number is none of the worker's own
+        self._read = b""
+        self._unwritten = b""
 
-    def send(self, key: Any, item: dict) -> None:
-        self.item, self.started = (key, item), time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # dead: the reader meets the end of its output
-            self.process.stdin.write(json.dumps(item).encode() + b"\n")
-            self.process.stdin.flush()
+    def give(self, key: Any, item: str) -> None:
+        self.number += 1
+        self.key, self.started, self._unwritten = (key,), time.monotonic(), f"[{self.number}, {item}]\n".encode()
+        self.write()
 
-    def read(self, timeout: float) -> dict | None:
-        """The next line it prints; None if there is none in time or the process has ended."""
-        deadline = time.monotonic() + timeout
-        while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(self.process.stdout.fileno(), 1 << 16) if readable else b""
-            if not data:
-                return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+    def write(self) -> None:
+        """Hands over as much of the item as the pipe takes now."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
+                self.started = time.monotonic()  # a long item goes in pieces: its time begins with the last
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # dead: the reader meets the end of its output
+            self._unwritten = b""
 
-    @property
-    def has_output(self) -> bool:
-        return b"\n" in self._buffer or bool(select.select([self.process.stdout], [], [], 0)[0])
+    def replies(self) -> tuple[list[dict | None], bool]:
+        """The answers that have come in, None for one that is none, and whether its output has ended."""
+        ended = False
+        try:
+            while len(self._read) <= REPLY_LIMIT and not ended:
+                data = os.read(self.process.stdout.fileno(), 1 << 16)
+                self._read += data
+                ended = not data
+        except BlockingIOError:
+            pass
+        *lines, self._read = self._read.split(b"\n")
+        too_long = [None] if len(self._read) > REPLY_LIMIT else []
+        return [_reply(line) for line in lines] + too_long, ended
+
+    def register(self, poller: "select.poll") -> None:
+        poller.register(self.process.stdout, select.POLLIN)
+        if self._unwritten:
+            poller.register(self.process.stdin, select.POLLOUT)
+
+    def ending(self) -> str:
+        """How the process ended."""
+        try:
+            code = self.process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -204,52 +261,88 @@ class _Worker:
         self.process.wait()
 
 
+def _reply(line: bytes) -> dict | None:
+    """A worker's line; None if it is not one of its own: the user's function can write to any file descriptor."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed"})
+    return reply if isinstance(reply, dict) and reply.keys() in shapes else None
+
+
+def _kill_all(workers: list[_Worker], owner: int) -> None:
+    while workers and os.getpid() == owner:  # a fork of the rank must not end the rank's workers
+        workers.pop().kill()
+
+
 class ScoringPool:
-    """Scores (key, response) items in the background; `submit` never blocks, `poll` and `wait` hand back what is done."""
+    """Scores (key, response) items in the background; `submit` never blocks, `poll` and `wait` hand back what is done.
+
+    A user's function is imported in the first worker right away, so that a file that cannot be is a UserError at the start.
+    """
 
     def __init__(self, args: RewardArgs):
+        check_args(args)
         self.args = args
         self.events: Counter[str] = Counter()
-        self._queue: deque[tuple[Any, dict]] = deque()
+        self.last_message: dict[str, str] = {}  # per kind of event
+        self._queue: deque[tuple[Any, str]] = deque()
         self._done: list[tuple[Any, Score]] = []
         self._workers: list[_Worker] = []
+        self._bad_starts = 3  # in a row; one good start clears them, before the first one is too many
+        self._at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        if args.reward:
+            try:
+                self._start_worker()
+                while not self._workers[0].ready:
+                    self._sleep(0.05)
+                    self._drive()
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None) -> None:
-        function = None if self.args.reward else BUILT_IN[data_source]
-        if function in HARMLESS:
-            self._done.append((key, Score(function(data_source, text, ground_truth))))
-            return
+        if not self.args.reward:
+            check_sources({data_source: f"response {key}"}, self.args)
+            data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
+            function = BUILT_IN[data_source]
+            if function in HARMLESS:
+                graded = self.args.format_score and function is gsm8k
+                value = function(
+                    data_source, text, ground_truth, **({"format_score": self.args.format_score} if graded else {})
+                )
+                self._done.append((key, Score(value, {"acc": float(value == 1)} if graded else {})))
+                return
         item = {
             "data_source": data_source,
             "solution_str": text,
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        self._queue.append((key, json.loads(json.dumps(item, default=_plain))))
+        self._queue.append((key, json.dumps(item, default=_plain)))
         self._drive()
 
     @property
     def pending(self) -> int:
-        return len(self._queue) + sum(worker.item is not None for worker in self._workers) + len(self._done)
+        return len(self._queue) + sum(worker.key is not None for worker in self._workers) + len(self._done)
 
     def poll(self) -> list[tuple[Any, Score]]:
         """What has been scored since the last call."""
         self._drive()
-        done, self._done = self._done, []
+        done = self._done[:]
+        self._done.clear()
         return done
 
     def wait(self, timeout: float) -> list[tuple[Any, Score]]:
         """Like poll, but sleeps up to `timeout` seconds until there is something."""
         deadline = time.monotonic() + timeout
         while not (done := self.poll()) and self.pending and (left := deadline - time.monotonic()) > 0:
-            outputs = [worker.process.stdout for worker in self._workers]
-            select.select(outputs, [], [], min(left, 0.05))
+            self._sleep(min(left, 0.05))
         return done
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        _kill_all(self._workers, os.getpid())
 
     def __enter__(self) -> "ScoringPool":
         return self
@@ -257,48 +350,82 @@ class ScoringPool:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def _sleep(self, seconds: float) -> None:
+        """Until a worker says something, but not longer than that."""
+        poller = select.poll()
+        for worker in self._workers:
+            worker.register(poller)
+        poller.poll(seconds * 1000)
+
+    def _start_worker(self) -> None:
+        self._workers.append(_Worker(self.args.reward, self.args.reward_memory_limit_gb))
+
     def _drive(self) -> None:
         """Collects answers, ends what is late or dead, and gives idle workers the next item."""
         for worker in list(self._workers):
-            if worker.has_output:
-                reply = worker.read(timeout=1.0)
-                if reply is None:
-                    self._lose(worker, "died", "the scoring process ended")
-                elif not worker.ready:
-                    worker.ready = True
-                else:
-                    self._finish(worker, reply)
-            elif worker.item and worker.ready and time.monotonic() - worker.started > self.args.reward_timeout:
-                self._lose(worker, "timeout", f"no score after {self.args.reward_timeout} s")
-            elif not worker.ready and time.monotonic() - worker.started > 60:
-                raise UserError("a scoring process did not start within 60 s")
-        while self._queue and len(self._workers) < min(self.args.reward_workers, len(self._queue)):
-            self._workers.append(_Worker(self.args.reward, self.args.reward_memory_limit_gb))
+            worker.write()
+            replies, ended = worker.replies()
+            for reply in replies:
+                if not self._take(worker, reply):
+                    break
+            else:
+                seconds = time.monotonic() - worker.started
+                if ended:
+                    self._lose(worker, "died", f"the scoring process {worker.ending()}")
+                elif worker.ready and worker.key and seconds > self.args.reward_timeout:
+                    self._lose(worker, "timeout", f"no score after {self.args.reward_timeout} s")
+                elif not worker.ready and seconds > START_LIMIT:
+                    self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
+        busy = sum(worker.key is not None for worker in self._workers)
+        while len(self._workers) < min(self.args.reward_workers, len(self._queue) + busy):
+            self._start_worker()
         for worker in self._workers:
-            if worker.ready and worker.item is None and self._queue:
-                worker.send(*self._queue.popleft())
+            if worker.ready and worker.key is None and self._queue:
+                worker.give(*self._queue.popleft())
 
-    def _finish(self, worker: _Worker, reply: dict) -> None:
-        key, _ = worker.item
-        worker.item = None
+    def _take(self, worker: _Worker, reply: dict | None) -> bool:
+        """Deals with one line of the worker's; False if the worker had to go."""
+        if reply is None or (worker.ready and (worker.key is None or reply.get("number") != worker.number)):
+            self._lose(worker, "error", "the reward function wrote to the scoring process's own output")
+            return False
+        if not worker.ready:
+            if "failed" in reply:
+                self._refuse(reply["failed"])
+            worker.ready, self._bad_starts = True, 0
+            return True
+        (key,), worker.key = worker.key, None
         if "failed" in reply:
-            self._record(key, Score(0.0, event="error", message=reply["failed"]))
+            self._record(key, Score(0.0, event="error", message=f"{reply['failed']:.500}"))
         else:
             self._record(key, as_score(reply["value"]))
+        return True
 
     def _lose(self, worker: _Worker, event: str, message: str) -> None:
         worker.kill()
         self._workers.remove(worker)
-        if worker.item:
-            self._record(worker.item[0], Score(0.0, event=event, message=message))
+        if not worker.ready:  # or it would be started, and end, for ever
+            self._bad_starts += 1
+            if self._bad_starts > 3:
+                self._refuse(f"importing it does not work: {message}")
+        if worker.key:
+            self._record(worker.key[0], Score(0.0, event=event, message=message))
+        elif event != "died":
+            self._count(event, message)
+
+    def _refuse(self, message: str) -> None:
+        raise UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
 
     def _record(self, key: Any, score: Score) -> None:
         if score.event:
-            self.events[score.event] += 1
-            count = self.events[score.event]
-            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: seen, and not a flood
-                print(f"reward {score.event} number {count}, scored 0: {score.message}", file=sys.stderr, flush=True)
+            self._count(score.event, score.message)
         self._done.append((key, score))
+
+    def _count(self, event: str, message: str) -> None:
+        self.events[event] += 1
+        self.last_message[event] = message
+        count = self.events[event]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: seen, and not a flood
+            print(f"reward {event} number {count}, scored 0: {message}", file=sys.stderr, flush=True)
 
 
 def as_score(value: Any) -> Score:
@@ -308,12 +435,15 @@ def as_score(value: Any) -> Score:
         extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
         value = value.get("score")
     if not _is_number(value):
-        return Score(0.0, event="bad_value", message=f"the reward function returned {value!r}, not a finite number")
+        return Score(0.0, event="bad_value", message=f"the reward function returned {value!r:.100}, not a finite number")
     return Score(float(value), extra)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) and math.isfinite(value)
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False
 
 
 def _plain(value: Any) -> Any:

@@ -3,11 +3,15 @@
 import json
 
 import pytest
+from conftest import GSM8K
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer
 
 from rl.data import DataArgs, PromptDataset, PromptOrder
-from rl.demo import build_tokenizer, problems
+from rl.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()
@@ -19,6 +23,11 @@ def dataset(*files, split="train", tokenizer=TOKENIZER, **flags):
 
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def table(path, rows):
+    Dataset.from_dict({"prompt": rows, "ground_truth": rows, "data_source": rows}).to_parquet(path)
     return path
 
 
@@ -59,6 +68,8 @@ def test_plain_question_and_answer(tmp_path):
     (row,) = dataset(write(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "1+1 is\n#### 1,002"}))
     assert row.ground_truth == "1002" and row.data_source == "openai/gsm8k"
     assert row.text == "<|user|>1+1=<|assistant|>"
+    (row,) = dataset(write(tmp_path / "b.jsonl", {"question": "1+1=", "answer": "(3, 4)", "data_source": "math"}))
+    assert row.ground_truth == "(3, 4)", "only GSM8K's numbers have commas to drop"
 
 
 def test_too_long_prompts(tmp_path):
@@ -82,8 +93,34 @@ def test_real_gsm8k(gsm8k):
     rows = dataset(gsm8k / "train.parquet", truncation="left")
     assert len(rows) == 7473 and rows.sources() == {"openai/gsm8k": f"{gsm8k / 'train.parquet'} row 0"}
     assert rows[0].ground_truth == "72" and rows[0].extra_info
+    text = byte_tokenizer()
+    first = dataset(gsm8k / "train.parquet", tokenizer=text, train_max_samples=3, max_prompt_length=2000)[0]
+    assert first.text.startswith("<|user|>Natalia sold clips to 48 of her friends in April") and first.text.endswith(
+        "<|assistant|>"
+    )
+    assert first.where.endswith("train.parquet row 0") and first.text == text.decode(first.ids)
     both = dataset(gsm8k / "test.parquet", gsm8k / "train.parquet", truncation="left")
     assert len(both) == 7473 + 1319 and both[1319].ground_truth == "72"
+
+
+def byte_tokenizer():
+    """One token a byte, with the demo's chat template: reads any text."""
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
+    names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=special[2:], **names)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_images_are_refused_rather_than_ignored(tmp_path):
+    geo3k = GSM8K.parent / "geo3k" / "train.parquet"
+    if not geo3k.exists():
+        pytest.skip(f"no geometry problems at {geo3k}")
+    with pytest.raises(UserError, match=r"train\.parquet row 0: the prompt has images"):
+        dataset(geo3k)
+    rows = [{**verl_row("1+1="), "images": []}, {**verl_row("2+2="), "images": []}]
+    assert len(dataset(write(tmp_path / "a.jsonl", *rows))) == 2
 
 
 def test_demo_splits_share_no_problem():
@@ -105,16 +142,41 @@ BAD = {
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
     "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read"),
     "not a chat": (lambda p: write(p / "x.jsonl", verl_row([{"text": "1"}])), "x.jsonl row 0.*neither a string nor a list"),
+    "empty parquet": (lambda p: table(p / "x.parquet", []), "x.parquet: the file has no rows.*--train-files"),
+    "no chat template accepts it": (
+        lambda p: write(p / "x.jsonl", verl_row(CHAT), verl_row([{"role": "nobody", "content": "1"}])),
+        "x.jsonl row 1: the model's chat template refuses the messages .no such role",
+    ),
+    "content not text": (lambda p: write(p / "x.jsonl", verl_row([{"role": "user", "content": None}])), "row 0.*--prompt-key"),
+    "messages not dicts": (lambda p: write(p / "x.jsonl", verl_row([1, 2])), "x.jsonl row 0.*--prompt-key"),
+    "empty prompt": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("")), "x.jsonl row 1: the prompt.*is empty"),
+    "not gsm8k": (
+        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "1", "answer": "1"}),
+        "x.jsonl row 1: the answer has no '####'.*'data_source'.*--reward",
+    ),
     "hub": (lambda p: "nobody/nothing-here", "--train-files nobody/nothing-here: neither"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named(case, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # the environment variable was read when these were imported
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}1"
     make, message = BAD[case]
-    with pytest.raises(UserError, match=message):
-        list(dataset(make(tmp_path)))
+    with pytest.raises(UserError, match=message) as raised:
+        list(dataset(make(tmp_path), tokenizer=tokenizer))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_null_source_is_named_and_no_file_too(tmp_path):
+    file = write(tmp_path / "a.jsonl", verl_row("1"), verl_row("1", source=None))
+    with pytest.raises(UserError, match=r"a\.jsonl row 1: data_source is None"):
+        dataset(file).sources()
+    with pytest.raises(UserError, match="--val-files names no file"):
+        dataset(split="val")
 
 
 def test_a_tokenizer_without_chat_template(tmp_path):

