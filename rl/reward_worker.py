@@ -1,6 +1,7 @@
 """A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB PARENT_PID`, started by the pool of rl/rewards.py.
 
-Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor transformers: it starts in a blink.
+Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
+transformers: it starts in a blink.
 """
 
 import contextlib
