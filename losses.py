@@ -1,185 +1,827 @@
-"""Advantages, policy losses, KL estimators and aggregations: pure functions of tensors, importable alone (torch only).
+"""Advantages, policy losses, KL estimators, aggregations and rollout correction: pure functions of tensors (torch only).
 
 Layout. Everything per token is packed, [N]: the response tokens of the batch end to end. Beside it stand `mask` [N] (bool,
-True on trained tokens) and `seq` [N] (long, which response a token belongs to, 0..B-1); per response there is `group` [B]
-(long, any ids: responses of one prompt share one, wherever they lie). Packed, because then no padding exists that could leak
-into a mean, and a micro-batch is an index into the same tensors. A response always lies whole in one micro-batch.
+True on trained tokens) and `seq` [N] (long, ascending: which response a token belongs to, 0..B-1); per response there is
+`group` [B] (long, any ids: responses of one prompt share one, wherever they lie). Packed, because then no padding exists
+that could leak into a mean, and a micro-batch is an index into the same tensors, in which not every response need occur. A
+response always lies whole in one micro-batch. `pack` and `unpack` convert from and to padded [B, T].
 
 Denominators are arguments, computed once over the GLOBAL mini-batch (all ranks, all micro-batches), so that the sum of the
-micro-batches' losses does not depend on how the batch was cut.
+micro-batches' losses does not depend on how the batch was cut. Advantages and rollout correction take the global batch.
 
-Policy losses return the loss per token and statistics per token; a statistic's masked mean over the global batch is the
-metric. At the bottom plain dictionaries map the scripts' flags to the functions.
+Policy losses return the loss per token and detached statistics per token; a statistic's masked mean over the global batch is
+the metric. At the bottom plain dictionaries map the scripts' flags to the functions.
+
+Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
+response's total reward. sg(x) has the value of x and no gradient.
 """
 
+import math
+
 import torch
+from torch import Tensor
 
-# ------------------------------------------------------------------------------------------------- sums by response
+Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool [N]}
+
+# ----------------------------------------------------------------------------------------------------------- layout
 
 
-def sequence_sum(x: torch.Tensor, seq: torch.Tensor, num_seqs: int) -> torch.Tensor:
+def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
+    """valid [B, T] (bool: response tokens, trained or not, wherever the padding lies) and any tensors [B, T] -> seq [N] and
+    each tensor as [N]. Why packed: see the top of the file."""
+    return (valid.nonzero()[:, 0], *(x[valid] for x in padded))
+
+
+def unpack(x: Tensor, seq: Tensor, num_seqs: int, length: int | None = None, fill: float = 0.0) -> Tensor:
+    """x, seq [N] -> [num_seqs, T], padded on the right with `fill`; T is `length`, by default the longest response's."""
+    sizes = torch.bincount(seq, minlength=num_seqs)  # [B]
+    position = torch.arange(len(seq), device=seq.device) - (sizes.cumsum(0) - sizes)[seq]  # [N]
+    length = length if length is not None else (int(sizes.max()) if num_seqs else 0)
+    out = torch.full((num_seqs, length), fill, dtype=x.dtype, device=x.device)
+    out[seq, position] = x
+    return out
+
+
+def sequence_sum(x: Tensor, seq: Tensor, num_seqs: int | None = None) -> Tensor:
     """Sum of x [N] over each response's tokens -> [num_seqs]; 0 for a response without tokens."""
+    if num_seqs is None:
+        num_seqs = int(seq[-1]) + 1 if len(seq) else 0
     return torch.zeros(num_seqs, dtype=x.dtype, device=x.device).index_add(0, seq, x)
+
+
+def sequence_means(mask: Tensor, seq: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Mean of each x [N] over each response's trained tokens -> [B] each; 0 for a response without one."""
+    count = sequence_sum(mask.to(xs[0].dtype), seq).clamp(min=1)
+    return tuple(sequence_sum(torch.where(mask, x, 0.0), seq) / count for x in xs)
+
+
+def to_tokens(x: Tensor, seq: Tensor) -> Tensor:
+    """x [B] -> [N]: each token gets its response's. (Several times as fast as x[seq] on a CPU.)"""
+    return x.index_select(0, seq)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x [N] over the trained tokens, a scalar; 0 if there is none."""
+    return torch.where(mask, x, 0.0).sum() / mask.count_nonzero().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 where the
+    mask is. A single trained token gives 0."""
+    centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
+    variance = (centered**2).sum() / (mask.count_nonzero() - 1).clamp(min=1)
+    return centered * torch.rsqrt(variance + 1e-8)
+
+
+def return_to_go(reward: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N]; masked tokens count as steps.
+
+    In log2(longest response) passes: the sum over a window of 2w tokens is the sum over w plus gamma^w times the sum over
+    the next w.
+    """
+    longest = int(torch.bincount(seq).max()) if len(seq) else 0
+    total, width = reward, 1
+    while width < longest:
+        same = seq[:-width] == seq[width:]
+        total = torch.cat([total[:-width] + gamma**width * total[width:] * same, total[-width:]])
+        width *= 2
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------ aggregation
 
 
-def denominator(mask: torch.Tensor, seq: torch.Tensor, mode: str, num_seqs: int, budget: int = 1) -> float:
-    """What `aggregate` divides by; mask, seq [N] and num_seqs are those of the GLOBAL mini-batch.
+def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
+    """What `aggregate` divides by; mask, seq [N] and num_seqs are those of the GLOBAL mini-batch. By mode, its unit:
 
-    token-mean: trained tokens. token-sum: 1. seq-mean-token-sum: responses. seq-mean-token-sum-norm: responses times
-    `budget` tokens (the response budget; Dr.GRPO, arXiv 2503.20783). seq-mean-token-mean: responses with a trained token.
+    token-mean               trained tokens
+    token-sum                1 (so the step grows with the batch)
+    seq-mean-token-sum       responses
+    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget, a constant; Dr.GRPO, arXiv 2503.20783)
+    seq-mean-token-mean      responses with at least one trained token
     At least 1, so that an empty batch gives a loss of 0.
     """
-    units = {
-        "token-mean": lambda: int(mask.sum()),
-        "token-sum": lambda: 1,
-        "seq-mean-token-sum": lambda: num_seqs,
-        "seq-mean-token-sum-norm": lambda: num_seqs * budget,
-        "seq-mean-token-mean": lambda: len(torch.unique(seq[mask])),
-    }
-    return float(max(1, units[mode]()))
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}; choose from {', '.join(AGGREGATIONS)}")
+    if mode == "token-mean":
+        return float(max(1, int(mask.count_nonzero())))
+    if mode == "token-sum":
+        return 1.0
+    if mode == "seq-mean-token-mean":
+        return float(max(1, len(torch.unique_consecutive(seq[mask]))))
+    if mode == "seq-mean-token-sum":
+        return float(max(1, num_seqs))
+    if budget is None:
+        raise ValueError("seq-mean-token-sum-norm divides by the response budget: pass budget=")
+    return float(max(1, num_seqs) * budget)
 
 
-def aggregate(loss: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
+def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: float) -> Tensor:
     """loss, mask, seq [N] of a micro-batch -> its share (scalar) of the global loss; `denominator` from the function above.
 
     The sum over trained tokens, each weighted 1, or 1 / (trained tokens of its response) in seq-mean-token-mean.
     """
     loss = torch.where(mask, loss, 0.0)
-    if mode == "seq-mean-token-mean" and len(seq):
-        lengths = sequence_sum(mask.to(loss.dtype), seq, int(seq.max()) + 1)  # [B]
-        loss = loss / lengths.clamp(min=1)[seq]
+    if mode == "seq-mean-token-mean":
+        loss = loss / to_tokens(sequence_sum(mask.to(loss.dtype), seq).clamp(min=1), seq)
     return loss.sum() / denominator
 
 
 # ------------------------------------------------------------------------------------------------------- advantages
-# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is. `reward` is per token (the score on the
-# last token, KL penalties on each). A response's s is the sum over ALL its tokens, so a score on a masked token counts.
+# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
+# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
+# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
 
 
-def grpo(
-    reward: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, group: torch.Tensor, *, eps: float = 1e-6
-) -> torch.Tensor:
+def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
     Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give 0.
     """
     score = sequence_sum(reward, seq, len(group))
-    mean, size, index = _group_mean(score, group)
-    centered = score - mean[index]
-    squares = torch.zeros_like(mean).index_add(0, index, centered**2)
-    std = (squares / (size - 1).clamp(min=1)).sqrt()
-    alone = size[index] == 1
-    advantage = torch.where(alone, score / (1 + eps), centered / (std[index] + eps))
-    return _to_tokens(advantage, mask, seq)
+    mean, std, size = _group_statistics(score, group)
+    advantage = torch.where(size == 1, score / (1 + eps), (score - mean) / (std + eps))
+    return _masked_tokens(advantage, mask, seq)
 
 
-def dr_grpo(reward: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+def dr_grpo(reward, mask, seq, group) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
     Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
     """
-    score = sequence_sum(reward, seq, len(group))
-    mean, _, index = _group_mean(score, group)
-    return _to_tokens(score - mean[index], mask, seq)
+    return _masked_tokens(_centered(reward, seq, group), mask, seq)
 
 
-def rloo(reward: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+def rloo(reward, mask, seq, group) -> Tensor:
     """A = n / (n - 1) * (s - mean_g), which is s minus the mean of the other n - 1; a group of one gives 0.
 
     REINFORCE leave-one-out, arXiv 2402.14740.
     """
     score = sequence_sum(reward, seq, len(group))
-    mean, size, index = _group_mean(score, group)
-    factor = size / (size - 1).clamp(min=1)
-    return _to_tokens(factor[index] * (score - mean[index]), mask, seq)
+    mean, _, size = _group_statistics(score, group)
+    return _masked_tokens(size / (size - 1).clamp(min=1) * (score - mean), mask, seq)
 
 
-def _group_mean(score: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """score, group [B] -> (mean [G], size [G], each response's group as an index [B])."""
-    ids, index, size = torch.unique(group, return_inverse=True, return_counts=True)
-    mean = torch.zeros(len(ids), dtype=score.dtype, device=score.device).index_add(0, index, score) / size
-    return mean, size, index
+def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
+    """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
+
+    REINFORCE++, arXiv 2501.03262. Differs from token to token if rewards do, or gamma < 1.
+    """
+    return whiten(return_to_go(reward, seq, gamma), mask)
 
 
-def _to_tokens(advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
+    """A = whiten(s - mean_g), whitened over the trained tokens of the batch. REINFORCE++ with baseline, arXiv 2501.03262.
+
+    A group of one has s - mean_g = 0 before whitening.
+    """
+    return whiten(_masked_tokens(_centered(reward, seq, group), mask, seq), mask)
+
+
+def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
+    """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
+
+    ReMax, arXiv 2310.10505.
+    """
+    return torch.where(mask, return_to_go(reward, seq) - to_tokens(baseline.to(reward.dtype), seq), 0.0)
+
+
+def opo(reward, mask, seq, group) -> Tensor:
+    """A = s - sum_g(len s) / sum_g(len), len = trained tokens: the variance-optimal baseline if gradients grow with length.
+
+    On-Policy RL with Optimal baseline, arXiv 2505.23585. A group of one gives 0.
+    """
+    score = sequence_sum(reward, seq, len(group))
+    length = sequence_sum(mask.to(reward.dtype), seq, len(group))
+    baseline = _group_sum(length * score, group) / _group_sum(length, group).clamp(min=1)
+    return _masked_tokens(score - baseline, mask, seq)
+
+
+def grpo_passk(reward, mask, seq, group, *, norm_by_std=True, eps=1e-6) -> Tensor:
+    """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
+
+    Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
+    """
+    score = sequence_sum(reward, seq, len(group))
+    _, std, size = _group_statistics(score, group)
+    best = score == _group_max(score, group)
+    lead = score - _group_max(score.masked_fill(best, -torch.inf), group)
+    alone = best & (_group_sum(best.to(score.dtype), group) == 1) & (size > 1)
+    advantage = torch.where(alone, lead / (std + eps) if norm_by_std else lead, 0.0)
+    return _masked_tokens(advantage, mask, seq)
+
+
+def gpg(reward, mask, seq, group) -> Tensor:
+    """A = alpha (s - mean_g), alpha = responses / responses whose s - mean_g is not 0, which makes up for groups without
+    signal. Group Policy Gradient, arXiv 2504.02546 (verl counts non-zero scores instead). A group of one gives 0.
+    """
+    centered = _centered(reward, seq, group)
+    alpha = len(group) / (centered != 0).sum().clamp(min=1)
+    return _masked_tokens(alpha * centered, mask, seq)
+
+
+def gae(reward, mask, seq, group, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
+
+    What the critic learns towards is `lambda_return`, a function of its own.
+    """
+    return whiten(lambda_return(reward, mask, seq, value, gamma, lam) - value, mask)
+
+
+def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
+
+    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
+    before it.
+    """
+    place = mask.nonzero()[:, 0]  # [M] the trained tokens
+    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as an index into place
+    credited = before >= 0
+    credited[credited.clone()] = seq[place[before[credited]]] == seq[credited]
+    r = torch.zeros(len(place), dtype=reward.dtype, device=reward.device)
+    r = r.index_add(0, before[credited], reward[credited])
+    v, s = torch.where(mask, value, 0.0)[place].to(r.dtype), seq[place]
+    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
+    advantage = return_to_go(r + gamma * following - v, s, gamma * lam)
+    return torch.zeros_like(reward).index_copy(0, place, advantage + v)
+
+
+def _group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """x [B] -> each response's sum over its group [B]."""
+    ids, index = torch.unique(group, return_inverse=True)
+    return torch.zeros(len(ids), dtype=x.dtype, device=x.device).index_add(0, index, x)[index]
+
+
+def _group_max(x: Tensor, group: Tensor) -> Tensor:
+    """x [B] -> each response's maximum over its group [B]."""
+    ids, index = torch.unique(group, return_inverse=True)
+    return x.new_full((len(ids),), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+
+
+def _group_statistics(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """score, group [B] -> of each response's group the mean, std (Bessel; 0 in a group of one) and size, [B] each."""
+    size = _group_sum(torch.ones_like(score), group)
+    mean = _group_sum(score, group) / size
+    return mean, (_group_sum((score - mean) ** 2, group) / (size - 1).clamp(min=1)).sqrt(), size
+
+
+def _centered(reward: Tensor, seq: Tensor, group: Tensor) -> Tensor:
+    """s - mean_g, [B]."""
+    score = sequence_sum(reward, seq, len(group))
+    return score - _group_statistics(score, group)[0]
+
+
+def _masked_tokens(advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """[B] -> [N], 0 where the mask is."""
-    return torch.where(mask, advantage[seq], 0.0)
+    return torch.where(mask, to_tokens(advantage, seq), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- policy losses
-# f(log_prob, old_log_prob, advantage, mask, seq, *, clip_low, clip_high, clip_c) -> (loss [N], {statistic: [N]}).
-# All tensors [N]. Only log_prob carries a gradient. Clips of None take the paper's.
+# All have the signature of ppo_clip: tensors [N], the clips float or None, some with keywords of their own. They return the
+# loss per token, not aggregated, and detached statistics per token. Only log_prob carries a gradient. A clip of None takes the
+# default that the docstring names; a loss ignores the clips it has no use for. Statistics, bool: pg_clipfrac, tokens whose
+# gradient the clip removed; pg_clipfrac_lower, those that a second clip did. Before exp d is clamped to 20; below it needs
+# none, exp(-20) is 0 for all purposes.
 
 
-def log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     """d = log_prob - old_log_prob, [N]; 0 where the mask is, so that nothing non-finite there reaches loss or gradient."""
-    return torch.where(mask, log_prob, 0.0) - torch.where(mask, old_log_prob, 0.0)
+    return torch.where(mask, log_prob - old_log_prob, 0.0)
 
 
-def ppo_clip(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantage: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    *,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    clip_c: float = 3.0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo_clip(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
     PPO (arXiv 1707.06347; low = high = 0.2, the default here); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip
-    2001.04451. Statistics: pg_clipfrac, tokens whose gradient the clip removed; pg_clipfrac_lower, those that the dual clip
-    did; ppo_kl = -d.
+    2001.04451 (c = 3). pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
-    low, high = 0.2 if clip_low is None else clip_low, 0.2 if clip_high is None else clip_high
+    low, high, c = _default(clip_low, 0.2), _default(clip_high, 0.2), _default(clip_c, 3.0)
     d = log_ratio(log_prob, old_log_prob, mask)
-    ratio = d.clamp(-20, 20).exp()
-    plain = -advantage * ratio
-    clipped = torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
-    bound = -advantage * clip_c
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, low, high)
+    bound = -advantage * c
     loss = torch.where(advantage < 0, torch.minimum(clipped, bound), clipped)
-    stats = {
-        "pg_clipfrac": (clipped > plain).to(d.dtype),
-        "pg_clipfrac_lower": ((clipped > bound) & (advantage < 0)).to(d.dtype),
-        "ppo_kl": -d.detach(),
-    }
-    return loss, stats
+    return loss, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": (clipped > bound) & (advantage < 0)}
+
+
+def gspo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), 10)): one ratio a sequence, the
+    geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean.
+
+    GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
+    pg_clipfrac counts whole sequences, token by token.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    (level,) = sequence_means(mask, seq, d.detach())
+    level = to_tokens(level, seq)  # [N], the same on a sequence's tokens
+    s = (d - d.detach() + level).clamp(max=10).exp()
+    plain, clipped = _clip_pair(s, advantage, _default(clip_low, 3e-4), _default(clip_high, 4e-4))
+    return clipped, {"pg_clipfrac": clipped > plain}
+
+
+def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+    """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
+    geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
+
+    GMPO, arXiv 2507.20673 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
+    pg_clipfrac_lower: with A < 0.
+    """
+    d, sign = log_ratio(log_prob, old_log_prob, mask), advantage.sign()
+    clipped = d.clamp(-_default(clip_low, 0.4), _default(clip_high, 0.4))
+    u = sign * torch.minimum(sign * d, sign * clipped)  # 0 where the mask is, as d is
+    count = sequence_sum(mask.to(d.dtype), seq).clamp(min=1)  # [B]
+    level = sequence_sum(torch.where(mask, advantage, 0.0), seq) / count
+    loss = -level * (sequence_sum(u, seq) / count).clamp(-20, 20).exp()
+    out = u.detach() != d.detach()
+    return to_tokens(loss, seq), {"pg_clipfrac": out & (advantage > 0), "pg_clipfrac_lower": out & (advantage < 0)}
+
+
+def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+    """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
+
+    CISPO, arXiv 2506.13585, which has no lower bound (low = 1, the default) and tunes high (0.2 here). pg_clipfrac: tokens
+    whose weight was clipped.
+    """
+    low, high = 1 - _default(clip_low, 1.0), 1 + _default(clip_high, 0.2)
+    d = log_ratio(log_prob.detach(), old_log_prob, mask)
+    clipped = d.clamp(math.log(low) if low > 0 else -20.0, math.log(high))  # clip(exp(d)) = exp(clip(d))
+    out = clipped != d
+    weight = clipped.exp_().mul_(advantage).neg_()
+    return weight * torch.where(mask, log_prob, 0.0), {"pg_clipfrac": out}
+
+
+def sapo(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low=None,
+    clip_high=None,
+    clip_c=None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Loss:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
+    smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    tau = torch.where(advantage > 0, tau_pos, tau_neg).to(d.dtype)
+    gate = torch.sigmoid(tau * (d.clamp(max=20).exp() - 1)) * 4 / tau
+    return -advantage * gate, {}
+
+
+def reinforce(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On-policy data only."""
+    return -advantage * torch.where(mask, log_prob, 0.0), {}
+
+
+def clip_cov(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low=None,
+    clip_high=None,
+    clip_c=None,
+    chosen: Tensor | None = None,
+) -> Loss:
+    """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
+
+    Clip-Cov, arXiv 2505.22617 (low = high = 0.2). The choice looks at a whole batch: to be independent of micro-batches make
+    it once, `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the
+    policy is the old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch.
+    pg_clipfrac: chosen tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    low, high = _default(clip_low, 0.2), _default(clip_high, 0.2)
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, low, high)
+    if chosen is None:
+        chosen = random_covariance(log_prob, advantage, mask, among=mask & (clipped <= plain))
+    chosen = chosen & mask
+    return torch.where(chosen, 0.0, clipped), {"pg_clipfrac": chosen, "pg_clipfrac_lower": clipped > plain}
+
+
+def kl_cov(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low=None,
+    clip_high=None,
+    clip_c=None,
+    chosen: Tensor | None = None,
+    coef: float = 1.0,
+) -> Loss:
+    """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
+
+    KL-Cov, arXiv 2505.22617. Choose once on the global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`;
+    None: chosen among this call's tokens. pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
+    place = chosen.nonzero()[:, 0]  # few: the penalty costs them alone
+    loss = -advantage * d.clamp(max=20).exp()
+    return loss.index_add(0, place, coef * d.index_select(0, place).abs()), {"pg_clipfrac": chosen}
+
+
+def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` where the mask is. Detached."""
+    a, lp = torch.where(mask, advantage, 0.0), torch.where(mask, log_prob.detach(), 0.0)
+    count = mask.count_nonzero().clamp(min=1)
+    product = a.sub_(a.sum() / count).mul_(lp.sub_(lp.sum() / count))
+    return torch.where(mask, product, fill)
+
+
+def top_covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, *, ratio: float = 2e-4) -> Tensor:
+    """The max(1, int(ratio * trained tokens)) trained tokens of largest covariance: bool [N]."""
+    cov = covariance(log_prob, advantage, mask, fill=-torch.inf)
+    total = int(mask.count_nonzero())
+    top = cov.topk(min(total, max(1, int(ratio * total))), sorted=False).indices
+    return torch.zeros_like(mask).index_fill_(0, top, True)
+
+
+def random_covariance(
+    log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    ratio: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    among: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """At random max(1, int(ratio * trained tokens)) of the tokens with low < covariance < high (and `among`, [N] bool), all of
+    them if they are fewer: bool [N]. Give every rank the same generator."""
+    cov = covariance(log_prob, advantage, mask)
+    allowed = (cov > low) & (cov < high) & mask & (mask if among is None else among)
+    candidates = allowed.nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=generator, device=generator.device if generator else None)
+    count = max(1, int(ratio * int(mask.count_nonzero())))
+    return torch.zeros_like(mask).index_fill(0, candidates[order[:count].to(candidates.device)], True)
+
+
+def dppo_tv(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+    """-A sg(min(r, c)) lp where p - p_old <= high (A > 0) or >= -low (A <= 0), else 0; d clamped to +-20. The trust region is
+    in the difference of probabilities (total variation), not in their ratio, which is noisy for rare tokens.
+
+    DPPO, arXiv 2602.04879; low = high = 0.2, c = 20 by default. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in
+    whose weight met c.
+    """
+    low, high, c = _default(clip_low, 0.2), _default(clip_high, 0.2), _default(clip_c, 20.0)
+    d = log_ratio(log_prob.detach(), old_log_prob, mask)
+    lp = torch.where(mask, log_prob, 0.0)
+    moved = lp.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
+    out = torch.where(advantage > 0, moved > high, moved < -low)
+    ratio = d.clamp(max=20).exp()
+    weight = torch.where(out, 0.0, ratio.clamp(max=c))
+    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > c) & ~out}
+
+
+def decoupled_ppo(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low=None,
+    clip_high=None,
+    clip_c=None,
+    rollout_log_prob: Tensor,
+    cap: float = 5.0,
+) -> Loss:
+    """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
+    `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
+
+    AReaL, arXiv 2505.24298. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap (AReaL drops
+    those instead).
+    """
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
+    loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq, **clips)
+    weight = log_ratio(old_log_prob, rollout_log_prob, mask).detach().clamp(-20, 20).exp()
+    return loss * weight.clamp(max=cap), stats | {"behav_clipfrac": weight > cap}
+
+
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
+    """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
+
+    vf_clipfrac: tokens whose gradient the clip removed. PPO (arXiv 1707.06347) as commonly implemented.
+    """
+    v, old, target = (torch.where(mask, x, 0.0) for x in (value, old_value, returns))
+    plain = (v - target) ** 2
+    clipped = (torch.clamp(v, old - clip, old + clip) - target) ** 2
+    return 0.5 * torch.maximum(plain, clipped), {"vf_clipfrac": clipped > plain}
+
+
+def _default(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
+    plain = -advantage * ratio
+    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
 
 
 # --------------------------------------------------------------------------------------------- KL to the reference
-# Estimators of KL(policy || reference) on tokens the policy sampled; f(k1 [N]) with k1 = log_prob - ref_log_prob.
+# Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. Their values
+# and their gradients, as a loss, are different matters. See Schulman, "Approximating KL Divergence" (2020).
 
 
-def k1(x: torch.Tensor) -> torch.Tensor:
+def k1(x: Tensor) -> Tensor:
     """x: unbiased in value, high variance, negative at times; as a loss its gradient is 0 in expectation."""
     return x
 
 
-def k2(x: torch.Tensor) -> torch.Tensor:
+def k_abs(x: Tensor) -> Tensor:
+    """|x|: biased in value; as a loss a pull of constant strength."""
+    return x.abs()
+
+
+def k2(x: Tensor) -> Tensor:
     """x^2 / 2: biased in value, but as a loss its gradient is that of the KL, unbiased."""
     return x**2 / 2
 
 
-def k3(x: torch.Tensor) -> torch.Tensor:
+def k3(x: Tensor) -> Tensor:
     """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl", GRPO); as a loss its
     gradient is that of the reverse divergence, KL(reference || policy)."""
     x = x.clamp(-20, 20)
     return (torch.exp(-x) - 1 + x).clamp(-10, 10)
 
 
-def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
-    """The estimator `kind` per token, [N]; 0 where the mask is. See Schulman, "Approximating KL Divergence" (2020)."""
+def with_unbiased_gradient(x: Tensor, value: Tensor) -> Tensor:
+    """The value of another estimator with the gradient of k2 (straight-through; verl's "+"): k1+, k3+ are unbiased in both."""
+    return value.detach() + k2(x) - k2(x).detach()
+
+
+def k1_plus(x: Tensor) -> Tensor:
+    return with_unbiased_gradient(x, k1(x))
+
+
+def k3_plus(x: Tensor) -> Tensor:
+    return with_unbiased_gradient(x, k3(x))
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """The estimator `kind` (of KL_ESTIMATORS) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
+    the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass."""
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
+
+
+def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
+    """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
+
+    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Ziegler et al., arXiv 1909.08593.
+    """
+    return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
+
+
+# ----------------------------------------------------------------------------------------------- rollout correction
+# The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
+# lr = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
+# take the GLOBAL batch, [N] each; everything is detached.
+
+
+def rollout_is_weights(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    level: str = "token",
+    threshold: str = "2.0",
+    normalize: bool = False,
+) -> Tensor:
+    """Importance weights [N], 0 where the mask is, to multiply the token losses by.
+
+    level: token exp(lr); sequence exp(sum_t lr) on all its tokens; sequence_geometric exp(mean_t lr); over trained tokens.
+    threshold: "2.0" caps, min(w, 2) (truncated importance sampling); a band "0.5_5.0" puts 0 outside of it (IcePop, masked
+    importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
+    """
+    weight = _is_ratio(log_prob, rollout_log_prob, mask, seq, level)
+    low, high = parse_threshold(threshold)
+    if low is None:
+        weight = weight.clamp(max=high)
+    else:
+        weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    if normalize:
+        units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][_trained_sequences(mask, seq)]
+        weight = weight * len(units) / units.sum() if (units > 0).any() else weight
+    return torch.where(mask, weight, 0.0)
+
+
+def rollout_rejection_mask(
+    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, *, criteria: str, threshold: str
+) -> Tensor:
+    """mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
+
+    criteria: level_divergence, several separated by commas, all of which must hold, with as many thresholds (or one for all).
+    Levels: token; seq_sum; seq_mean (k1: the geometric mean of the ratios); seq_max (one bad token rejects the response).
+    Divergences: k1, a band "lo_hi" on the ratio learner / generator itself ("hi" alone means "1/hi_hi"; verl's band is on the
+    inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, an upper bound. Usual: seq_mean_k1 0.999_1.001, seq_mean_k3 0.01,
+    seq_sum_k1 0.5_2.0. Each criterion looks at the given mask, not at what another one left.
+    """
+    lr = _rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    kept = mask
+    for level, divergence, low, high in parse_criteria(criteria, threshold):
+        x = {"k1": lambda: lr, "k2": lambda: lr**2 / 2, "k3": lambda: lr.exp() - lr - 1}[divergence]()
+        if level == "seq_sum":
+            x = to_tokens(sequence_sum(x, seq), seq)
+        elif level == "seq_mean":
+            x = to_tokens(*sequence_means(mask, seq, x), seq)
+        x = x.clamp(-20, 20).exp() if divergence == "k1" else x
+        fine = (x >= low) & (x <= high) if divergence == "k1" else x <= high
+        if level == "seq_max":
+            fine = to_tokens(sequence_sum((mask & ~fine).to(lr.dtype), seq), seq) == 0
+        kept = kept & fine
+    return kept
+
+
+def parse_threshold(text: str) -> tuple[float | None, float]:
+    """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
+    try:
+        numbers = [float(part) for part in str(text).split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not (0 <= numbers[0] <= numbers[-1] > 0):
+        raise ValueError(f'threshold {text!r}: write one positive number, "2.0", or a band from low to high, "0.5_5.0"')
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def parse_criteria(criteria: str, threshold: str) -> list[tuple[str, str, float, float]]:
+    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]."""
+    names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    if len(texts) != len(names):
+        raise ValueError(f"{len(names)} rejection criteria ({criteria}) but {len(texts)} thresholds ({threshold})")
+    parsed = []
+    for name, text in zip(names, texts, strict=True):
+        level, _, divergence = name.rpartition("_")
+        if level not in REJECTION_LEVELS or divergence not in ("k1", "k2", "k3"):
+            raise ValueError(f"rejection criterion {name!r}: write one of {', '.join(REJECTION_LEVELS)}, then _k1, _k2 or _k3")
+        low, high = parse_threshold(text)
+        if divergence != "k1" and low is not None:
+            raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
+        if divergence == "k1" and low is None:
+            low, high = min(high, 1 / high), max(high, 1 / high)
+        parsed.append((level, divergence, low or 0.0, high))
+    return parsed
+
+
+def rollout_metrics(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    level: str = "token",
+    threshold: str = "2.0",
+    kept: Tensor | None = None,
+) -> dict[str, float]:
+    """How far generator and learner are apart, under verl's names; empty for a batch without trained tokens.
+
+    rollout_is_*: of the weights at `level` before any cap, over trained tokens; eff_sample_size = 1 / mean((w / mean w)^2);
+    ratio_fraction_high / low: above the cap (the band), below its inverse (the band). rollout_rs_*: what the mask `kept` from
+    `rollout_rejection_mask` leaves out, of tokens and of responses. kl, k3_kl: KL(generator || learner) by k1 and k3; chi2:
+    mean w^2 - 1 by token and by response; *_ppl: per response, then averaged. The correlation is of the probabilities.
+    """
+    if not mask.any():
+        return {}
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    lp, roll = (torch.where(mask, x.detach(), 0.0).to(dtype) for x in (log_prob, rollout_log_prob))
+    lr = _rollout_log_ratio(lp, roll, mask)
+    metrics = _weight_metrics(_is_ratio(lp, roll, mask, seq, level)[mask], threshold)
+    metrics |= _perplexity_metrics(lp, roll, mask, seq)
+    sums = sequence_sum(lr, seq).clamp(-20, 20)[_trained_sequences(mask, seq)]
+    metrics |= {
+        "kl": -lr[mask].mean(),
+        "k3_kl": (lr.exp() - lr - 1)[mask].mean(),
+        "chi2_token": (2 * lr[mask]).exp().mean() - 1,
+        "chi2_seq": (2 * sums).exp().mean() - 1,
+    }
+    if kept is not None:
+        trained, left = len(_trained_sequences(mask, seq)), len(_trained_sequences(kept, seq))
+        metrics["rollout_rs_masked_fraction"] = 1 - kept.sum() / mask.sum()
+        metrics["rollout_rs_seq_masked_fraction"] = 1 - left / trained
+    result = {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+    return result | {"training/rollout_actor_probs_pearson_corr": _pearson(lp[mask].exp(), roll[mask].exp())}
+
+
+def _rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    return log_ratio(log_prob.detach(), rollout_log_prob.detach(), mask).clamp(-20, 20)
+
+
+def _is_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
+    """The importance ratio [N] before any cap."""
+    lr = _rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    if level == "sequence":
+        lr = to_tokens(sequence_sum(lr, seq).clamp(-20, 20), seq)
+    elif level == "sequence_geometric":
+        lr = to_tokens(*sequence_means(mask, seq, lr), seq)
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r} of importance weights; choose from {', '.join(IS_LEVELS)}")
+    return lr.exp()
+
+
+def _trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
+    """Indices of the responses with a trained token."""
+    return torch.unique_consecutive(seq[mask])
+
+
+def _weight_metrics(weight: Tensor, threshold: str) -> dict[str, Tensor]:
+    low, high = parse_threshold(threshold)
+    low = 1 / high if low is None else low
+    return {
+        "rollout_is_mean": weight.mean(),
+        "rollout_is_std": weight.std(correction=0),
+        "rollout_is_min": weight.min(),
+        "rollout_is_max": weight.max(),
+        "rollout_is_eff_sample_size": 1 / (weight / weight.mean()).square().mean(),
+        "rollout_is_ratio_fraction_high": (weight > high).to(weight.dtype).mean(),
+        "rollout_is_ratio_fraction_low": (weight < low).to(weight.dtype).mean(),
+    }
+
+
+def _perplexity_metrics(lp: Tensor, roll: Tensor, mask: Tensor, seq: Tensor) -> dict[str, Tensor]:
+    rows = _trained_sequences(mask, seq)
+    training, rollout = (-mean[rows] for mean in sequence_means(mask, seq, lp, roll))
+    return {
+        "training_ppl": training.clamp(max=50).exp().mean(),
+        "rollout_ppl": rollout.clamp(max=50).exp().mean(),
+        "training_log_ppl": training.mean(),
+        "rollout_log_ppl": rollout.mean(),
+        "log_ppl_diff": (training - rollout).mean(),
+        "log_ppl_abs_diff": (training - rollout).abs().mean(),
+        "ppl_ratio": (training - rollout).clamp(-50, 50).exp().mean(),
+    }
+
+
+def _pearson(x: Tensor, y: Tensor) -> float:
+    """Correlation of two [N]; 0 if one is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = x.norm() * y.norm()
+    return float((x * y).sum() / scale) if scale > 0 else 0.0
 
 
 # ----------------------------------------------------------------------------------------------- the flags' words
 
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-POLICY_LOSSES = {"ppo_clip": ppo_clip}
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+_advantages = (grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, grpo_passk, gpg, gae)
+_losses = (ppo_clip, gspo, gmpo, cispo, sapo, reinforce, clip_cov, kl_cov, dppo_tv, decoupled_ppo)
+# Each function under its own name and, behind these, under verl's where that differs.
+ADVANTAGES = {f.__name__: f for f in _advantages} | {
+    "reinforce_plus_plus": reinforce_pp,
+    "reinforce_plus_plus_baseline": reinforce_pp_baseline,
+}
+POLICY_LOSSES = {f.__name__: f for f in _losses} | {"vanilla": ppo_clip, "geo_mean": gmpo, "gpg": reinforce}
+# Losses that take `chosen`: the function that makes it, f(old_log_prob, advantage, mask) on the global batch.
+TOKEN_CHOICE = {clip_cov: random_covariance, kl_cov: top_covariance}
+KL_ESTIMATORS = {"k1": k1, "abs": k_abs, "k2": k2, "k3": k3, "k1+": k1_plus, "k3+": k3_plus}
+_verl_names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
+KL_ESTIMATORS |= {theirs: KL_ESTIMATORS[ours] for theirs, ours in _verl_names.items()}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+IS_LEVELS = ("token", "sequence", "sequence_geometric")
+REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+ROLLOUT_PRESETS = {
+    "token_tis": {"rollout_is": "token", "rollout_is_threshold": "2.0"},
+    "sequence_tis": {"rollout_is": "sequence", "rollout_is_threshold": "2.0"},
+    "geometric_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
+    "sequence_tis_geometric_rs": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": "2.0",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.999_1.001",
+    },
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+}
+
+
+def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
+    """What the paper of the loss, or else of the advantage, aggregates with; otherwise token-mean."""
+    if POLICY_LOSSES[loss_mode] in (gspo, gmpo, sapo):
+        return "seq-mean-token-mean"
+    return "seq-mean-token-sum-norm" if ADVANTAGES[adv_estimator] is dr_grpo else "token-mean"
+
+
+def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) -> None:
+    """Raises ValueError, with the reason, for an unknown word or a combination that makes no sense."""
+    for word, choices in ((adv_estimator, ADVANTAGES), (loss_mode, POLICY_LOSSES), (loss_agg_mode, AGGREGATIONS)):
+        if word not in choices:
+            raise ValueError(f"{word!r} is none of {', '.join(choices)}")
+    loss, advantage = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
+    if loss in (gspo, gmpo) and loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"{loss_mode} has one ratio for a whole response, whose 1 / length comes from the aggregation "
+            f"seq-mean-token-mean: with {loss_agg_mode} long responses would count by their length."
+        )
+    if loss is gmpo and advantage in (gae, reinforce_pp, remax):
+        raise ValueError(
+            f"{loss_mode} weighs a whole response by one advantage; {adv_estimator} gives each token its own, which would be "
+            "averaged away. gspo keeps them."
+        )

@@ -9,19 +9,19 @@ losses.py. Left out here: generating while learning (train_one_step_off.py, trai
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import tyro
 
 import losses
 from rl import dist
-from rl.batch import Batch, Group, MicroBatch, join_records, micro_batches, split_records
+from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
+from rl.batch import Batch, MicroBatch, micro_batches
 from rl.checkpoint import export_hf
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
-from rl.generator import Generator, event_metrics, validate_on_all_ranks, validation_metrics
+from rl.generator import Generator, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.metrics import MetricsArgs, Run
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
@@ -29,7 +29,7 @@ from rl.rewards import RewardArgs, ScoringPool, check_sources
 
 
 @dataclass
-class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
+class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -53,31 +53,6 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
     save_freq: int = 0
     """Export the model every so many steps; it is always exported after the last."""
 
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """How scores become advantages (losses.py)."""
-    loss_mode: Literal["ppo_clip"] = "ppo_clip"
-    """The policy loss (losses.py)."""
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-    ] = "token-mean"
-    """What the per-token losses are summed over and divided by, globally."""
-    clip_ratio_low: float | None = None
-    """Lower clip range of the policy ratio; by default that of the loss's paper."""
-    clip_ratio_high: float | None = None
-    """Upper clip range of the policy ratio; by default that of the loss's paper."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: bound of the ratio where the advantage is negative."""
-    use_kl_loss: bool = False
-    """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
-    kl_loss_coef: float = 1e-3
-    """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL (losses.py)."""
-    entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
-    use_rollout_log_probs: bool = False
-    """Take the generator's log-probs as the old ones instead of recomputing them."""
-
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
         if self.total_epochs is None:
@@ -85,7 +60,8 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
         return max(1, self.total_epochs * num_prompts // self.train_batch_size)
 
     def check(self, world_size: int) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raises UserError for flags that cannot work."""
+        self.check_algorithm()
         mini = self.ppo_mini_batch_size or self.train_batch_size
         if self.train_batch_size % mini:
             raise UserError(
@@ -99,13 +75,32 @@ class Args(DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
 
 
+def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[Batch, int, dict[str, float]]:
+    """Every rank serves its share of the tickets from `ticket` on; then every rank holds the whole batch. Groups that teach
+    nothing are replaced by fresh tickets with --filter-groups. Returns the batch, the next ticket, and metrics."""
+    kept, flat, rounds = [], [], 0
+    while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
+        rounds += 1
+        tickets = range(ticket, ticket + args.train_batch_size - len(kept))
+        ticket = tickets.stop
+        mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
+        for group in gather_groups(mine):
+            (kept if group.teaches or not args.filter_groups else flat).append(group)
+    missing = args.train_batch_size - len(kept)
+    metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
+    return Batch.of(kept + flat[:missing]), ticket, metrics
+
+
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
     """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
     log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
     old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
-    clips = {"clip_low": args.clip_ratio_low, "clip_high": args.clip_ratio_high, "clip_c": args.clip_ratio_c}
-    token_loss, stats = losses.POLICY_LOSSES[args.loss_mode](log_prob, old, advantage, mask, seq, **clips)
-    stats |= {"pg_loss": token_loss, "entropy": entropy}
+    extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
+    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.clips, **extra)
+    if batch.is_weight is not None:
+        token_loss = token_loss * batch.select(micro, "is_weight")[0]
+    stats |= {"pg_loss": token_loss, "entropy": entropy, "ppo_kl": old - log_prob.detach()}
     if args.entropy_coeff:
         token_loss = token_loss - args.entropy_coeff * entropy
     if args.use_kl_loss:
@@ -113,7 +108,56 @@ def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, de
         stats["kl_loss"] = losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type)
         token_loss = token_loss + args.kl_loss_coef * stats["kl_loss"]
     stats["loss"] = token_loss
-    return losses.aggregate(token_loss, mask, seq, args.loss_agg_mode, denominator), stats, mask
+    return losses.aggregate(token_loss, mask, seq, args.aggregation, denominator), stats, mask
+
+
+def learn(
+    args: Args, learner: Learner, kl_control: KLControl, batch: Batch, prompts_per_step: int, run: Run
+) -> dict[str, float]:
+    """Trains on the batch: one optimizer step for every `prompts_per_step` prompts, --ppo-epochs times. Returns metrics."""
+    minis = batch.mini_batches(prompts_per_step)  # [b] responses each
+    micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, learner.ranks) for mini in minis]
+    all_micros = [micro for of_mini in micros for micro in of_mini]
+
+    # Log-probs under the policy that starts the step, and under the reference.
+    with run.timer("old_log_prob"):
+        if args.use_rollout_log_probs:
+            batch.old_log_prob = batch.rollout_log_prob
+        else:
+            batch.old_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
+    if args.needs_reference:
+        with run.timer("ref"):
+            batch.ref_log_prob = learner.log_probs_of("reference", all_micros, len(batch.token))
+
+    # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
+    with run.timer("adv"):
+        metrics = correct_rollout(args, batch)
+        batch.reward = batch.token_reward()
+        if args.use_kl_in_reward:
+            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
+            batch.reward = batch.reward - kl_control.coef * kl
+            metrics |= kl_control.update(float(losses.masked_mean(kl, batch.mask)), len(batch.score))
+        estimator = losses.ADVANTAGES[args.adv_estimator]
+        inputs = (batch.reward, batch.mask, batch.seq, batch.group)
+        batch.advantage = estimator(*inputs, **args.estimator_inputs(batch))
+        choose_tokens(args, batch, minis)
+
+    # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
+    with run.timer("update_actor"):
+        means, norms = TokenMeans(), []
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
+            tokens = batch.tokens_of(mini)
+            denominator = losses.denominator(
+                batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
+            )
+            for micro in its_micros:
+                loss, stats, mask = actor_loss(args, learner, batch, micro, denominator)
+                loss.backward()
+                means.add(stats, mask)
+            metrics |= learner.step()
+            norms.append(metrics["actor/grad_norm"])
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+    return metrics | batch.metrics() | {f"actor/{name}": value for name, value in means.over_ranks().items()}
 
 
 def main(args: Args, ranks: dist.Ranks) -> None:
@@ -131,7 +175,8 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
     prompts_per_step = args.ppo_mini_batch_size or args.train_batch_size
     optimizer_steps = total_steps * args.ppo_epochs * args.train_batch_size // prompts_per_step
-    learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.use_kl_loss, args.trust_remote_code)
+    learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.needs_reference, args.trust_remote_code)
+    kl_control = KLControl(args)
     max_length = args.max_prompt_length + args.max_response_length
     engine = make_engine(path, args, max_length, args.dtype, ranks.device, args.trust_remote_code)
     engine.update(learner.weights(), version=0)
@@ -146,55 +191,20 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
     if args.test_freq and args.val_before_train:
         run.log(0, validate(0))
+    ticket = 0
     for step in range(1, total_steps + 1):
-        # Generate and score: every rank serves its share of the tickets, then every rank holds the whole batch.
         with run.timer("gen"):
-            tickets = range((step - 1) * args.train_batch_size, step * args.train_batch_size)
-            mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
-            shares = dist.all_gather_bytes(join_records([group.to_bytes() for group in mine]))
-            batch = Batch.of([Group.from_bytes(record) for share in shares for record in split_records(share)])
+            batch, ticket, metrics = generate(args, generator, ranks, ticket)
             engine.sleep()
 
-        # One optimizer step a mini-batch; this rank's part of each, packed into micro-batches.
-        minis = batch.mini_batches(prompts_per_step)  # [b] responses each
-        micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, ranks) for mini in minis]
-        all_micros = [micro for of_mini in micros for micro in of_mini]
-
-        # Log-probs under the policy that starts the step, and under the reference.
-        with run.timer("old_log_prob"):
-            if args.use_rollout_log_probs:
-                batch.old_log_prob = batch.rollout_log_prob
-            else:
-                batch.old_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
-        if args.use_kl_loss:
-            with run.timer("ref"):
-                batch.ref_log_prob = learner.log_probs_of("reference", all_micros, len(batch.token))
-
-        with run.timer("adv"):
-            estimator = losses.ADVANTAGES[args.adv_estimator]
-            batch.advantage = estimator(batch.token_reward(), batch.mask, batch.seq, batch.group)
-
-        with run.timer("update_actor"):
-            means = TokenMeans()
-            for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
-                tokens = batch.tokens_of(mini)
-                denominator = losses.denominator(
-                    batch.mask[tokens], batch.seq[tokens], args.loss_agg_mode, len(mini), args.max_response_length
-                )
-                for micro in its_micros:
-                    loss, stats, mask = actor_loss(args, learner, batch, micro, denominator)
-                    loss.backward()
-                    means.add(stats, mask)
-                optimizer_metrics = learner.step()
+        metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 
         # Publish: the engine samples the next step with the new weights.
         with run.timer("update_weights"):
             engine.update(learner.weights(), version=step)
 
-        metrics = batch.metrics() | optimizer_metrics
-        metrics |= {f"actor/{name}": value for name, value in means.over_ranks().items()}
         metrics |= event_metrics(pool) | learner.perf_metrics(batch.total_lengths(), run.timings)
-        metrics |= {"training/global_step": step, "training/epoch": order(tickets[-1])[0]}
+        metrics |= {"training/global_step": step, "training/epoch": order(ticket - 1)[0]}
         last = step == total_steps
         if args.test_freq and (last or step % args.test_freq == 0):
             metrics |= validate(step)

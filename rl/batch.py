@@ -15,7 +15,7 @@ import torch
 
 from rl.attention import Packed
 from rl.dist import Ranks
-from rl.metrics import summarize
+from rl.metrics import describe, summarize
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,19 @@ class Group:
     prompt_ids: np.ndarray  # [p] int32
     data_source: str
     responses: list[Response]
+    baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its scores differ: with equal ones all group-wise advantages are 0."""
+        return len({r.score for r in self.responses}) > 1
 
     def to_bytes(self) -> bytes:
         """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
         header = {
             "ticket": self.ticket,
             "data_source": self.data_source,
+            "baseline": self.baseline,
             "prompt": len(self.prompt_ids),
             "responses": [[len(r.token_ids), r.finish_reason, r.score, r.extra] for r in self.responses],
         }
@@ -69,7 +76,7 @@ class Group:
         for n, reason, score, extra in header["responses"]:
             ids, log_probs, versions = take(n, np.int32), take(n, np.float32), take(n, np.int32)
             responses.append(Response(ids, log_probs, versions, reason, score, extra))
-        return Group(header["ticket"], prompt, header["data_source"], responses)
+        return Group(header["ticket"], prompt, header["data_source"], responses, header["baseline"])
 
 
 def join_records(records: list[bytes]) -> bytes:
@@ -97,6 +104,7 @@ class Batch:
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
     score: torch.Tensor  # [B] float32
+    baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
     extra: list[dict[str, float]]  # B further numbers of the reward function
     clipped: torch.Tensor  # [B] bool, the response ran into its budget
     token: torch.Tensor  # [N] long
@@ -106,8 +114,10 @@ class Batch:
     version: torch.Tensor  # [N] long
     old_log_prob: torch.Tensor = None  # [N] float32, of the policy that starts the optimizer's pass
     ref_log_prob: torch.Tensor | None = None  # [N] float32
+    reward: torch.Tensor = None  # [N] float32, the score on the last token, less KL penalties
     advantage: torch.Tensor = None  # [N] float32
     is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
+    chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
 
     @staticmethod
     def of(groups: list[Group]) -> "Batch":
@@ -120,6 +130,7 @@ class Batch:
             lengths=lengths,
             group=torch.tensor([i for i, _, _ in pairs]),
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
+            baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
             extra=[r.extra for _, _, r in pairs],
             clipped=torch.tensor([r.finish_reason == "length" for _, _, r in pairs]),
             token=torch.from_numpy(np.concatenate([r.token_ids for _, _, r in pairs])).long(),
@@ -164,12 +175,12 @@ class Batch:
         """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
         the learner's."""
         out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
+        out |= summarize("critic/rewards", torch.zeros_like(self.score).index_add(0, self.seq, self.reward))
         out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": float(self.clipped.float().mean())}
         out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
         difference = (self.old_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask]
-        out["training/rollout_probs_diff_mean"] = float(difference.mean())
-        out["training/rollout_probs_diff_max"] = float(difference.max())
-        out["training/rollout_probs_diff_std"] = float(difference.std(correction=0))
+        for name in ("mean", "max", "std"):
+            out[f"training/rollout_probs_diff_{name}"] = describe(difference)[name]
         for key in sorted({key for extra in self.extra for key in extra}):
             values = [extra[key] for extra in self.extra if key in extra]
             out[f"reward/extra/{key}/mean"] = sum(values) / len(values)

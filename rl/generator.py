@@ -3,6 +3,7 @@
 Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while its siblings go on.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl import dist
-from rl.batch import Group, Response
+from rl.algorithm import AlgorithmArgs
+from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt, PromptDataset, PromptOrder
 from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.rewards import RewardArgs, Score, ScoringPool, overlong_penalty
@@ -26,12 +28,13 @@ class Work:
 
     prompt: Prompt
     n: int
+    greedy: bool = False  # whether number n is a greedy response beside them (ReMax)
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
-        return len(self.scores) == self.n
+        return len(self.scores) == self.n + self.greedy
 
 
 class Generator:
@@ -44,7 +47,7 @@ class Generator:
         order: PromptOrder,
         pool: ScoringPool,
         tokenizer: PreTrainedTokenizerBase,
-        args: EngineArgs | RewardArgs,
+        args: EngineArgs | RewardArgs | AlgorithmArgs,
         seed: int,
     ):
         self.engine, self.prompts, self.order, self.pool = engine, prompts, order, pool
@@ -56,6 +59,11 @@ class Generator:
         """Gives the engine the ticket's prompt, n times."""
         _, index = self.order(ticket)
         self._add(ticket, self.prompts[index], self.args.rollout_n, self.sampling)
+        if self.args.needs_greedy:
+            work = self.working[ticket]
+            work.greedy = True
+            sampling = dataclasses.replace(self.sampling, temperature=0.0)
+            self.engine.add(Request((ticket, work.n), work.prompt.ids, sampling, 0))
 
     def poll(self, wait: float = 0.0) -> list[tuple[int, Work]]:
         """One engine step, then the prompts all of whose responses are finished and scored, by key. With nothing to step it
@@ -81,10 +89,13 @@ class Generator:
         return sorted(groups, key=lambda g: g.ticket)
 
     def group(self, ticket: int, work: Work) -> Group:
-        responses = []
-        for i in range(work.n):
+        responses, baseline = [], 0.0
+        for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
             penalty = self._overlong(len(output.token_ids))
+            if i == work.n:
+                baseline = score.score + penalty
+                break
             responses.append(
                 Response(
                     token_ids=np.array(output.token_ids, np.int32),
@@ -95,7 +106,7 @@ class Generator:
                     extra={**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})},
                 )
             )
-        return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses)
+        return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
 
     def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
         """One row per response to the given validation prompts: index, data_source, prompt, response, ground_truth, score."""
@@ -141,6 +152,13 @@ class Generator:
         if not a.overlong_buffer_len:
             return 0.0
         return overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
+
+
+def gather_groups(mine: list[Group]) -> list[Group]:
+    """Every rank's groups on every rank, in ticket order."""
+    shares = dist.all_gather_bytes(join_records([group.to_bytes() for group in mine]))
+    groups = [Group.from_bytes(record) for share in shares for record in split_records(share)]
+    return sorted(groups, key=lambda group: group.ticket)
 
 
 def validate_on_all_ranks(generator: Generator, prompts: PromptDataset, ranks: dist.Ranks) -> list[dict]:

@@ -260,16 +260,18 @@ def _cell(value) -> str:
 # ------------------------------------------------------------------------------------------------ computed metrics
 
 
-def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """{prefix/mean, prefix/max, prefix/min} of a tensor of any shape; NaN where it is empty."""
-    if not values.numel():
-        return {f"{prefix}/{name}": math.nan for name in ("mean", "max", "min")}
+def describe(values: torch.Tensor) -> dict[str, float]:
+    """mean, max, min and std of a tensor of any shape; NaN where it is empty: rejection may leave no token at all."""
     values = values.double()
-    return {
-        f"{prefix}/mean": float(values.mean()),
-        f"{prefix}/max": float(values.max()),
-        f"{prefix}/min": float(values.min()),
-    }
+    if not values.numel():
+        return dict.fromkeys(("mean", "max", "min", "std"), math.nan)
+    std = values.std(correction=0)
+    return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min()), "std": float(std)}
+
+
+def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
+    """{prefix/mean, prefix/max, prefix/min}, as verl reports most things."""
+    return {f"{prefix}/{name}": describe(values)[name] for name in ("mean", "max", "min")}
 
 
 def train_flops_per_token(config, mean_length: float) -> float:

@@ -1,0 +1,183 @@
+"""The algorithm's flags, their check, and rollout correction. The algorithm itself stands in the scripts, its formulas in
+losses.py."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import losses
+from rl.batch import Batch
+from rl.errors import UserError
+
+
+@dataclass
+class AlgorithmArgs:
+    adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
+    """How scores become advantages (losses.py)."""
+    gamma: float = 1.0
+    """Discount of later rewards, for reinforce_pp."""
+    loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
+    """The policy loss (losses.py)."""
+    loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
+    """What the per-token losses are summed over and divided by, globally; by default that of the loss's paper."""
+    clip_ratio_low: float | None = None
+    """Lower clip range of the policy ratio; by default that of the loss's paper."""
+    clip_ratio_high: float | None = None
+    """Upper clip range of the policy ratio; by default that of the loss's paper."""
+    clip_ratio_c: float | None = None
+    """Dual clip: bound of the ratio where the advantage is negative; 3 by default."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
+    kl_loss_coef: float = 1e-3
+    """Weight of the KL loss."""
+    kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
+    """Estimator of the KL (losses.py); with "+" its gradient is unbiased, too."""
+    use_kl_in_reward: bool = False
+    """Subtract --kl-coef times the KL to the reference policy from each token's reward."""
+    kl_penalty: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
+    """Estimator of that KL."""
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
+    """Keep --kl-coef, or steer it towards --target-kl."""
+    kl_coef: float = 1e-3
+    """Weight of the KL in the reward; where it starts if it is adaptive."""
+    target_kl: float = 0.1
+    """KL per token that the adaptive weight aims at."""
+    horizon: int = 10_000
+    """Responses over which the adaptive weight reacts."""
+    use_rollout_log_probs: bool = False
+    """Take the generator's log-probs as the old ones instead of recomputing them."""
+    rollout_correction: Literal[tuple(losses.ROLLOUT_PRESETS)] | None = None
+    """A preset of the four flags below, each of which may still be given."""
+    rollout_is: Literal[losses.IS_LEVELS] | None = None
+    """Weigh tokens by the ratio of the learner's to the generator's probability, at this level."""
+    rollout_is_threshold: str | None = None
+    """Cap of the weight ("2.0"), or the band outside of which it becomes 0 ("0.5_5.0"); 2.0 by default."""
+    rollout_is_batch_normalize: bool = False
+    """Scale the weights to a mean of 1 over the batch."""
+    rollout_rs: str | None = None
+    """Leave out tokens or responses whose log-probs disagree: level_divergence, several with commas (losses.py)."""
+    rollout_rs_threshold: str | None = None
+    """Bounds of --rollout-rs, as many, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: replace groups whose scores are all equal, which teach nothing, by fresh prompts."""
+    max_num_gen_batches: int = 10
+    """Rounds of --filter-groups per step; what is missing then is filled with groups that teach nothing."""
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
+
+    @property
+    def clips(self) -> dict[str, float | None]:
+        """The policy losses' clip arguments."""
+        return {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether a greedy response is sampled beside each group."""
+        return losses.ADVANTAGES[self.adv_estimator] is losses.remax
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """Fields of the batch that the loss takes beyond the usual ones."""
+        further = {losses.decoupled_ppo: "rollout_log_prob", losses.clip_cov: "chosen", losses.kl_cov: "chosen"}
+        name = further.get(losses.POLICY_LOSSES[self.loss_mode])
+        return (name,) if name else ()
+
+    def estimator_inputs(self, batch: Batch) -> dict:
+        """Keywords that the advantage estimator takes beyond the usual arguments."""
+        estimator = losses.ADVANTAGES[self.adv_estimator]
+        return {losses.remax: {"baseline": batch.baseline}, losses.reinforce_pp: {"gamma": self.gamma}}.get(estimator, {})
+
+    @property
+    def correction(self) -> dict[str, str | None]:
+        """rollout_is, rollout_is_threshold, rollout_rs and rollout_rs_threshold: the preset, overruled by what is given."""
+        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+        preset = losses.ROLLOUT_PRESETS.get(self.rollout_correction, {})
+        return {name: getattr(self, name) or preset.get(name) for name in names}
+
+    def check_algorithm(self) -> None:
+        """Raises UserError, with the reason, for flags that contradict each other."""
+        loss, correction = losses.POLICY_LOSSES[self.loss_mode], self.correction
+        try:
+            losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
+            losses.parse_threshold(correction["rollout_is_threshold"] or "2.0")
+            if correction["rollout_rs"]:
+                losses.parse_criteria(correction["rollout_rs"], correction["rollout_rs_threshold"] or "")
+        except ValueError as error:
+            raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode, --rollout-...: {error}") from None
+        if losses.ADVANTAGES[self.adv_estimator] is losses.gae:
+            raise UserError(
+                "--adv-estimator gae needs a critic, which these scripts do not train. losses.gae is there for one."
+            )
+        if self.use_rollout_log_probs and (correction["rollout_is"] or correction["rollout_rs"]):
+            raise UserError(
+                "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
+                "there are none. Leave one of the two out."
+            )
+        if loss is losses.decoupled_ppo and (self.use_rollout_log_probs or correction["rollout_is"]):
+            raise UserError(
+                f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
+                "--use-rollout-log-probs and --rollout-is out."
+            )
+        if self.kl_ctrl_type == "adaptive" and not (self.target_kl > 0 and self.horizon > 0):
+            raise UserError("--kl-ctrl-type adaptive needs --target-kl and --horizon above 0.")
+        if self.max_num_gen_batches < 1:
+            raise UserError(f"--max-num-gen-batches must be at least 1, it is {self.max_num_gen_batches}.")
+
+
+class KLControl:
+    """The weight of the KL in the reward: fixed, or steered towards --target-kl."""
+
+    def __init__(self, args: AlgorithmArgs):
+        self.args, self.coef = args, args.kl_coef
+
+    def update(self, kl: float, responses: int) -> dict[str, float]:
+        """Takes the batch's KL per token; returns it and the weight that the batch was trained with, under verl's names."""
+        used = self.coef
+        if self.args.kl_ctrl_type == "adaptive":
+            self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.horizon)
+        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
+
+
+def correct_rollout(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
+    """Sets the batch's is_weight and takes rejected tokens out of its mask, as the flags say; returns verl's rollout_corr/*.
+
+    Where old log-probs are recomputed the metrics are there without any correction, too: they show whether one is needed.
+    """
+    if args.use_rollout_log_probs:
+        return {}
+    c, inputs = args.correction, (batch.old_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
+    level, threshold = c["rollout_is"] or "token", c["rollout_is_threshold"] or "2.0"
+    if c["rollout_is"]:
+        normalize = args.rollout_is_batch_normalize
+        batch.is_weight = losses.rollout_is_weights(*inputs, level=level, threshold=threshold, normalize=normalize)
+    kept = None
+    if c["rollout_rs"]:
+        kept = losses.rollout_rejection_mask(*inputs, criteria=c["rollout_rs"], threshold=c["rollout_rs_threshold"])
+    metrics = losses.rollout_metrics(*inputs, level=level, threshold=threshold, kept=kept)
+    if kept is not None:
+        batch.mask = kept
+    return metrics
+
+
+def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:
+    """Sets the batch's `chosen`, for the losses that single out tokens of a mini-batch (clip_cov, kl_cov). The draw depends on
+    the batch alone: the same on every rank, whatever the micro-batches, and after a resume."""
+    choose = losses.TOKEN_CHOICE.get(losses.POLICY_LOSSES[args.loss_mode])
+    if choose is None:
+        return
+    seed = int(batch.token.sum()) + len(batch.token)
+    random = {"generator": torch.Generator().manual_seed(seed)} if choose is losses.random_covariance else {}
+    batch.chosen = torch.zeros_like(batch.mask)
+    for mini in minis:
+        tokens = batch.tokens_of(mini)
+        inputs = (x[tokens] for x in (batch.old_log_prob, batch.advantage, batch.mask))
+        batch.chosen[tokens] = choose(*inputs, **random)

@@ -1,0 +1,282 @@
+"""The formulas of losses.py once more, as slow loops over Python lists written from the papers: nothing is shared with it.
+
+Per token: lists of length n, `seq` says the response. A policy loss takes the log-probs twice, `lp` and `frozen`: the second
+stands wherever the paper stops the gradient, so that a finite difference in `lp` alone is the gradient of the loss.
+"""
+
+import math
+import random
+import statistics
+
+import torch
+
+
+def random_batch(lengths, seed=0, mask_rate=0.75, spread=0.4):
+    """A ragged batch as fp64 tensors: what losses.py takes. `.tolist()` of each is what this file takes."""
+    g = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    rand = lambda: torch.randn(n, generator=g, dtype=torch.float64)  # noqa: E731
+    lp = -rand().abs() - 0.05
+    reward = torch.where(torch.rand(n, generator=g) < 0.5, rand(), 0.0)
+    rng = random.Random(seed)
+    return {
+        "lp": lp,
+        "old": torch.clamp(lp + spread * rand(), max=-1e-3),
+        "roll": torch.clamp(lp + spread * rand(), max=-1e-3),
+        "advantage": rand(),
+        "value": rand(),
+        "reward": reward,
+        "mask": torch.rand(n, generator=g) < mask_rate,
+        "seq": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
+        "group": torch.tensor([rng.choice([3, 7, -1]) for _ in lengths], dtype=torch.long),
+    }
+
+
+def tokens_of(seq):
+    """{response: its token indices}."""
+    rows = {}
+    for t, i in enumerate(seq):
+        rows.setdefault(i, []).append(t)
+    return rows
+
+
+def clip(x, low, high):
+    return max(low, min(high, x))
+
+
+# ------------------------------------------------------------------------------------------------------- advantages
+
+
+def scores(reward, seq, n):
+    return [sum(r for r, j in zip(reward, seq, strict=True) if j == i) for i in range(n)]
+
+
+def whiten(x, mask):
+    kept = [v for v, m in zip(x, mask, strict=True) if m]
+    if not kept:
+        return [0.0] * len(x)
+    mean = sum(kept) / len(kept)
+    var = statistics.variance(kept) if len(kept) > 1 else 0.0
+    return [(v - mean) / math.sqrt(var + 1e-8) if m else 0.0 for v, m in zip(x, mask, strict=True)]
+
+
+def by_response(name, s, lengths, group):
+    """One advantage a response; s, lengths (trained tokens), group: lists of length B."""
+    out = []
+    for i, mine in enumerate(s):
+        peers = [j for j in range(len(s)) if group[j] == group[i]]
+        values = [s[j] for j in peers]
+        n, mean = len(values), sum(values) / len(values)
+        std = statistics.stdev(values) if n > 1 else 0.0
+        if name == "grpo":
+            out.append((mine - mean) / (std + 1e-6) if n > 1 else mine / (1 + 1e-6))
+        elif name in ("dr_grpo", "gpg", "reinforce_pp_baseline"):
+            out.append(mine - mean)
+        elif name == "rloo":
+            out.append(mine - (sum(values) - mine) / (n - 1) if n > 1 else 0.0)
+        elif name == "opo":
+            total = sum(lengths[j] for j in peers)
+            out.append(mine - sum(lengths[j] * s[j] for j in peers) / total if total else 0.0)
+        elif name == "grpo_passk":
+            ranked = sorted(values, reverse=True)
+            out.append((ranked[0] - ranked[1]) / (std + 1e-6) if n > 1 and mine == ranked[0] else 0.0)
+    if name == "gpg":
+        alive = sum(a != 0 for a in out)
+        out = [a * len(s) / max(1, alive) for a in out]
+    return out
+
+
+def return_to_go(reward, seq, gamma):
+    out = []
+    for t, i in enumerate(seq):
+        later = [k for k in range(t, len(seq)) if seq[k] == i]
+        out.append(sum(gamma ** (k - t) * reward[k] for k in later))
+    return out
+
+
+def lambda_return(reward, mask, seq, value, gamma, lam):
+    """The textbook recursion from the last trained token backwards, over trained tokens only."""
+    out = [0.0] * len(seq)
+    for tokens in tokens_of(seq).values():
+        steps = []  # [token, reward] of the trained tokens
+        for t in tokens:
+            if mask[t]:
+                steps.append([t, reward[t]])
+            elif steps:
+                steps[-1][1] += reward[t]
+        next_value = running = 0.0
+        for t, r in reversed(steps):
+            delta = r + gamma * next_value - value[t]
+            running = delta + gamma * lam * running
+            out[t], next_value = running + value[t], value[t]
+    return out
+
+
+def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0):
+    n = len(group)
+    if name == "reinforce_pp":
+        return whiten(return_to_go(reward, seq, gamma), mask)
+    if name == "remax":
+        ahead = return_to_go(reward, seq, 1.0)
+        return [(a - baseline[i]) if m else 0.0 for a, i, m in zip(ahead, seq, mask, strict=True)]
+    if name == "gae":
+        returns = lambda_return(reward, mask, seq, value, gamma, lam)
+        return whiten([r - v for r, v in zip(returns, value, strict=True)], mask)
+    lengths = [sum(m for m, j in zip(mask, seq, strict=True) if j == i) for i in range(n)]
+    per_response = by_response(name, scores(reward, seq, n), lengths, group)
+    out = [per_response[i] if m else 0.0 for i, m in zip(seq, mask, strict=True)]
+    return whiten(out, mask) if name == "reinforce_pp_baseline" else out
+
+
+# ------------------------------------------------------------------------------------------------------ aggregation
+
+
+def aggregate(loss, mask, seq, mode, num_seqs, budget):
+    rows = [[loss[t] for t in tokens if mask[t]] for tokens in tokens_of(seq).values()]
+    if mode == "token-mean":
+        return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
+    if mode == "token-sum":
+        return sum(map(sum, rows))
+    if mode == "seq-mean-token-sum":
+        return sum(map(sum, rows)) / max(1, num_seqs)
+    if mode == "seq-mean-token-sum-norm":
+        return sum(map(sum, rows)) / max(1, num_seqs) / budget
+    filled = [sum(row) / len(row) for row in rows if row]
+    return sum(filled) / max(1, len(filled))
+
+
+# ---------------------------------------------------------------------------------------------------- policy losses
+
+
+def ppo_token(d, a, low, high, c=None):
+    r = math.exp(clip(d, -20, 20))
+    loss = max(-a * r, -a * clip(r, 1 - low, 1 + high))
+    return min(loss, -a * c) if a < 0 and c is not None else loss
+
+
+def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, roll=None, cap=5.0):
+    """Per-token losses; entries of masked tokens mean nothing."""
+    n = len(lp)
+    d = [lp[t] - old[t] if mask[t] else 0.0 for t in range(n)]
+    d_frozen = [frozen[t] - old[t] if mask[t] else 0.0 for t in range(n)]
+    r_frozen = [math.exp(clip(x, -20, 20)) for x in d_frozen]
+    out = [0.0] * n
+    for tokens in tokens_of(seq).values():
+        trained = [t for t in tokens if mask[t]]
+        if not trained:
+            continue
+        mean_d = sum(d_frozen[t] for t in trained) / len(trained)
+        if name == "gmpo":
+            u = []
+            for t in trained:
+                sign = (a[t] > 0) - (a[t] < 0)
+                u.append(sign * min(sign * d[t], sign * clip(d[t], -low, high)))
+            mean_a = sum(a[t] for t in trained) / len(trained)
+            sequence = -mean_a * math.exp(sum(u) / len(u))
+        for t in trained:
+            if name == "ppo_clip":
+                out[t] = ppo_token(d[t], a[t], low, high, c)
+            elif name == "gspo":
+                s = math.exp(min(lp[t] - frozen[t] + mean_d, 10))
+                out[t] = max(-a[t] * s, -a[t] * clip(s, 1 - low, 1 + high))
+            elif name == "gmpo":
+                out[t] = sequence
+            elif name == "cispo":
+                out[t] = -clip(r_frozen[t], 1 - low, 1 + high) * a[t] * lp[t]
+            elif name == "sapo":
+                tau = 1.0 if a[t] > 0 else 1.05
+                x = tau * (math.exp(clip(d[t], -20, 20)) - 1)
+                out[t] = -a[t] * (4 / tau) / (1 + math.exp(-x))
+            elif name == "reinforce":
+                out[t] = -a[t] * lp[t]
+            elif name == "clip_cov":
+                out[t] = 0.0 if chosen[t] else ppo_token(d[t], a[t], low, high)
+            elif name == "kl_cov":
+                out[t] = -a[t] * math.exp(d[t]) + (abs(d[t]) if chosen[t] else 0.0)
+            elif name == "dppo_tv":
+                moved = math.exp(frozen[t]) - math.exp(old[t])
+                inside = moved <= high if a[t] > 0 else moved >= -low
+                out[t] = -a[t] * min(r_frozen[t], c) * lp[t] if inside else 0.0
+            elif name == "decoupled_ppo":
+                out[t] = ppo_token(d[t], a[t], low, high, c) * min(math.exp(old[t] - roll[t]), cap)
+    return out
+
+
+def covariances(lp, a, mask):
+    kept = [t for t in range(len(lp)) if mask[t]]
+    mean_a, mean_lp = (sum(x[t] for t in kept) / max(1, len(kept)) for x in (a, lp))
+    return {t: (a[t] - mean_a) * (lp[t] - mean_lp) for t in kept}
+
+
+def value_loss(v, old, target, eps):
+    return 0.5 * max((v - target) ** 2, (clip(v, old - eps, old + eps) - target) ** 2)
+
+
+def kl(kind, lp, ref):
+    x = lp - ref
+    if kind == "k1":
+        return x
+    if kind == "abs":
+        return abs(x)
+    if kind == "k2":
+        return x * x / 2
+    k = clip(-x, -20, 20)
+    return clip(math.exp(k) - k - 1, -10, 10)
+
+
+# ----------------------------------------------------------------------------------------------- rollout correction
+
+
+def rollout_ratios(lp, roll, mask, seq, level):
+    """The importance ratio per token before any cap; None on masked tokens."""
+    lr = {t: clip(lp[t] - roll[t], -20, 20) for t in range(len(lp)) if mask[t]}
+    out = [None] * len(lp)
+    for tokens in tokens_of(seq).values():
+        mine = [lr[t] for t in tokens if mask[t]]
+        for t in tokens:
+            if mask[t]:
+                x = {"token": lr[t], "sequence": sum(mine), "sequence_geometric": sum(mine) / len(mine)}[level]
+                out[t] = math.exp(clip(x, -20, 20))
+    return out
+
+
+def rollout_weights(lp, roll, mask, seq, level, low, high, normalize):
+    ratios = rollout_ratios(lp, roll, mask, seq, level)
+    out = []
+    for w in ratios:
+        if w is None:
+            out.append(0.0)
+        elif low is None:
+            out.append(min(w, high))
+        else:
+            out.append(w if low <= w <= high else 0.0)
+    if normalize:
+        if level == "token":
+            units = [w for w, m in zip(out, mask, strict=True) if m]
+        else:
+            rows = [[out[t] for t in tokens if mask[t]] for tokens in tokens_of(seq).values()]
+            units = [row[0] for row in rows if row]
+        mean = sum(units) / max(1, len(units))
+        out = [w / mean for w in out] if mean > 0 else out
+    return out
+
+
+def rejected(lp, roll, mask, seq, level, divergence, low, high):
+    """Which tokens one criterion throws out: list of bool."""
+    measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[divergence]
+
+    def bad(x):
+        return not low <= math.exp(clip(x, -20, 20)) <= high if divergence == "k1" else x > high
+
+    out = [False] * len(lp)
+    for tokens in tokens_of(seq).values():
+        trained = [t for t in tokens if mask[t]]
+        values = [measure(clip(lp[t] - roll[t], -20, 20)) for t in trained]
+        for t, v in zip(trained, values, strict=True):
+            if level == "token":
+                out[t] = bad(v)
+            elif level == "seq_max":
+                out[t] = any(bad(x) for x in values)
+            else:
+                out[t] = bad(sum(values) if level == "seq_sum" else sum(values) / len(values))
+    return out

@@ -1,0 +1,187 @@
+"""The algorithm's flags: every sensible combination trains, every senseless one is refused with the reason, and what the flags
+switch on does what it says."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import run_script
+
+import losses
+import train_sync
+from rl import dist
+from rl.algorithm import KLControl
+from rl.data import PromptDataset, PromptOrder
+from rl.engine import make_engine
+from rl.errors import UserError
+from rl.generator import Generator
+from rl.learner import Learner
+from rl.metrics import Run
+from rl.model import load_tokenizer
+from rl.rewards import ScoringPool
+
+ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
+LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]
+
+
+class Trainer:
+    """The parts of train_sync.main, set up once; `steps` trains with other flags on the same model."""
+
+    def __init__(self, model: str):
+        self.args = train_sync.Args(model=model, rollout_n=4, train_batch_size=4, lr_warmup_steps=0, lr=1e-5)
+        self.ranks = dist.init()
+        self.tokenizer = load_tokenizer(model)
+        self.prompts = PromptDataset(["demo"], "train", self.tokenizer, self.args)
+        self.pool = ScoringPool(self.args)
+        self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
+        self.engine = make_engine(model, self.args, 72, "float32", self.ranks.device, False)
+        self.run = Run(self.args, {}, 1, enabled=False, script="test")
+        self.ticket = 0
+
+    def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
+        """(metrics, batch) of n steps."""
+        args = train_sync.Args(**vars(self.args) | flags)
+        args.check(1)
+        order = PromptOrder(len(self.prompts), 0)
+        generator = Generator(self.engine, self.prompts, order, self.pool, self.tokenizer, args, 0)
+        self.learner.args, control, out = args, KLControl(args), []
+        for _ in range(n):
+            self.engine.update(self.learner.weights(), version=0)
+            batch, self.ticket, metrics = train_sync.generate(args, generator, self.ranks, self.ticket)
+            minis = args.ppo_mini_batch_size or args.train_batch_size
+            metrics |= train_sync.learn(args, self.learner, control, batch, minis, self.run)
+            out.append((metrics, batch))
+        return out
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([w.flatten() for _, w in self.learner.weights()])
+
+
+@pytest.fixture(scope="module")
+def trainer(demo_model):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Trainer(demo_model)
+    torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
+    """Written out here once more: what losses.check_combination must let through."""
+    if loss in ("gspo", "gmpo") and aggregation != "seq-mean-token-mean":
+        return False
+    return estimator != "gae" and not (loss == "gmpo" and estimator in ("reinforce_pp", "remax"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(trainer, loss):
+    for estimator, aggregation in itertools.product(ESTIMATORS, losses.AGGREGATIONS):
+        flags = {"adv_estimator": estimator, "loss_mode": loss, "loss_agg_mode": aggregation, "ppo_mini_batch_size": 2}
+        if not makes_sense(estimator, loss, aggregation):
+            with pytest.raises(UserError):
+                trainer.steps(1, **flags)
+            continue
+        before = trainer.weights()
+        out = trainer.steps(3, **flags)
+        after = trainer.weights()
+        for metrics, _ in out:
+            bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+            assert not bad and metrics["actor/skipped_steps"] == 0, (flags, bad)
+        assert torch.isfinite(after).all() and not torch.equal(before, after), flags
+        assert any(m["actor/grad_norm"] > 0 for m, _ in out) or not any(b.advantage.any() for _, b in out), flags
+
+
+def test_remax_compares_with_the_greedy_response(trainer):
+    (_, batch), *_ = trainer.steps(2, adv_estimator="remax")
+    assert set(batch.baseline.tolist()) <= {0.0, 1.0}
+    expected = (batch.score - batch.baseline)[batch.seq]
+    assert torch.equal(batch.advantage, expected) and len(batch.score) == 16, "the greedy response itself is not trained"
+    assert all(len(set(batch.baseline[batch.group == g].tolist())) == 1 for g in range(4))
+
+
+def test_filter_groups_keeps_what_teaches(trainer):
+    for metrics, batch in trainer.steps(4, filter_groups=True, max_num_gen_batches=50):
+        scores = [set(batch.score[batch.group == g].tolist()) for g in range(4)]
+        assert all(len(s) > 1 for s in scores) and metrics["train/filled_groups"] == 0
+        assert (metrics["train/num_gen_batches"] > 1) == (metrics["train/filtered_groups"] > 0)
+
+
+def test_filter_groups_gives_up_at_its_cap(trainer):
+    """One response a group: no group can ever teach."""
+    start = trainer.ticket
+    ((metrics, batch),) = trainer.steps(1, filter_groups=True, rollout_n=1, max_num_gen_batches=3)
+    assert metrics["train/num_gen_batches"] == 3 and metrics["train/filtered_groups"] == 12
+    assert metrics["train/filled_groups"] == 4 and len(batch.score) == 4 and trainer.ticket == start + 12
+
+
+def test_kl_in_the_reward(trainer):
+    """After some training away from the reference the KL is there, is charged, and its weight moves."""
+    trainer.steps(3, lr=1e-3)
+    flags = {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_coef": 0.5}
+    ((metrics, batch),) = trainer.steps(1, **flags)
+    kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, "k3")
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(kl.mean()), rel=1e-4) and kl.mean() > 0
+    assert torch.allclose(batch.reward, batch.token_reward() - 0.5 * kl)
+    assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
+    flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-6, "horizon": 16}
+    coefs = [m["actor/reward_kl_penalty_coeff"] for m, _ in trainer.steps(3, **flags)]
+    assert coefs == pytest.approx([0.5, 0.6, 0.72]), "far above the target: +20% for every 16 responses"
+
+
+def test_rollout_correction(trainer):
+    """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
+    noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
+    args = train_sync.Args(**vars(trainer.args))
+    order = PromptOrder(len(trainer.prompts), 0)
+    for preset in losses.ROLLOUT_PRESETS:
+        trainer.engine.update(iter(noisy), version=0)
+        args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
+        generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
+        batch, _, metrics = train_sync.generate(args, generator, trainer.ranks, 0)
+        trainer.learner.args = args
+        metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, 4, trainer.run)
+        inputs = (batch.old_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
+        correction = args.correction
+        assert metrics["rollout_corr/rollout_is_std"] > 0.01
+        if correction["rollout_is"]:
+            level, threshold = correction["rollout_is"], correction["rollout_is_threshold"]
+            expected = losses.rollout_is_weights(*inputs, level=level, threshold=threshold)
+            assert torch.equal(batch.is_weight, expected) and batch.is_weight.std() > 0
+        if correction["rollout_rs"]:
+            assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.mask.all()
+        else:
+            assert batch.mask.all()
+
+
+REFUSED = {
+    "critic": ({"adv_estimator": "gae"}, "needs a critic"),
+    "length bias": ({"loss_mode": "gspo", "loss_agg_mode": "token-mean"}, "count by their length"),
+    "averaged away": ({"loss_mode": "gmpo", "adv_estimator": "reinforce_pp"}, "averaged away"),
+    "nothing to compare": (
+        {"use_rollout_log_probs": True, "rollout_is": "token"},
+        "with --use-rollout-log-probs there are none",
+    ),
+    "twice": ({"loss_mode": "decoupled_ppo", "rollout_is": "token"}, "leave --use-rollout-log-probs and --rollout-is out"),
+    "threshold": ({"rollout_is": "token", "rollout_is_threshold": "x"}, "write one positive number"),
+    "criteria": ({"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": "1"}, "rejection criterion 'seq_mean_k4'"),
+    "no bound": ({"rollout_rs": "seq_mean_k3"}, "threshold ''"),
+    "target": ({"kl_ctrl_type": "adaptive", "target_kl": 0.0}, "--target-kl"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_contradict_each_other_are_refused(case):
+    flags, reason = REFUSED[case]
+    with pytest.raises(UserError, match=reason):
+        train_sync.Args(**flags).check(1)
+
+
+def test_the_command_line_takes_verls_words(demo_model, tmp_path):
+    flags = (
+        "--adv-estimator reinforce_plus_plus --loss-mode vanilla --loss-agg-mode seq-mean-token-sum --kl-loss-type low_var_kl"
+    )
+    flags += " --use-kl-loss --rollout-correction sequence_tis_geometric_rs --rollout-rs-threshold 0.9_1.1 --clip-ratio-c 10"
+    flags += " --filter-groups --total-training-steps 2 --test-freq 0"
+    done = run_script("train_sync.py", *flags.split(), "--output-dir", tmp_path, ranks=2)
+    assert "step 2/2" in done.stdout

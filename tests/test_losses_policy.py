@@ -1,0 +1,396 @@
+"""losses.py, part two: policy losses, the value loss and KL - by hand, values and gradients against slow loops, invariances."""
+
+import math
+
+import losses_reference as slow
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import losses
+
+F64 = torch.float64
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+SEEDS = st.integers(0, 9999)
+NAMES = [name for name, function in losses.POLICY_LOSSES.items() if name == function.__name__]  # without aliases
+# clips that matter on the random batches
+CLIPS = {"gspo": (0.1, 0.15, 3), "gmpo": (0.3, 0.35, 3), "dppo_tv": (0.05, 0.06, 1.3)}
+SPREAD_OVER_SEQUENCE = ("gspo", "gmpo")
+COV = ("clip_cov", "kl_cov")
+
+
+def call(name, b, lp=None, **extra):
+    low, high, c = CLIPS.get(name, (0.2, 0.28, 1.5))
+    if name == "decoupled_ppo":
+        extra["rollout_log_prob"] = b["roll"]
+    if name in COV:
+        extra.setdefault("chosen", b["seq"] % 2 == 0)
+    lp = b["lp"] if lp is None else lp
+    clips = {"clip_low": low, "clip_high": high, "clip_c": c}
+    return losses.POLICY_LOSSES[name](lp, b["old"], b["advantage"], b["mask"], b["seq"], **clips | extra)
+
+
+def tokens(lp, advantage, old=None, seq=None, mask=None):
+    """Positional arguments of a policy loss from lists; ratio = exp(lp) where old is left out."""
+    lp = torch.as_tensor(lp, dtype=F64)
+    old = torch.zeros_like(lp) if old is None else torch.as_tensor(old, dtype=F64)
+    seq = torch.zeros(len(lp), dtype=torch.long) if seq is None else torch.tensor(seq)
+    mask = torch.ones(len(lp), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    return lp, old, torch.as_tensor(advantage, dtype=F64), mask, seq
+
+
+def log(*ratios):
+    return [math.log(r) for r in ratios]
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_ppo_clip_by_hand():
+    # ratios 1, 1.5, 0.5 for A = 1 and then A = -1; a ratio of 5 with A = -1 meets the dual clip at 3
+    args = tokens(log(1, 1.5, 0.5, 1, 1.5, 0.5, 5), [1, 1, 1, -1, -1, -1, -1])
+    loss, stats = losses.ppo_clip(*args)
+    assert loss.tolist() == pytest.approx([-1, -1.2, -0.5, 1, 1.5, 0.8, 3])
+    assert stats["pg_clipfrac"].tolist() == [0, 1, 0, 0, 0, 1, 0]
+    assert stats["pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 0, 1]
+    higher, _ = losses.ppo_clip(*args, clip_high=0.28, clip_c=4)
+    assert higher.tolist() == pytest.approx([-1, -1.28, -0.5, 1, 1.5, 0.8, 4])
+
+
+def test_gspo_by_hand():
+    # ratios 2 and 1/2 make a sequence's 1; the other sequence has the geometric mean 1.21, clipped for A > 0 at 1.0004
+    args = tokens(log(2, 0.5, 1.1, 1.331, 1.21), [3, 3, 1, 1, -1], seq=[0, 0, 1, 1, 2])
+    loss, stats = losses.gspo(*args)
+    assert loss.tolist() == pytest.approx([-3, -3, -1.0004, -1.0004, 1.21])
+    assert stats["pg_clipfrac"].tolist() == [0, 0, 1, 1, 0]
+
+
+def test_gmpo_by_hand():
+    # exp(0.4) is the upper clip: d = 0.4 and 1 -> mean (0.4 + 0.4) / 2; A < 0 clips from below: d = -1 -> -0.4, 1 stays
+    args = tokens([0.4, 1.0, -1.0, 1.0], [2, 2, -1, -1], seq=[0, 0, 1, 1])
+    loss, stats = losses.gmpo(*args)
+    assert loss.tolist() == pytest.approx([-2 * math.exp(0.4)] * 2 + [math.exp(0.3)] * 2)
+    assert stats["pg_clipfrac"].tolist() == [0, 1, 0, 0] and stats["pg_clipfrac_lower"].tolist() == [0, 0, 1, 0]
+    assert losses.POLICY_LOSSES["geo_mean"] is losses.gmpo
+
+
+def test_cispo_sapo_reinforce_by_hand():
+    args = tokens(log(0.5, 1.1, 2), [1, -1, 2])
+    ln2, ln11 = math.log(2), math.log(1.1)
+    loss, stats = losses.cispo(*args)
+    assert loss.tolist() == pytest.approx([0.5 * ln2, 1.1 * ln11, -1.2 * 2 * ln2])
+    assert stats["pg_clipfrac"].tolist() == [0, 0, 1]
+    assert losses.cispo(*args, clip_low=0.2)[0][0].item() == pytest.approx(0.8 * ln2)
+    assert losses.reinforce(*args)[0].tolist() == pytest.approx([ln2, ln11, -2 * ln2])
+    assert losses.POLICY_LOSSES["gpg"] is losses.reinforce
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    expected = [-4 * sigmoid(-0.5), 4 / 1.05 * sigmoid(1.05 * 0.1), -2 * 4 * sigmoid(1)]
+    assert losses.sapo(*args)[0].tolist() == pytest.approx(expected)
+
+
+def test_dppo_tv_and_decoupled_by_hand():
+    # p_old 0.5: p 0.75 is 0.25 above (out for A > 0), p 0.25 is 0.25 below (out for A < 0), p 0.6 is in; p_old 0.01: c cuts
+    lp, old = log(0.75, 0.25, 0.6, 0.75, 0.2), log(0.5, 0.5, 0.5, 0.5, 0.01)
+    loss, stats = losses.dppo_tv(*tokens(lp, [1, -1, 1, -1, 1], old=old), clip_c=10)
+    expected = [0, 0, -1.2 * math.log(0.6), 1.5 * math.log(0.75), -10 * math.log(0.2)]
+    assert loss.tolist() == pytest.approx(expected)
+    assert stats["pg_clipfrac"].tolist() == [1, 1, 0, 0, 0] and stats["pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 1]
+    # old / rollout 2, and 8 capped at 5; the ratio to old is 1.5, clipped at 1.2
+    roll = torch.tensor(log(0.5, 0.125), dtype=F64)
+    loss, stats = losses.decoupled_ppo(*tokens(log(1.5, 1.5), [1, 1]), rollout_log_prob=roll)
+    assert loss.tolist() == pytest.approx([-2.4, -6]) and stats["behav_clipfrac"].tolist() == [0, 1]
+
+
+def test_covariance_losses_by_hand():
+    args = tokens([-3.0, -1, -2, -2], [-2.0, 2, 0, 0], old=[-3.0, -1.5, -2, -2])
+    lp, _, advantage, mask, _ = args
+    assert losses.covariance(lp, advantage, mask).tolist() == [2, 2, 0, 0]
+    assert losses.random_covariance(lp, advantage, mask, ratio=0.5).tolist() == [True, True, False, False]
+    assert losses.random_covariance(lp, advantage, mask, ratio=0.25).sum() == 1
+    assert not losses.random_covariance(lp, advantage, mask, low=2.0).any()
+    assert losses.top_covariance(lp * torch.tensor([1, 2, 1, 1]), advantage, mask, ratio=0.25).tolist() == [True] + [False] * 3
+    chosen = torch.tensor([True, False, True, False])
+    loss, stats = losses.clip_cov(*args, chosen=chosen)
+    assert loss.tolist() == pytest.approx([0, -2 * 1.2, 0, 0]) and stats["pg_clipfrac"].tolist() == [1, 0, 1, 0]
+    loss, _ = losses.kl_cov(*args, chosen=~chosen, coef=0.1)
+    assert loss.tolist() == pytest.approx([2, -2 * math.exp(0.5) + 0.05, 0, 0])
+    # left to themselves: only token 0 is a candidate, the ratio of token 1 being clipped; and one token at the least
+    assert losses.clip_cov(*args)[1]["pg_clipfrac"].tolist() == [1, 0, 0, 0]
+    assert losses.kl_cov(*args)[1]["pg_clipfrac"].sum() == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS, SEEDS, st.floats(0.01, 0.9))
+def test_the_choice_of_tokens_equals_slow_loops(lengths, seed, ratio):
+    b = slow.random_batch(lengths, seed)
+    cov = slow.covariances(b["lp"].tolist(), b["advantage"].tolist(), b["mask"].tolist())
+    count = min(len(cov), max(1, int(ratio * len(cov))))
+    args = b["lp"], b["advantage"], b["mask"]
+    top = losses.top_covariance(*args, ratio=ratio)
+    taken = [cov[t] for t in top.nonzero()[:, 0].tolist()]  # compared by value: two may be equal
+    assert sorted(taken) == pytest.approx(sorted(cov.values())[len(cov) - count :], abs=1e-9)
+    candidates = {t for t, c in cov.items() if 0.2 < c < 1}
+    draw = lambda: losses.random_covariance(  # noqa: E731
+        *args, ratio=ratio, low=0.2, high=1.0, generator=torch.Generator().manual_seed(seed)
+    )
+    chosen = set(draw().nonzero()[:, 0].tolist())
+    assert chosen <= candidates and len(chosen) == min(count, len(candidates)) and torch.equal(draw(), draw())
+
+
+def test_value_loss_by_hand():
+    value = torch.tensor([1.0, 3.0, 3.0, math.nan], dtype=F64, requires_grad=True)
+    old, returns = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 4.0, 0.0])
+    mask = torch.tensor([True, True, True, False])
+    loss, stats = losses.value_loss(value, old, returns, mask, clip=0.5)
+    assert loss.tolist() == pytest.approx([0.5, 4.5, 0.5 * 2.5**2, 0])
+    assert stats["vf_clipfrac"].tolist() == [0, 0, 1, 0]
+    assert torch.autograd.grad(loss.sum(), value)[0].tolist() == [-1, 3, 0, 0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS, SEEDS, st.floats(0.05, 1))
+def test_value_loss_equals_slow_loops(lengths, seed, eps):
+    b = slow.random_batch(lengths, seed)
+    v, old, target = b["value"], b["advantage"], b["reward"]
+    loss, _ = losses.value_loss(v, old, target, b["mask"], clip=eps)
+    for t in b["mask"].nonzero()[:, 0].tolist():
+        expected = slow.value_loss(v[t].item(), old[t].item(), target[t].item(), eps)
+        assert loss[t].item() == pytest.approx(expected, abs=1e-9)
+
+
+# --------------------------------------------------------------------------------------------- against slow loops
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
+    b = slow.random_batch(lengths, seed)
+    low, high, c = CLIPS.get(name, (0.2, 0.28, 1.5))
+    mode = losses.default_aggregation("grpo", name)
+    x = {k: v.tolist() for k, v in b.items()}
+    chosen = (b["seq"] % 2 == 0).tolist()
+
+    def reference(lp):
+        out = slow.policy_loss(
+            name,
+            lp,
+            x["lp"],
+            x["old"],
+            x["advantage"],
+            x["mask"],
+            x["seq"],
+            low,
+            high,
+            c,
+            chosen=chosen,
+            roll=x["roll"],
+        )
+        return out, slow.aggregate(out, x["mask"], x["seq"], mode, len(lengths), None)
+
+    lp = b["lp"].clone().requires_grad_()
+    loss, stats = call(name, b, lp)
+    total = losses.aggregate(loss, b["mask"], b["seq"], mode, losses.denominator(b["mask"], b["seq"], mode, len(lengths)))
+    expected, expected_total = reference(x["lp"])
+    assert loss.dtype == F64 and total.item() == pytest.approx(expected_total, abs=1e-6)
+    assert torch.allclose(loss[b["mask"]], torch.tensor(expected, dtype=F64)[b["mask"]], atol=1e-6)
+    assert all(s.shape == lp.shape and not s.requires_grad for s in stats.values())
+    (gradient,) = torch.autograd.grad(total, lp)
+    step = 1e-6
+    for t in range(len(lp)):
+        up, down = ([v + s * step * (k == t) for k, v in enumerate(x["lp"])] for s in (1, -1))
+        slope = (reference(up)[1] - reference(down)[1]) / (2 * step)
+        assert gradient[t].item() == pytest.approx(slope, abs=1e-6), t
+
+
+@pytest.mark.parametrize("name", ["sapo", "reinforce", "gmpo", "kl_cov"])
+def test_gradcheck_where_the_loss_is_smooth(name):
+    b = slow.random_batch([3, 4, 2], 5, mask_rate=1.0, spread=0.2)
+    lp = b["lp"].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: call(name, b, x)[0], (lp,))
+
+
+# ------------------------------------------------------------------------------------------------------- invariances
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, parts=st.integers(1, 4))
+def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, lengths, seed, parts):
+    b = slow.random_batch(lengths, seed)
+    mode = losses.default_aggregation("grpo", name)
+    denominator = losses.denominator(b["mask"], b["seq"], mode, len(lengths))
+    chosen = b["seq"] % 2 == 0
+    home = torch.randint(parts, (len(lengths),), generator=torch.Generator().manual_seed(seed))[b["seq"]]
+
+    def run(places):
+        lp = b["lp"].clone().requires_grad_()
+        total, sums = 0.0, {}
+        for p in places:
+            part = {k: v[p] for k, v in b.items() if k != "group"}
+            loss, stats = call(name, part, lp[p], **({"chosen": chosen[p]} if name in COV else {}))
+            share = losses.aggregate(loss, part["mask"], part["seq"], mode, denominator)
+            total = total + share
+            for key, value in stats.items():
+                sums[key] = sums.get(key, 0.0) + torch.where(part["mask"], value, 0.0).sum().item()
+        return torch.autograd.grad(total, lp)[0], sums
+
+    whole, its_sums = run([torch.ones_like(home, dtype=torch.bool)])
+    cut, sums = run([home == k for k in range(parts)])
+    assert torch.allclose(whole, cut, atol=1e-12) and sums == pytest.approx(its_sums)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_the_old_policy(name):
+    """Ratio 1, nothing clipped, and the gradient is REINFORCE's: -A per token for the token losses, the sequence's mean of it
+    for gmpo, nothing on the tokens that clip_cov takes out; kl_cov adds none, |d| having no slope at 0."""
+    b = slow.random_batch([3, 5, 1, 4], 4)
+    b["old"] = b["roll"] = b["lp"]
+    lp = b["lp"].clone().requires_grad_()
+    loss, stats = call(name, b, lp)
+    m, none = b["mask"], torch.zeros_like(b["mask"])
+    (gradient,) = torch.autograd.grad(loss[m].sum(), lp)
+    expected = -b["advantage"]
+    if name == "gmpo":
+        expected = -losses.sequence_means(m, b["seq"], b["advantage"])[0][b["seq"]]
+    if name == "clip_cov":
+        expected = torch.where(b["seq"] % 2 == 0, 0.0, expected)
+        stats = call(name, b, lp, chosen=none)[1]
+    if name == "kl_cov":
+        stats = call(name, b, lp, chosen=none)[1]
+    assert torch.allclose(gradient[m], expected[m])
+    assert all(not value.any() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_non_finite_log_probs_under_a_zero_mask_stay_out(name):
+    b = slow.random_batch([3, 3, 2], 1, mask_rate=1.0)
+    b["mask"][[1, 6, 7]] = False
+    clean, _ = call(name, b)
+    for key, values in {
+        "lp": [math.nan, -math.inf, math.inf],
+        "old": [-math.inf, math.nan, 0.0],
+        "roll": [math.nan] * 3,
+    }.items():
+        b[key] = b[key].clone()
+        b[key][[1, 6, 7]] = torch.tensor(values, dtype=F64)
+    lp = b["lp"].requires_grad_()
+    extra = {"chosen": None} if name == "kl_cov" else {}
+    loss, stats = call(name, b, lp, **extra)
+    m = b["mask"]
+    penalty = sum(losses.kl_penalty(lp, b["old"], m, kind) for kind in losses.KL_ESTIMATORS)
+    total = losses.aggregate(loss + penalty, m, b["seq"], "token-mean", 5.0)
+    (gradient,) = torch.autograd.grad(total, lp)
+    assert torch.isfinite(loss).all() and torch.isfinite(penalty).all() and torch.isfinite(gradient).all()
+    assert not gradient[~m].any() and all(torch.isfinite(s).all() for s in stats.values())
+    if name != "kl_cov":
+        assert torch.allclose(loss[m], clean[m])
+
+
+@pytest.mark.parametrize("name", losses.POLICY_LOSSES)
+def test_empty_batches_untrained_rows_defaults_and_dtype(name):
+    """The scripts' call: no clip given, the same keywords for all."""
+    extra = lambda b: {"rollout_log_prob": b["roll"]} if name == "decoupled_ppo" else {}  # noqa: E731
+    clips = {"clip_low": None, "clip_high": None, "clip_c": None}
+    for b in (slow.random_batch([]), slow.random_batch([2, 3]) | {"mask": torch.zeros(5, dtype=torch.bool)}):
+        b = {k: v.float() if v.dtype == F64 else v for k, v in b.items()}
+        lp = b["lp"].requires_grad_()
+        f = losses.POLICY_LOSSES[name]
+        loss, stats = f(lp, b["old"], b["advantage"], b["mask"], b["seq"], **clips, **extra(b))
+        mode = losses.default_aggregation("grpo", name)
+        total = losses.aggregate(loss, b["mask"], b["seq"], mode, 1.0)
+        total.backward()
+        assert loss.dtype == torch.float32 and total == 0 and not lp.grad.any()
+        assert all(s.dtype == torch.bool for s in stats.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_huge_ratios_stay_finite(name):
+    b = slow.random_batch([2, 2], 3, mask_rate=1.0)
+    b["old"] = b["lp"] - torch.tensor([300.0, -300, 300, -300])
+    b = {k: v.float() if v.dtype == F64 else v for k, v in b.items()}
+    lp = b["lp"].requires_grad_()
+    loss, _ = call(name, b, lp)
+    (gradient,) = torch.autograd.grad(loss.sum(), lp)
+    assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- KL
+
+
+def test_kl_estimators_by_hand():
+    lp, ref = torch.tensor([-1.0, -2.0], dtype=F64), torch.tensor([-1.5, -1.0], dtype=F64)
+    kl = lambda kind: losses.kl_penalty(lp, ref, torch.tensor([True, True]), kind).tolist()  # noqa: E731
+    assert kl("k1") == kl("kl") == kl("k1+") == pytest.approx([0.5, -1.0])
+    assert kl("abs") == pytest.approx([0.5, 1.0])
+    assert kl("k2") == kl("mse") == pytest.approx([0.125, 0.5])
+    assert kl("k3") == kl("low_var_kl") == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1])
+    assert kl("k3+") == kl("low_var_kl+") == pytest.approx(kl("k3"))
+    far = losses.kl_penalty(torch.tensor([-50.0]), torch.tensor([-1.0]), torch.tensor([True]), "k3")
+    assert far.item() == 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS, SEEDS)
+def test_kl_estimators_equal_slow_loops(lengths, seed):
+    b = slow.random_batch(lengths, seed)
+    step = 1e-6
+    for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+        lp = b["lp"].clone().requires_grad_()
+        out = losses.kl_penalty(lp, b["old"], b["mask"], kind)
+        (gradient,) = torch.autograd.grad(out.sum(), lp)
+        slope_of = "k2" if kind.endswith("+") else kind
+        for t, (x, ref, m) in enumerate(zip(b["lp"].tolist(), b["old"].tolist(), b["mask"].tolist(), strict=True)):
+            assert out[t].item() == pytest.approx(slow.kl(kind.rstrip("+"), x, ref) if m else 0, abs=1e-9)
+            slope = (slow.kl(slope_of, x + step, ref) - slow.kl(slope_of, x - step, ref)) / (2 * step)
+            assert gradient[t].item() == pytest.approx(slope if m else 0, abs=1e-6)
+
+
+def test_kl_estimators_against_the_exact_divergence():
+    """Over all outcomes of a small distribution: which has the KL's value, and which, as a loss, the KL's gradient."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=F64, requires_grad=True)
+    ref = torch.tensor([0.0, 0.2, 0.1, -0.5], dtype=F64).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    p, mask = log_p.exp().detach(), torch.ones(4, dtype=torch.bool)
+    exact = (log_p.exp() * (log_p - ref)).sum()
+    reverse = (ref.exp() * (ref - log_p)).sum()
+    values = {kind: (p * losses.kl_penalty(log_p, ref, mask, kind)).sum() for kind in losses.KL_ESTIMATORS}
+    gradient = {kind: torch.autograd.grad(v, logits, retain_graph=True)[0] for kind, v in values.items()}
+    true, true_reverse = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, reverse))
+    for kind in ("k1", "k3", "k1+", "k3+"):
+        assert values[kind].item() == pytest.approx(exact.item()), kind
+    for kind in ("k2", "k1+", "k3+"):
+        assert torch.allclose(gradient[kind], true), kind
+    assert torch.allclose(gradient["k1"], torch.zeros(4, dtype=F64), atol=1e-12)
+    assert torch.allclose(gradient["k3"], true_reverse) and not torch.allclose(true, true_reverse)
+
+
+def test_the_adaptive_coefficient():
+    # twice the target: +20% at the most, by n / horizon
+    assert losses.adaptive_kl_coef(0.5, 0.02, 0.01, 100, 1000) == pytest.approx(0.5 * 1.02)
+    assert losses.adaptive_kl_coef(0.5, 0.009, 0.01, 100, 1000) == pytest.approx(0.5 * 0.99)
+    assert losses.adaptive_kl_coef(0.5, 0.0, 0.01, 1000, 1000) == pytest.approx(0.4)
+
+
+# ------------------------------------------------------------------------------------------------------ combinations
+
+
+def test_combinations_that_make_no_sense_are_refused_with_the_reason():
+    for name in losses.POLICY_LOSSES:
+        for estimator in losses.ADVANTAGES:
+            mode = losses.default_aggregation(estimator, name)
+            assert mode in losses.AGGREGATIONS
+            if estimator == "grpo":
+                losses.check_combination(estimator, name, mode)
+    refused = [
+        ("grpo", "gspo", "token-mean", "length"),
+        ("grpo", "geo_mean", "seq-mean-token-sum", "length"),
+        ("gae", "gmpo", "seq-mean-token-mean", "averaged away"),
+        ("gspo", "gspo", "seq-mean-token-mean", "none of grpo"),
+        ("grpo", "ppo", "token-mean", "none of ppo_clip"),
+        ("grpo", "ppo_clip", "mean", "none of token-mean"),
+    ]
+    for estimator, loss, mode, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            losses.check_combination(estimator, loss, mode)

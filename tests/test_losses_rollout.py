@@ -1,0 +1,184 @@
+"""losses.py, part three: rollout correction - by hand, against slow loops, and as invariances."""
+
+import math
+
+import losses_reference as slow
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import losses
+
+F64 = torch.float64
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+SEEDS = st.integers(0, 9999)
+# three responses: ratios 2 and 1/2 with a masked token between; 4; 1 (and a row without a trained token)
+RATIOS = torch.tensor([2.0, 9.0, 0.5, 4.0, 1.0, 7.0], dtype=F64)
+MASK, SEQ = torch.tensor([1, 0, 1, 1, 1, 0], dtype=torch.bool), torch.tensor([0, 0, 0, 1, 2, 3])
+ROLL = torch.full((6,), -3.0, dtype=F64)
+BATCH = (ROLL + RATIOS.log(), ROLL, MASK, SEQ)
+
+
+def test_weights_by_hand():
+    weights = lambda **k: losses.rollout_is_weights(*BATCH, **k).tolist()  # noqa: E731
+    assert weights() == pytest.approx([2, 0, 0.5, 2, 1, 0])
+    assert weights(threshold="0.6_5.0") == pytest.approx([2, 0, 0, 4, 1, 0])
+    assert weights(level="sequence", threshold="3.0") == pytest.approx([1, 0, 1, 3, 1, 0])
+    assert weights(level="sequence_geometric", threshold="9") == pytest.approx([1, 0, 1, 4, 1, 0])
+    assert weights(normalize=True) == pytest.approx([2 / 1.375, 0, 0.5 / 1.375, 2 / 1.375, 1 / 1.375, 0])
+    assert weights(level="sequence", threshold="4", normalize=True) == pytest.approx([0.5, 0, 0.5, 2, 0.5, 0])
+
+
+def test_rejection_by_hand():
+    kept = lambda c, t: losses.rollout_rejection_mask(*BATCH, criteria=c, threshold=t).long().tolist()  # noqa: E731
+    assert kept("token_k1", "0.6_3.0") == [1, 0, 0, 0, 1, 0]
+    assert kept("seq_sum_k1", "0.5_2.0") == kept("seq_mean_k1", "2.0") == [1, 0, 1, 0, 1, 0]
+    assert kept("seq_max_k1", "0.6_5") == [0, 0, 0, 1, 1, 0]
+    k2 = math.log(2) ** 2 / 2  # of 2 and of 1/2; four times that of 4
+    assert kept("seq_sum_k2", str(2 * k2 + 1e-6)) == [1, 0, 1, 0, 1, 0]
+    assert kept("seq_sum_k2", str(2 * k2 - 1e-6)) == [0, 0, 0, 0, 1, 0]
+    k3 = [2 - math.log(2) - 1, 0.5 + math.log(2) - 1]
+    assert kept("seq_mean_k3", str(sum(k3) / 2 + 1e-6)) == [1, 0, 1, 0, 1, 0]
+    assert kept("token_k3", str(k3[1] + 1e-6)) == [0, 0, 1, 0, 1, 0]
+    assert kept("seq_mean_k1,token_k3", f"0.5_2,{k3[1] + 1e-6}") == [0, 0, 1, 0, 1, 0]
+
+
+def test_thresholds_are_read_and_refused_with_the_reason():
+    assert losses.parse_threshold("2.0") == (None, 2.0) and losses.parse_threshold("0.999_1.001") == (0.999, 1.001)
+    assert losses.parse_threshold(2.0) == (None, 2.0)
+    assert losses.parse_criteria("seq_mean_k3,token_k1", "0.01,0.5_2.0") == [
+        ("seq_mean", "k3", 0.0, 0.01),
+        ("token", "k1", 0.5, 2.0),
+    ]
+    assert losses.parse_criteria("token_k1", "4") == [("token", "k1", 0.25, 4.0)]
+    for text in ("", "a", "2_1", "-1", "0", "1_2_3", "nan"):
+        with pytest.raises(ValueError, match="threshold"):
+            losses.parse_threshold(text)
+    wrong = [
+        ("token_k4", "1"),
+        ("k1", "1"),
+        ("seq_min_k1", "1"),
+        ("token_k3", "0.1_0.2"),
+        ("token_k1,token_k3", "1,2,3"),
+    ]
+    for criteria, threshold in wrong:
+        with pytest.raises(ValueError, match=criteria.split(",")[0]):
+            losses.parse_criteria(criteria, threshold)
+    with pytest.raises(ValueError, match="sequence_geometric"):
+        losses.rollout_is_weights(*BATCH, level="geometric")
+
+
+def test_presets_are_menus_that_exist():
+    words = {"token_tis", "sequence_tis", "geometric_rs", "sequence_tis_geometric_rs", "icepop"}
+    assert set(losses.ROLLOUT_PRESETS) == words
+    for preset in losses.ROLLOUT_PRESETS.values():
+        if "rollout_is" in preset:
+            losses.rollout_is_weights(*BATCH, level=preset["rollout_is"], threshold=preset["rollout_is_threshold"])
+        if "rollout_rs" in preset:
+            criteria, threshold = preset["rollout_rs"], preset["rollout_rs_threshold"]
+            losses.rollout_rejection_mask(*BATCH, criteria=criteria, threshold=threshold)
+
+
+@pytest.mark.parametrize("level", losses.IS_LEVELS)
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, band=st.booleans(), normalize=st.booleans(), data=st.data())
+def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, band, normalize, data):
+    b = slow.random_batch(lengths, seed)
+    low, high = (0.8, 1.3) if band else (None, 1.2)
+    threshold = f"{low}_{high}" if band else str(high)
+    run = lambda b: losses.rollout_is_weights(  # noqa: E731
+        b["lp"], b["roll"], b["mask"], b["seq"], level=level, threshold=threshold, normalize=normalize
+    )
+    lists = [b[k].tolist() for k in ("lp", "roll", "mask", "seq")]
+    assert run(b).tolist() == pytest.approx(slow.rollout_weights(*lists, level, low, high, normalize), abs=1e-9)
+    order = data.draw(st.permutations(range(len(lengths))))
+    place = torch.cat([(b["seq"] == i).nonzero()[:, 0] for i in order])
+    shuffled = {k: b[k][place] for k in ("lp", "roll", "mask")}
+    shuffled["seq"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)[order])
+    assert torch.allclose(run(shuffled), run(b)[place], atol=1e-12)
+
+
+@pytest.mark.parametrize("divergence", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("level", losses.REJECTION_LEVELS)
+@settings(max_examples=15, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, bound=st.floats(0.02, 0.6))
+def test_rejection_equals_slow_loops(level, divergence, lengths, seed, bound):
+    b = slow.random_batch(lengths, seed)
+    low, high = (1 - bound, 1 + bound) if divergence == "k1" else (0.0, bound)
+    threshold = f"{low}_{high}" if divergence == "k1" else str(high)
+    args = [b[k] for k in ("lp", "roll", "mask", "seq")]
+    kept = losses.rollout_rejection_mask(*args, criteria=f"{level}_{divergence}", threshold=threshold)
+    out = slow.rejected(*(x.tolist() for x in args), level, divergence, low, high)
+    assert kept.tolist() == [m and not o for m, o in zip(b["mask"].tolist(), out, strict=True)]
+    both = losses.rollout_rejection_mask(*args, criteria=f"{level}_{divergence},token_k3", threshold=f"{threshold},0.05")
+    token = losses.rollout_rejection_mask(*args, criteria="token_k3", threshold="0.05")
+    assert torch.equal(both, kept & token)
+
+
+def test_metrics_by_hand():
+    kept = losses.rollout_rejection_mask(*BATCH, criteria="seq_mean_k1", threshold="0.5_2.0")
+    m = losses.rollout_metrics(*BATCH, threshold="2.1", kept=kept)
+    get = lambda name: m[f"rollout_corr/{name}"]  # noqa: E731
+    w = [2, 0.5, 4, 1]
+    mean = sum(w) / 4
+    assert get("rollout_is_mean") == pytest.approx(mean)
+    assert get("rollout_is_min") == pytest.approx(0.5) and get("rollout_is_max") == pytest.approx(4)
+    assert get("rollout_is_std") == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in w) / 4))
+    assert get("rollout_is_eff_sample_size") == pytest.approx(4 * mean**2 / sum(x * x for x in w))
+    assert get("rollout_is_ratio_fraction_high") == 0.25 and get("rollout_is_ratio_fraction_low") == 0
+    assert get("rollout_rs_masked_fraction") == 0.25 and get("rollout_rs_seq_masked_fraction") == pytest.approx(1 / 3)
+    ln2 = math.log(2)
+    assert get("kl") == pytest.approx(-2 * ln2 / 4)
+    assert get("k3_kl") == pytest.approx((sum(w) - 2 * ln2) / 4 - 1)
+    assert get("chi2_token") == pytest.approx(sum(x * x for x in w) / 4 - 1)
+    assert get("chi2_seq") == pytest.approx((1 + 16 + 1) / 3 - 1)
+    e3 = math.exp(3)
+    assert get("rollout_ppl") == pytest.approx(e3) and get("training_ppl") == pytest.approx((e3 + e3 / 4 + e3) / 3)
+    assert get("ppl_ratio") == pytest.approx((1 + 0.25 + 1) / 3)
+    assert get("rollout_log_ppl") == pytest.approx(3) and get("training_log_ppl") == pytest.approx(3 - 2 * ln2 / 3)
+    assert get("log_ppl_diff") == pytest.approx(-2 * ln2 / 3) and get("log_ppl_abs_diff") == pytest.approx(2 * ln2 / 3)
+    assert m["training/rollout_actor_probs_pearson_corr"] == 0  # one of them is constant
+    same = losses.rollout_metrics(BATCH[0], BATCH[0], MASK, SEQ, level="sequence", threshold="0.5_2.0", kept=MASK)
+    assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+    assert same["rollout_corr/rollout_is_mean"] == same["rollout_corr/ppl_ratio"] == 1
+    assert same["rollout_corr/kl"] == same["rollout_corr/chi2_seq"] == same["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS, SEEDS, st.sampled_from(losses.IS_LEVELS))
+def test_metrics_equal_slow_loops(lengths, seed, level):
+    b = slow.random_batch(lengths, seed)
+    args = [b[k] for k in ("lp", "roll", "mask", "seq")]
+    m = losses.rollout_metrics(*args, level=level)
+    ratios = [w for w in slow.rollout_ratios(*(x.tolist() for x in args), level) if w is not None]
+    if not ratios:
+        assert m == {}
+        return
+    mean = sum(ratios) / len(ratios)
+    assert m["rollout_corr/rollout_is_mean"] == pytest.approx(mean)
+    ess = 1 / (sum((w / mean) ** 2 for w in ratios) / len(ratios))
+    assert m["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(ess) and 0 < ess <= 1 + 1e-9
+    assert m["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(sum(w > 2 for w in ratios) / len(ratios))
+    assert m["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(sum(w < 0.5 for w in ratios) / len(ratios))
+    assert all(isinstance(v, float) and math.isfinite(v) for v in m.values())
+
+
+@pytest.mark.parametrize("level", losses.IS_LEVELS)
+def test_nothing_trained_and_nothing_finite(level):
+    none, empty = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    args = (empty, empty, none.bool(), none)
+    assert losses.rollout_is_weights(*args, level=level, normalize=True).shape == (0,)
+    assert losses.rollout_rejection_mask(*args, criteria="seq_mean_k1,seq_max_k2", threshold="2").shape == (0,)
+    assert losses.rollout_metrics(*args, level=level) == {}
+    masked = torch.zeros(6, dtype=torch.bool)
+    assert not losses.rollout_is_weights(*BATCH[:2], masked, SEQ, level=level, normalize=True).any()
+    assert not losses.rollout_rejection_mask(*BATCH[:2], masked, SEQ, criteria="seq_sum_k3", threshold="1").any()
+    lp, roll = BATCH[0].clone(), BATCH[1].clone()
+    lp[1], roll[5], lp[5] = math.nan, -math.inf, math.inf
+    assert torch.equal(
+        losses.rollout_is_weights(lp, roll, MASK, SEQ, level=level), losses.rollout_is_weights(*BATCH, level=level)
+    )
+    assert losses.rollout_metrics(lp, roll, MASK, SEQ, level=level) == losses.rollout_metrics(*BATCH, level=level)
+    far = torch.tensor([-1000.0, 0.0, 0, 0, 0, 0], dtype=F64)  # finite after the clamp, whatever happens
+    assert all(map(math.isfinite, losses.rollout_metrics(far, -far, MASK, SEQ, level=level).values()))
