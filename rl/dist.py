@@ -83,11 +83,13 @@ def run(main: Callable[[Ranks], None]) -> None:
         code = 1
         print(f"rank {ranks.rank} failed:", file=sys.stderr)
         traceback.print_exc()
+    if not code:
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)  # no destructor may wait for a rank that will never come
-    dist.destroy_process_group()
+    # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
+    # then abort while the interpreter takes itself apart.
+    os._exit(code)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
