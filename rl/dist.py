@@ -29,6 +29,9 @@ PEAK_FLOPS = {
 }
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's place in the job. Plain `python` is rank 0 of 1."""
@@ -41,6 +44,38 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """This process's place in a job whose ranks are split: `ranks` counts within its role, and the default process group holds
+    that role alone (vLLM makes groups out of the default group, by calls that learners would never join)."""
+
+    role: str  # "learner" or "generator"
+    ranks: Ranks
+    learners: int
+    generators: int
+    node: int
+    nodes: int
+    store: dist.Store  # shared by all ranks of the job
+    bridge: "Bridge | None"  # the first learner and all generators; None on other learners
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.ranks.rank}"
+
+
+class Bridge:
+    """Broadcasts from the first learner to all generators, apart from both default groups."""
+
+    def __init__(self, group, device: torch.device):
+        self.group, self.device = group, device  # device: where the tensors must lie
+
+    def broadcast(self, tensor: torch.Tensor):
+        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self.group.broadcast([tensor], options)
 
 
 def device_type() -> str:
@@ -56,40 +91,101 @@ def device_type() -> str:
 
 def init(timeout_minutes: float = 30) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl."""
-    kind = device_type()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank)
-    if kind != "cpu":
-        torch.accelerator.set_device_index(local_rank)
+    device = _claim_device(local_rank)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **alone)
+    dist.init_process_group(BACKENDS[device.type], timeout=timedelta(minutes=timeout_minutes), **alone)
     return Ranks(rank, world_size, local_rank, device)
 
 
-def run(main: Callable[[Ranks], None]) -> None:
-    """Runs a script's main on this rank. A UserError becomes one message (of the first rank that meets it) and exit code
-    1; anything else keeps its traceback. torchrun ends the other ranks."""
-    ranks = init()
+def init_split(generators: int, timeout_minutes: float = 30) -> Split:
+    """Joins this rank's role: on each node the last `generators` ranks generate, the others learn. Raises UserError where
+    that leaves a role empty."""
+    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not 0 < generators < local_world:
+        raise UserError(
+            f"--generators {generators} of {local_world} ranks per node leaves no {'learner' if generators else 'generator'}: "
+            "start at least two with `torchrun --standalone --nproc-per-node 2 ...`."
+        )
+    timeout = timedelta(minutes=timeout_minutes)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    local_rank, node, nodes = int(os.environ["LOCAL_RANK"]), rank // local_world, world // local_world
+    device = _claim_device(local_rank)
+    learners = local_world - generators
+    role, first, per_node = ("learner", 0, learners) if local_rank < learners else ("generator", learners, generators)
+    ranks = Ranks(node * per_node + local_rank - first, nodes * per_node, local_rank, device)
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=dist.PrefixStore(role, store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+    )
+    bridge = None
+    if role == "generator" or ranks.is_main:
+        place = 0 if role == "learner" else 1 + ranks.rank
+        bridge = _make_bridge(dist.PrefixStore("bridge", store), place, 1 + nodes * generators, device, timeout)
+    return Split(role, ranks, nodes * learners, nodes * generators, node, nodes, store, bridge)
+
+
+def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device, timeout: timedelta) -> Bridge:
+    """Over nccl / hccl where each member has a device of its own, else over gloo."""
+    store.set(f"device/{place}", f"{platform.node()}/{device}")
+    own = len({store.get(f"device/{i}") for i in range(size)}) == size
+    if device.type == "cuda" and own:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return Bridge(dist.ProcessGroupNCCL(store, place, size, options), device)
+    return Bridge(dist.ProcessGroupGloo(store, place, size, timeout), torch.device("cpu"))
+
+
+def _claim_device(local_rank: int) -> torch.device:
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()  # generator and learner may share the only one
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split] = init) -> None:
+    """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
+    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks."""
     code = 0
     try:
-        main(ranks)
+        place = join()
+        main(place)
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        code = 130
     except UserError as error:
         code = 1
-        if dist.distributed_c10d._get_default_store().add("user_error", 1) == 1:
+        if _first_to_fail():
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Exception:
         code = 1
-        print(f"rank {ranks.rank} failed:", file=sys.stderr)
-        traceback.print_exc()
-    if not code:
-        dist.destroy_process_group()
+        if _first_to_fail():
+            name = place.name if isinstance(place, Split) else f"rank {place.rank}"
+            print(f"{name} failed:", file=sys.stderr)
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
     # then abort while the interpreter takes itself apart.
     os._exit(code)
+
+
+def _first_to_fail() -> bool:
+    """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
+    if "RANK" not in os.environ:
+        return True
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return store.add(f"failed/{attempt}", 1) == 1
+    except Exception:  # the store is gone, and with it whoever could have said more
+        return True
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
