@@ -23,7 +23,7 @@ from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
 from rl.generator import Generator, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
 from rl.learner import Learner, LearnerArgs, TokenMeans
-from rl.metrics import MetricsArgs, Run
+from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
 
@@ -203,7 +203,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         with run.timer("update_weights"):
             engine.update(learner.weights(), version=step)
 
-        metrics |= event_metrics(pool) | learner.perf_metrics(batch.total_lengths(), run.timings)
+        metrics |= event_metrics(pool) | learner.perf_metrics(batch.total_lengths(), run.timer.seconds, ranks.world_size)
         metrics |= {"training/global_step": step, "training/epoch": order(ticket - 1)[0]}
         last = step == total_steps
         if args.test_freq and (last or step % args.test_freq == 0):
@@ -211,7 +211,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         if last or (args.save_freq and step % args.save_freq == 0):
             with run.timer("save_checkpoint"):
                 checkpoint = export_hf(learner, tokenizer, run.dir / f"step_{step:06d}")
-        run.log(step, metrics)
+        run.log(step, metrics | gather_ledgers("rank", run.timer))
     pool.close()
     run.finish(checkpoint)
 

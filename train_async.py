@@ -1,0 +1,298 @@
+"""GRPO and its kin, asynchronously: some ranks generate without a pause, the others learn; how stale a token may be is bounded.
+
+    torchrun --standalone --nproc-per-node 2 train_async.py                 # the demo: one generator, one learner
+    torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
+        --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
+
+`generate` is a generator's life, `train` a learner's, top to bottom. The schedule stands in rl/schedule.py, the formulas in
+losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
+ppo_mini_batch_size * require_batches groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import tyro
+
+import losses
+from rl import dist
+from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
+from rl.batch import Batch, MicroBatch, micro_batches
+from rl.checkpoint import export_hf
+from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.engine import EngineArgs, make_engine, rollout_dtype
+from rl.errors import UserError
+from rl.generator import VALIDATION, Generator
+from rl.learner import Learner, LearnerArgs, TokenMeans
+from rl.metrics import MetricsArgs, Run, gather_ledgers
+from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.rewards import RewardArgs, ScoringPool, check_sources
+from rl.schedule import Board, Intake, ScheduleArgs, Tickets, staleness_metrics, started
+from rl.stream import Inbox, Outbox, Watch, open_ring, validation_report
+from rl.weights import Publisher, Subscriber
+
+
+@dataclass
+class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
+    """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
+
+    model: str = "demo"
+    """A Hugging Face directory or hub name; "demo" is made on the spot."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    seed: int = 0
+    """Of the prompt order, the sampling and everything else random."""
+    total_training_steps: int = 200
+    """Steps to train: one step is one fetch of ppo_mini_batch_size * require_batches prompts."""
+    total_epochs: int | None = None
+    """Train so many passes over the training prompts, in whole steps, instead of --total-training-steps."""
+    test_freq: int = 20
+    """Validate every so many steps, at the next publish, and after the last; 0 never does."""
+    val_before_train: bool = True
+    """Validate before the first step, too."""
+    save_freq: int = 0
+    """Export the model every so many steps; it is always exported after the last."""
+
+    def total_steps(self, num_prompts: int) -> int:
+        """Steps to train on so many training prompts."""
+        if self.total_epochs is None:
+            return self.total_training_steps
+        return max(1, self.total_epochs * num_prompts // self.required)
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """The step after which this version of the weights is published."""
+        return min(version * self.trigger_parameter_sync_step, total_steps)
+
+    def validates(self, version: int, total_steps: int) -> bool:
+        """Whether the generators validate this version of the weights."""
+        if not self.test_freq or version == 0:
+            return bool(self.test_freq) and self.val_before_train
+        step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
+        return step == total_steps or step // self.test_freq > before // self.test_freq
+
+    def check(self) -> None:
+        """Raises UserError for flags that cannot work."""
+        self.check_algorithm()
+        self.check_schedule()
+        for flag in ("rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
+            if getattr(self, flag) < 1:
+                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
+
+
+def generate(
+    args: Args,
+    split: dist.Split,
+    path: str,
+    prompts: PromptDataset,
+    val_prompts: PromptDataset | None,
+    order: PromptOrder,
+    total_steps: int,
+) -> None:
+    """A generator's life: take new weights, start what the schedule lets start, step the engine, send what is finished."""
+    engine = make_engine(
+        path, args, args.max_prompt_length + args.max_response_length, args.dtype, split.ranks.device, args.trust_remote_code
+    )
+    pool = ScoringPool(args)
+    generator = Generator(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
+    outbox = Outbox(open_ring(split, args.ring_mb), split)
+    board, subscriber = Board(split), Subscriber(split)
+    tickets = Tickets(split.store, args, total_steps * args.required)
+    validation_rows = []
+    while not (state := board.read()).stop:
+        # New weights, between two engine steps. A validation is of one version: it is finished first.
+        due = state.version > engine.version and not generator.is_validating
+        if due and not (args.partial_rollout == "off" and engine.num_unfinished):
+            with generator.timer("update_weights"):
+                seconds = subscriber.receive(engine, engine.version + 1, args.partial_rollout == "recompute")
+            outbox.report(generator.timer, pool, seconds, subscriber.bytes)
+            if args.validates(engine.version, total_steps):
+                mine = range(split.ranks.rank, len(val_prompts), split.generators)
+                generator.start_validation(val_prompts, mine)
+                if not mine:
+                    outbox.send_rows(engine.version, [])
+
+        # Tickets; none while newer weights are due, which would sample them better.
+        while state.version == engine.version and generator.has_room:
+            ticket = tickets.next(engine.version, state.dropped)
+            if ticket is None:
+                break
+            generator.start(ticket)
+
+        for key, work in generator.poll(wait=2e-3):
+            if key < VALIDATION:
+                outbox.send_group(generator.group(key, work))
+                continue
+            validation_rows += generator.rows(key, work)
+        if validation_rows and not generator.is_validating:
+            outbox.send_rows(engine.version, validation_rows)
+            validation_rows = []
+        outbox.flush()
+    outbox.goodbye(unfinished=[key for key in generator.working if key < VALIDATION])
+    pool.close()
+
+
+def next_batch(step: int, inbox: Inbox, intake: Intake, board: Board) -> Batch:
+    """Waits for the groups of the step: the oldest of those that have come in."""
+    while True:
+        while inbox.groups:
+            intake.add(inbox.groups.popleft())
+        groups = intake.take(step)
+        board.update(dropped=intake.dropped.total())  # each makes room for another ticket
+        if groups is not None:
+            return Batch.of(groups)
+        inbox.receive()
+
+
+def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
+    """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
+    log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
+    old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
+    extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
+    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.clips, **extra)
+    if batch.is_weight is not None:
+        token_loss = token_loss * batch.select(micro, "is_weight")[0]
+    stats |= {"pg_loss": token_loss, "entropy": entropy, "ppo_kl": old - log_prob.detach()}
+    if args.entropy_coeff:
+        token_loss = token_loss - args.entropy_coeff * entropy
+    if args.use_kl_loss:
+        (ref,) = batch.select(micro, "ref_log_prob")
+        stats["kl_loss"] = losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type)
+        token_loss = token_loss + args.kl_loss_coef * stats["kl_loss"]
+    stats["loss"] = token_loss
+    return losses.aggregate(token_loss, mask, seq, args.aggregation, denominator), stats, mask
+
+
+def learn(
+    args: Args, learner: Learner, kl_control: KLControl, batch: Batch, prompts_per_step: int, run: Run
+) -> dict[str, float]:
+    """Trains on the batch: one optimizer step for every `prompts_per_step` prompts, --ppo-epochs times. Returns metrics."""
+    minis = batch.mini_batches(prompts_per_step)  # [b] responses each
+    micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, learner.ranks) for mini in minis]
+    all_micros = [micro for of_mini in micros for micro in of_mini]
+
+    # Log-probs under the policy that starts the step, and under the reference.
+    with run.timer("old_log_prob"):
+        if args.use_rollout_log_probs:
+            batch.old_log_prob = batch.rollout_log_prob
+        else:
+            batch.old_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
+    if args.needs_reference:
+        with run.timer("ref"):
+            batch.ref_log_prob = learner.log_probs_of("reference", all_micros, len(batch.token))
+
+    # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
+    with run.timer("adv"):
+        metrics = correct_rollout(args, batch)
+        batch.reward = batch.token_reward()
+        if args.use_kl_in_reward:
+            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
+            batch.reward = batch.reward - kl_control.coef * kl
+            metrics |= kl_control.update(float(losses.masked_mean(kl, batch.mask)), len(batch.score))
+        estimator = losses.ADVANTAGES[args.adv_estimator]
+        inputs = (batch.reward, batch.mask, batch.seq, batch.group)
+        batch.advantage = estimator(*inputs, **args.estimator_inputs(batch))
+        choose_tokens(args, batch, minis)
+
+    # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
+    with run.timer("update_actor"):
+        means, norms = TokenMeans(), []
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
+            tokens = batch.tokens_of(mini)
+            denominator = losses.denominator(
+                batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
+            )
+            for micro in its_micros:
+                loss, stats, mask = actor_loss(args, learner, batch, micro, denominator)
+                loss.backward()
+                means.add(stats, mask)
+            metrics |= learner.step()
+            norms.append(metrics["actor/grad_norm"])
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+    return metrics | batch.metrics() | {f"actor/{name}": value for name, value in means.over_ranks().items()}
+
+
+def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, order: PromptOrder, total_steps: int) -> None:
+    """A learner's life: wait for a batch, learn, publish."""
+    ranks, num_ranks = split.ranks, split.learners + split.generators
+    optimizer_steps = total_steps * args.ppo_epochs * args.require_batches
+    learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.needs_reference, args.trust_remote_code)
+    kl_control = KLControl(args)
+    publisher, board = Publisher(learner, split, rollout_dtype(args, args.dtype)), Board(split)
+    inbox, intake = Inbox(open_ring(split, args.ring_mb), split), Intake(args, args.filter_groups, args.max_num_gen_batches)
+    run, watch = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_async"), Watch(split)
+
+    def take_validation() -> dict[str, float]:
+        if not (validated := inbox.validated()):
+            return {}
+        step = args.step_of(validated[0], total_steps)
+        run.log_generations(step, validated[1][: args.log_val_generations])
+        run.say(watch.words())
+        return validation_report(validated, step)
+
+    publisher.publish(0)
+    board.update(version=0)
+    for step in range(1, total_steps + 1):
+        version = args.version_at(step)
+        with run.timer("wait"):
+            batch = next_batch(step, inbox, intake, board)
+
+        metrics = learn(args, learner, kl_control, batch, args.ppo_mini_batch_size, run)
+
+        # Publish: the generators sample with the new weights from their next engine step on.
+        last = step == total_steps
+        if last or step % args.trigger_parameter_sync_step == 0:
+            with run.timer("update_weights"):
+                publisher.publish(version + 1)
+                intake.published()
+                board.update(version=version + 1)
+
+        metrics |= staleness_metrics(batch, version) | intake.metrics(started(split.store))
+        metrics |= watch.metrics(inbox.reports, run.timer)
+        metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
+        metrics |= {"training/global_step": step, "training/epoch": order(intake.newest)[0]}
+        metrics |= {"fully_async/count/current_param_version": version, "ring/occupancy": inbox.occupancy}
+        metrics |= take_validation()
+        if last and args.test_freq:
+            with run.timer("testing"):
+                while metrics.get("training/validated_step") != total_steps:
+                    inbox.receive()
+                    metrics |= take_validation()
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with run.timer("save_checkpoint"):
+                checkpoint = export_hf(learner, prompts.tokenizer, run.dir / f"step_{step:06d}")
+        run.log(step, metrics | gather_ledgers("learner", run.timer))
+
+    # The end: every ticket that was started has been trained, was dropped, or is still somewhere.
+    publisher.wait()
+    board.update(stop=True)
+    while len(inbox.goodbyes) < split.generators:
+        inbox.receive()
+    for group in inbox.groups:
+        intake.add(group)
+    run.say(intake.account(inbox.unfinished(), started(split.store)))
+    run.say(watch.words())
+    run.finish(checkpoint)
+
+
+def main(args: Args, split: dist.Split) -> None:
+    args.check()
+    torch.manual_seed(args.seed)
+    path = resolve(args.model)
+    config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
+    check_lengths(config, args.max_prompt_length, args.max_response_length, args.ppo_max_token_len_per_gpu)
+    train_prompts = PromptDataset(args.train_files, "train", tokenizer, args)
+    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
+    check_sources(train_prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
+    order = PromptOrder(len(train_prompts), args.seed, args.shuffle)
+    total_steps = args.total_steps(len(train_prompts))
+    if split.role == "generator":
+        generate(args, split, path, train_prompts, val_prompts, order, total_steps)
+    else:
+        train(args, split, path, train_prompts, order, total_steps)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators))
