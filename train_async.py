@@ -29,7 +29,7 @@ from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, staleness_metrics, started
-from rl.stream import Inbox, Outbox, Watch, open_ring, validation_report
+from rl.stream import Inbox, Outbox, Watch, open_ring
 from rl.weights import Publisher, Subscriber
 
 
@@ -110,7 +110,7 @@ def generate(
                 mine = range(split.ranks.rank, len(val_prompts), split.generators)
                 generator.start_validation(val_prompts, mine)
                 if not mine:
-                    outbox.send_rows(engine.version, [])
+                    outbox.send_rows(args.step_of(engine.version, total_steps), [])
 
         # Tickets; none while newer weights are due, which would sample them better.
         while state.version == engine.version and generator.has_room:
@@ -125,7 +125,7 @@ def generate(
                 continue
             validation_rows += generator.rows(key, work)
         if validation_rows and not generator.is_validating:
-            outbox.send_rows(engine.version, validation_rows)
+            outbox.send_rows(args.step_of(engine.version, total_steps), validation_rows)
             validation_rows = []
         outbox.flush()
     outbox.goodbye(unfinished=[key for key in generator.working if key < VALIDATION])
@@ -223,14 +223,6 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     inbox, intake = Inbox(open_ring(split, args.ring_mb), split), Intake(args, args.filter_groups, args.max_num_gen_batches)
     run, watch = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_async"), Watch(split)
 
-    def take_validation() -> dict[str, float]:
-        if not (validated := inbox.validated()):
-            return {}
-        step = args.step_of(validated[0], total_steps)
-        run.log_generations(step, validated[1][: args.log_val_generations])
-        run.say(watch.words())
-        return validation_report(validated, step)
-
     publisher.publish(0)
     board.update(version=0)
     for step in range(1, total_steps + 1):
@@ -253,16 +245,15 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
         metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "training/epoch": order(intake.newest)[0]}
         metrics |= {"fully_async/count/current_param_version": version, "ring/occupancy": inbox.occupancy}
-        metrics |= take_validation()
-        if last and args.test_freq:
-            with run.timer("testing"):
-                while metrics.get("training/validated_step") != total_steps:
-                    inbox.receive()
-                    metrics |= take_validation()
+        with run.timer("testing"):
+            wait_for = step if last and args.test_freq else None
+            validation = inbox.validation(run, args.log_val_generations, wait_for)
+        if validation:
+            run.say(watch.words())
         if last or (args.save_freq and step % args.save_freq == 0):
             with run.timer("save_checkpoint"):
                 checkpoint = export_hf(learner, prompts.tokenizer, run.dir / f"step_{step:06d}")
-        run.log(step, metrics | gather_ledgers("learner", run.timer))
+        run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
 
     # The end: every ticket that was started has been trained, was dropped, or is still somewhere.
     publisher.wait()

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 --model Qwen/Qwen2.5-3B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --train-batch-size 128 --max-response-length 512
 
-`generate` is a generator's life, `train` a learner's, top to bottom. Every batch is made whole by one version of the weights, so that
-the same flags and seed give the same run. The formulas are in losses.py. Left out here: more than one step of staleness
+`generate` is a generator's life, `train` a learner's, top to bottom. Every batch is made whole by one version of the weights,
+so the same flags and seed give the same run. The formulas are in losses.py. Left out here: more than one step of staleness,
 and responses that outlive a publish (train_async.py).
 """
 
@@ -28,7 +28,7 @@ from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
 from rl.schedule import Board, SplitArgs, staleness_metrics
-from rl.stream import Inbox, Outbox, Watch, open_ring, validation_report
+from rl.stream import Inbox, Outbox, Watch, open_ring
 from rl.weights import Publisher, Subscriber
 
 
@@ -225,14 +225,6 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_one_step_off")
     watch = Watch(split)
 
-    def take_validation() -> dict[str, float]:
-        if not (validated := inbox.validated()):
-            return {}
-        step, rows = validated
-        run.log_generations(step, rows[: args.log_val_generations])
-        run.say(watch.words())
-        return validation_report(validated, step)
-
     publisher.publish(0)
     board.update(version=0)
     for step in range(1, total_steps + 1):
@@ -249,17 +241,16 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
         metrics |= staleness_metrics(batch, version=step - 1) | watch.metrics(inbox.reports, run.timer)
         metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "ring/occupancy": inbox.occupancy}
-        metrics |= take_validation()
         last = step == total_steps
-        if last and args.test_freq:
-            with run.timer("testing"):
-                while metrics.get("training/validated_step") != total_steps:
-                    inbox.receive()
-                    metrics |= take_validation()
+        with run.timer("testing"):
+            wait_for = step if last and args.test_freq else None
+            validation = inbox.validation(run, args.log_val_generations, wait_for)
+        if validation:
+            run.say(watch.words())
         if last or (args.save_freq and step % args.save_freq == 0):
             with run.timer("save_checkpoint"):
                 checkpoint = export_hf(learner, prompts.tokenizer, run.dir / f"step_{step:06d}")
-        run.log(step, metrics | gather_ledgers("learner", run.timer))
+        run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
     publisher.wait()
     run.say(watch.words())
     run.finish(checkpoint)

@@ -199,9 +199,8 @@ def all_gather_bytes(record: bytes) -> list[bytes]:
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(record)]))
     longest = int(max(sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    padded = torch.frombuffer(bytearray(record.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
     return [g[: int(n)].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
 

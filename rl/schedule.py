@@ -221,16 +221,20 @@ class Intake:
         return line
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """Whether, with --stale wait, what these tickets leave over can still be trained before it is too old: tickets below
-        `due` may have started so early that they must be trained before the next publish."""
+        """Whether, with --stale wait, all that these tickets leave over can still be trained before it is too old: what
+        started under version v or before (tickets below a bound) must be trained before version v + max_staleness + 1."""
         args = self.args
-        oldest = args.version_at(step) - (args.max_staleness or 0)  # version that may no longer be trained after this one
-        if args.max_staleness is None or args.stale == "drop" or oldest < 0:
+        if args.max_staleness is None or args.stale == "drop":
             return True
-        due = self._bounds[oldest] if oldest < len(self._bounds) else args.quota(oldest) + self.dropped.total()
-        left = due - min(due, self._low) - sum(t < due for t in self._high) - sum(t < due for t in tickets)
-        steps_left = args.trigger_parameter_sync_step - 1 - (step - 1) % args.trigger_parameter_sync_step
-        return left <= steps_left * args.required
+        version = args.version_at(step)
+        for started_under in range(max(0, version - args.max_staleness), version + 1):
+            known = started_under < len(self._bounds)
+            bound = self._bounds[started_under] if known else args.quota(started_under) + self.dropped.total()
+            left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
+            steps_left = (started_under + args.max_staleness + 1) * args.trigger_parameter_sync_step - step
+            if left > steps_left * args.required:
+                return False
+        return True
 
     def _drop(self, ticket: int, reason: str) -> None:
         self.dropped[reason] += 1

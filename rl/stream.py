@@ -10,7 +10,7 @@ from rl import dist
 from rl.batch import Group, join_records, split_records
 from rl.errors import UserError
 from rl.generator import validation_metrics
-from rl.metrics import Timers
+from rl.metrics import Run, Timers
 from rl.rewards import ScoringPool
 from rl.ring import RecordTooLarge, Ring, RingTimeout
 
@@ -47,9 +47,9 @@ class Outbox:
             self.send_group(group)
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics})
 
-    def send_rows(self, version: int, rows: list[dict]) -> None:
-        """This generator's validation rows of the version."""
-        self._send_json(ROWS, {"version": version, "rows": rows})
+    def send_rows(self, step: int, rows: list[dict]) -> None:
+        """This generator's part of the validation of that step's weights."""
+        self._send_json(ROWS, {"step": step, "rows": rows})
 
     def report(self, timer: Timers, pool: ScoringPool, publish_seconds: float, publish_bytes: int) -> None:
         """What this generator did since the last report; restarts the timer."""
@@ -98,7 +98,7 @@ class Inbox:
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
         self.goodbyes: list[dict] = []
-        self._rows: dict[int, list[dict]] = {}  # version -> one record a generator
+        self._rows: dict[int, list[dict]] = {}  # step -> one record a generator
 
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
@@ -120,7 +120,7 @@ class Inbox:
             return
         content = json.loads(body)
         if kind == ROWS:
-            self._rows.setdefault(content["version"], []).append(content)
+            self._rows.setdefault(content["step"], []).append(content)
         else:
             {BATCH: self.batches, REPORT: self.reports, GOODBYE: self.goodbyes}[kind].append(content)
 
@@ -133,13 +133,18 @@ class Inbox:
         """Tickets that the generators gave up when they said goodbye."""
         return [ticket for goodbye in self.goodbyes for ticket in goodbye["unfinished"]]
 
-    def validated(self) -> tuple[int, list[dict]] | None:
-        """(version, rows) of a validation that all generators have finished."""
-        version = next((v for v, parts in self._rows.items() if len(parts) == self.generators), None)
-        if version is None:
-            return None
-        rows = [row for part in self._rows.pop(version) for row in part["rows"]]
-        return version, sorted(rows, key=lambda row: row["index"])
+    def validation(self, run: Run, table_rows: int, wait_for: int | None = None) -> dict[str, float]:
+        """The metrics of a validation that all generators have finished, with the step whose weights it was of; empty if there
+        is none. With `wait_for`, waits for that step's (a collective). Writes the first `table_rows` rows as a table."""
+        while True:
+            step = next((s for s, parts in self._rows.items() if len(parts) == self.generators), None)
+            if step is not None:
+                rows = [row for part in self._rows.pop(step) for row in part["rows"]]
+                rows.sort(key=lambda row: row["index"])
+                run.log_generations(step, rows[:table_rows])
+            if wait_for is None or step == wait_for:
+                return {} if step is None else validation_metrics(rows) | {"training/validated_step": step}
+            self.receive()
 
 
 class Watch:
@@ -187,8 +192,3 @@ class Watch:
         if best != g:
             return f"{told}: {best} generators to {n - best} learners would balance them (--generators {best})."
         return f"{told}: {g} to {n - g} is the best split of {n} ranks; {exact / (n - exact):.2f} to 1 would balance them."
-
-
-def validation_report(validated: tuple[int, list[dict]], step: int) -> dict[str, float]:
-    """The metrics of a finished validation, with the step whose weights it was of."""
-    return validation_metrics(validated[1]) | {"training/validated_step": step}

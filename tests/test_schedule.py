@@ -1,0 +1,173 @@
+"""The schedule: quotas as verl computes them, tickets in order, and a simulated stream in which nothing too old is trained."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from rl.batch import Batch, Group, Response
+from rl.errors import UserError
+from rl.schedule import Intake, ScheduleArgs, Tickets, staleness_metrics, started
+
+
+def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
+    """A group whose responses have tokens of these versions."""
+    responses = [
+        Response(np.zeros(len(v), np.int32), np.zeros(len(v), np.float32), np.array(v, np.int32), "stop", score)
+        for v, score in zip(versions, scores or range(len(versions)), strict=True)
+    ]
+    return Group(ticket, np.zeros(2, np.int32), "demo", responses)
+
+
+@pytest.mark.parametrize("threshold", [0, 0.1, 0.15, 0.25, 0.5, 0.7, 1, 1.5, 3])
+@pytest.mark.parametrize("period", [1, 4])
+def test_the_quota_is_verls(threshold, period):
+    """verl: int((1 + threshold) * required * period) samples between two syncs, less what is left of the period before."""
+    args = ScheduleArgs(
+        ppo_mini_batch_size=10, require_batches=2, trigger_parameter_sync_step=period, staleness_threshold=threshold
+    )
+    hundredths = round(100 * threshold)  # in whole numbers: no rounding
+    a_period = (100 + hundredths) * 20 * period // 100
+    assert args.quota(0) == a_period
+    for version in range(1, 6):
+        in_flight = args.quota(version - 1) - 20 * period * version  # started before this sync and not yet trained
+        assert args.quota(version) - args.quota(version - 1) == a_period - in_flight
+
+
+def test_sync_and_one_step_off_are_settings_of_it():
+    on_policy, one_off = ScheduleArgs(staleness_threshold=0), ScheduleArgs(staleness_threshold=1)
+    for version in range(5):
+        assert on_policy.quota(version) == 8 * (version + 1), "batch v is made by version v alone"
+        assert one_off.quota(version) == 8 * (version + 2), "and with it the batch after"
+
+
+def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
+    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=2, staleness_threshold=0)
+    tickets = Tickets(store, args, total=5)
+    assert [tickets.next(0, 0) for _ in range(4)] == [0, 1, None, None]
+    assert tickets.next(0, 1) == 2, "one was dropped"
+    assert tickets.next(0, 1) is None and tickets.next(1, 1) == 3
+    assert [tickets.next(9, 1) for _ in range(3)] == [4, 5, None], "5 will be trained and 1 was dropped: no more than 6 start"
+    assert started(store) == 6
+
+
+def test_two_generators_share_the_tickets():
+    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    a, b = Tickets(store, args, 8), Tickets(store, args, 8)
+    assert [a.next(0, 0), b.next(0, 0), b.next(0, 0), a.next(0, 0)] == [0, 1, 2, 3]
+    assert a.next(0, 0) is None and b.next(0, 0) is None
+    assert sorted([a.next(1, 0), a.next(1, 0), b.next(1, 0), a.next(1, 0)]) == [4, 5, 6, 7]
+
+
+def test_intake_trains_the_oldest_first_and_takes_no_ticket_twice():
+    intake = Intake(ScheduleArgs(ppo_mini_batch_size=2))
+    for ticket in (3, 1, 2):
+        intake.add(group(ticket, [[0], [0]]))
+    assert [g.ticket for g in intake.take(1)] == [1, 2] and intake.take(2) is None
+    for ticket in (1, 3):
+        with pytest.raises(RuntimeError, match=f"ticket {ticket} came in twice"):
+            intake.add(group(ticket, [[0], [0]]))
+
+
+def test_groups_that_teach_nothing_are_dropped_within_limits():
+    intake = Intake(ScheduleArgs(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
+    for ticket in range(6):
+        intake.add(group(ticket, [[0], [0]], scores=[1, 1]))
+    assert intake.dropped["filtered"] == 2, "one batch's worth is replaced"
+    assert [g.ticket for g in intake.take(1)] == [2, 3], "then the step takes what there is"
+    intake.add(group(6, [[0], [0]], scores=[0, 1]))
+    assert intake.account([], started=7).startswith("7 tickets started = 2 trained + 2 dropped + 3 in flight")
+    with pytest.raises(RuntimeError, match="tickets were lost"):
+        intake.account([], started=8)
+
+
+def test_a_stale_group_is_dropped_and_counted():
+    intake = Intake(ScheduleArgs(ppo_mini_batch_size=1, max_staleness=1))
+    intake.add(group(0, [[0, 1, 2], [2, 2]]))
+    intake.add(group(1, [[1, 2], [2, 2]]))
+    assert [g.ticket for g in intake.take(3)] == [1], "step 3 trains with version 2; a token of version 0 is 2 old"
+    assert intake.dropped["stale"] == 1
+
+
+def test_waiting_needs_a_bound_that_the_schedule_can_keep():
+    ScheduleArgs(staleness_threshold=1, max_staleness=1, stale="wait").check_schedule()
+    with pytest.raises(UserError, match=r"--stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
+        ScheduleArgs(staleness_threshold=1.5, max_staleness=1, stale="wait").check_schedule()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    required=st.integers(1, 4),
+    period=st.integers(1, 3),
+    threshold=st.sampled_from([0, 0.25, 0.5, 1, 1.5, 2]),
+    extra=st.integers(0, 2),
+    stale=st.sampled_from(["drop", "wait", None]),
+    flat=st.sampled_from([0.0, 0.3]),
+    generators=st.integers(1, 3),
+)
+def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
+    seed, required, period, threshold, extra, stale, flat, generators
+):
+    """A stream with generators that lag behind by chance, responses of any duration and a learner that runs when it can."""
+    random = np.random.default_rng(seed)
+    bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
+    bound = bound if bound is None else max(0, bound)
+    args = ScheduleArgs(
+        ppo_mini_batch_size=required,
+        trigger_parameter_sync_step=period,
+        staleness_threshold=threshold,
+        max_staleness=bound,
+        stale=stale or "drop",
+    )
+    args.check_schedule()
+    steps, store = 12, HashStore()
+    intake = Intake(args, filter_groups=flat > 0, max_num_gen_batches=5)
+    tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
+    engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
+    version, step, idle = 0, 1, 0
+    while step <= steps:
+        idle += 1
+        assert idle < 2000, "the stream stands still"
+        g = int(random.integers(generators))
+        if random.random() < 0.5:
+            engines[g] = version  # swaps between two engine steps; unfinished responses go on
+        while engines[g] == version and random.random() < 0.7 and len(running[g]) < 6:
+            ticket = tickets[g].next(engines[g], intake.dropped.total())
+            if ticket is None:
+                break
+            running[g].append((ticket, []))
+        for item in list(running[g]):
+            item[1].append(engines[g])
+            if random.random() < 0.3:
+                running[g].remove(item)
+                scores = [1, 1] if random.random() < flat else [0, 1]
+                intake.add(group(item[0], [item[1], item[1][-1:]], scores))
+        if random.random() < 0.5 and (groups := intake.take(step)) is not None:
+            assert len(groups) == required
+            if bound is not None:
+                assert max(version - g.oldest for g in groups) <= bound
+            if step % period == 0:
+                intake.published()
+                version += 1
+            step, idle = step + 1, 0
+    unfinished = [ticket for of in running for ticket, _ in of]
+    assert "in flight" in intake.account(unfinished, started(store))
+    assert intake.trained == steps * required
+    if stale == "wait":
+        assert intake.dropped["stale"] == 0
+
+
+def test_ages_at_training():
+    batch = Batch.of([group(0, [[2, 2, 3], [3]]), group(1, [[3, 3], [1, 1, 2]])])
+    metrics = staleness_metrics(batch, version=3)
+    assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == pytest.approx((1 + 1 + 2 + 2 + 1) / 9)
+    assert metrics["staleness/age_0"] == pytest.approx(4 / 9) and metrics["staleness/age_2"] == pytest.approx(2 / 9)
+    assert sum(v for k, v in metrics.items() if k.startswith("staleness/age_")) == pytest.approx(1)
+    assert metrics["fully_async/count/stale_samples_processed"] == 2
+    assert metrics["fully_async/count/stale_trajectory_processed"] == 2
+    assert metrics["fully_async/partial/total_partial_num"] == 2
+    assert metrics["fully_async/partial/partial_ratio"] == 0.5 and metrics["fully_async/partial/max_partial_span"] == 1
+    assert torch.equal(batch.version, torch.tensor([2, 2, 3, 3, 3, 3, 1, 1, 2]))
