@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,8 +165,10 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
         code = 1
         if _first_to_fail():
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except Exception:
+    except Exception as error:
         code = 1
+        if "onnection" in str(error):  # torchrun knows who went and why, and ends this rank before it can say less
+            time.sleep(5)
         if _first_to_fail():
             name = place.name if isinstance(place, Split) else f"rank {place.rank}"
             print(f"{name} failed:", file=sys.stderr)

@@ -225,6 +225,7 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every parameter, tied ones once, one at a time: a collective that all ranks walk through
         in step, and never two copies of the model."""
+        self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
         for name, parameter in self.policy.model.named_parameters():
             yield name, parameter.to(self.ranks.device).full_tensor()
 

@@ -66,13 +66,13 @@ def gsm8k() -> Path:
     return GSM8K
 
 
-def run_script(*arguments: str, ranks: int | None = None, timeout: float = 240, check: bool = True, threads: int = 1):
+def run_script(*arguments: str, ranks: int | None = None, timeout: float = 240, check: bool = True, threads: int = 1, env=None):
     """Runs a script of the repository in a process of its own, under torchrun if `ranks` is given; returns the finished
     process with its output as text."""
     launcher = [sys.executable]
     if ranks is not None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | (env or {})
     done = subprocess.run([*launcher, *map(str, arguments)], cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
     if check and done.returncode:
         raise AssertionError(

@@ -97,6 +97,14 @@ def test_waiting_needs_a_bound_that_the_schedule_can_keep():
         ScheduleArgs(staleness_threshold=1.5, max_staleness=1, stale="wait").check_schedule()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("staleness_threshold", -1), ("trigger_parameter_sync_step", 0), ("max_staleness", -1), ("ring_mb", 0)]
+)
+def test_settings_that_cannot_work(flag, value):
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be"):
+        ScheduleArgs(**{flag: value}).check_schedule()
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

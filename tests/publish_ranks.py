@@ -1,0 +1,76 @@
+"""Started under torchrun by test_split.py: learners that change their weights and publish them, one generator that samples with
+each version. Prints how far the generator's log-probs lie from the learners' forward pass, per version.
+
+    torchrun ... publish_ranks.py MODEL DTYPE [NAME]      NAME: a parameter that the generator's engine does not take
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from rl import dist
+from rl.batch import Batch, Group, Response, micro_batches
+from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.learner import Learner, LearnerArgs
+from rl.schedule import Board
+from rl.stream import Inbox, Outbox, open_ring
+from rl.weights import Publisher, Subscriber
+
+VERSIONS = 4
+model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+
+
+def learn(split: dist.Split) -> None:
+    learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
+    publisher, board, inbox = Publisher(learner, split, dtype), Board(split), Inbox(open_ring(split, 8), split)
+    torch.manual_seed(split.ranks.rank)
+    for version in range(VERSIONS):
+        if version:
+            learner.policy.reshard()
+            with torch.no_grad():
+                for parameter in learner.policy.parameters():
+                    local = parameter.to_local()
+                    local += 0.02 * torch.randn_like(local)
+        publisher.publish(version)
+        board.update(version=version)
+        while not inbox.groups:
+            inbox.receive()
+        batch = Batch.of([inbox.groups.popleft()])
+        micros = micro_batches(batch, torch.arange(len(batch.lengths)), 512, split.ranks)
+        log_prob = learner.log_probs_of("policy", micros, len(batch.token))
+        difference = (log_prob - batch.rollout_log_prob).abs()
+        assert set(batch.version.tolist()) == {version}
+        if split.ranks.is_main:
+            print(f"version {version} differs by {difference.max():.2e}", flush=True)
+    publisher.wait()
+
+
+def generate(split: dist.Split) -> None:
+    engine = TransformersEngine(model, max_length=64, dtype=dtype)
+    if skipped:
+        load = engine.update
+        own = engine.loaded(skipped).clone()
+
+        def forgetful(weights, version, recompute_kv):
+            load(((name, own if name == skipped and version else tensor) for name, tensor in weights), version, recompute_kv)
+
+        engine.update = forgetful
+    outbox = Outbox(open_ring(split, 8), split)
+    board, subscriber = Board(split), Subscriber(split)
+    prompt, sampling = [5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True)
+    for version in range(VERSIONS):
+        board.wait_for(version)
+        subscriber.receive(engine, version)
+        for i in range(4):
+            engine.add(Request(i, prompt, sampling, seed=100 * version + i))
+        outputs = []
+        while engine.num_unfinished:
+            outputs += engine.step()
+        responses = [
+            Response(np.array(o.token_ids), np.array(o.log_probs), np.array(o.versions), o.finish_reason) for o in outputs
+        ]
+        outbox.send_group(Group(version, np.array(prompt), "demo", responses))
+
+
+dist.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(1))

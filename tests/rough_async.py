@@ -1,0 +1,46 @@
+"""Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
+
+slow: the learner takes its time. learner, generator: that role raises after some steps, `killed-...`: it is killed.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import tyro
+
+import train_async
+from rl import dist
+from rl.generator import Generator
+
+how, calls = os.environ["ROUGH"], 0
+learn, poll = train_async.learn, Generator.poll
+
+
+def strike(who: str, after: int) -> None:
+    global calls
+    calls += 1
+    if how.endswith(who) and calls == after:
+        print(f"struck at {time.time()}", flush=True)
+        if how.startswith("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(f"the {who} has had enough")
+
+
+def rough_learn(*arguments):
+    strike("learner", 4)
+    if how == "slow":
+        time.sleep(random.uniform(0, 0.2))
+    return learn(*arguments)
+
+
+def rough_poll(*arguments, **keywords):
+    strike("generator", 60)
+    return poll(*arguments, **keywords)
+
+
+train_async.learn, Generator.poll = rough_learn, rough_poll
+args = tyro.cli(train_async.Args, args=sys.argv[1:])
+dist.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators))

@@ -1,0 +1,307 @@
+"""Split ranks, as a user starts them: equal to train_sync.py where they should be, bounded where they promise it, verified at
+every publish, and gone within seconds when one rank fails."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_script
+from safetensors.torch import load_file
+from test_train_sync import is_documented
+
+import train_async
+import train_one_step_off
+import train_sync
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+REWARD = """
+import random, time
+def score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(random.expovariate(20))
+    return float(solution_str.strip() == ground_truth)
+"""
+
+
+def train(script: str, *flags, out: Path, ranks: int, env: dict | None = None):
+    """Runs a script under torchrun; returns (metrics by step, the run's directory, the finished process)."""
+    done = run_script(script, "--output-dir", out, *flags, ranks=ranks, env=env)
+    (run,) = out.iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}, run, done
+
+
+def weights(run: Path) -> bytes:
+    (export,) = run.glob("step_*")
+    return {name: t.numpy().tobytes() for name, t in load_file(export / "model.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def sync(demo_model, tmp_path_factory):
+    """train_sync.py over 20 steps, on one rank and on two."""
+    flags = ("--total-training-steps", "20", "--test-freq", "0")
+    return {n: train("train_sync.py", *flags, out=tmp_path_factory.mktemp(f"sync{n}"), ranks=n) for n in (1, 2)}
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_async_with_staleness_0_is_sync_bit_for_bit(sync, learners, tmp_path):
+    flags = ("--total-training-steps", "20", "--test-freq", "0", "--staleness-threshold", "0")
+    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=learners + 1)
+    theirs, their_run, _ = sync[learners]
+    for step in range(1, 21):
+        for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
+            assert metrics[step][name] == theirs[step][name], (step, name)
+        assert metrics[step]["staleness/max"] == 0
+    assert weights(run) == weights(their_run)
+
+
+@pytest.fixture(scope="module")
+def one_step_off(demo_model, tmp_path_factory):
+    """A run over 20 steps, and the same again."""
+    flags = ("--total-training-steps", "20", "--test-freq", "10")
+    return [train("train_one_step_off.py", *flags, out=tmp_path_factory.mktemp("off"), ranks=2) for _ in range(2)]
+
+
+def test_one_step_off_begins_as_sync_and_is_one_step_off(sync, one_step_off):
+    metrics, theirs = one_step_off[0][0], sync[1][0]
+    for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
+        assert metrics[1][name] == theirs[1][name]
+    # batch 1 is made with the starting weights, too: its prompts are sync's, its responses those of version 0
+    assert metrics[2]["prompt_length/mean"] == theirs[2]["prompt_length/mean"]
+    assert [metrics[step]["staleness/mean"] for step in range(1, 21)] == [0] + 19 * [1]
+    assert [metrics[step]["training/epoch"] for step in (1, 20)] == [0, 0]
+
+
+def test_one_step_off_is_repeatable(one_step_off):
+    (_, first, _), (_, second, _) = one_step_off
+    assert weights(first) == weights(second)
+
+
+def test_validation_is_of_the_version_it_names(one_step_off, sync, tmp_path):
+    """Greedy validation of the same weights gives the same accuracy, whoever does it."""
+    metrics, run, _ = one_step_off[0]
+    seen = {
+        m["training/validated_step"]: m["val-core/demo/acc/mean@1"] for m in metrics.values() if "training/validated_step" in m
+    }
+    assert sorted(seen) == [0, 10, 20]
+    (export,) = run.glob("step_*")
+    flags = ("--model", export, "--total-training-steps", "1", "--lr", "0")
+    again, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=1)
+    assert seen[20] == again[0]["val-core/demo/acc/mean@1"] > seen[0]
+
+
+def test_the_scripts_learn_by_the_same_text():
+    for name in ("actor_loss", "learn"):
+        sources = {inspect.getsource(getattr(script, name)) for script in (train_sync, train_one_step_off, train_async)}
+        assert len(sources) == 1, name
+
+
+@pytest.fixture(scope="module")
+def rough(demo_model, tmp_path_factory):
+    """A stream with few slots, rewards that take their time and a slow learner: {mode: (metrics, run, process)}."""
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    flags = ["--total-training-steps", "24", "--test-freq", "12", "--max-num-seqs", "12", "--reward", f"{reward}:score"]
+    flags += ["--ppo-mini-batch-size", "4", "--trigger-parameter-sync-step", "2", "--reward-workers", "4"]
+    modes = {
+        "drop": ["--staleness-threshold", "2.5", "--max-staleness", "1", "--generators", "2"],
+        "wait": ["--staleness-threshold", "1.5", "--max-staleness", "2", "--stale", "wait", "--partial-rollout", "recompute"],
+        "off": ["--staleness-threshold", "0.5", "--partial-rollout", "off", "--filter-groups"],
+    }
+    ranks = {"drop": 3, "wait": 2, "off": 2}
+    env = {"ROUGH": "slow"}
+    return {
+        mode: train("tests/rough_async.py", *flags, *more, out=tmp_path_factory.mktemp(mode), ranks=ranks[mode], env=env)
+        for mode, more in modes.items()
+    }
+
+
+def test_no_token_older_than_the_bound_is_trained(rough):
+    drop, wait, off = (rough[mode][0] for mode in ("drop", "wait", "off"))
+    assert max(m.get("staleness/max", 0) for m in drop.values()) == 1
+    assert drop[24]["fully_async/count/dropped_stale_samples"] > 0, "the bound had something to do"
+    assert 1 <= max(m.get("staleness/max", 0) for m in wait.values()) <= 2
+    assert wait[24]["fully_async/count/dropped_stale_samples"] == 0
+    assert max(m["fully_async/partial/max_partial_span"] for s, m in wait.items() if s) >= 1, "responses outlived a publish"
+    assert max(m["fully_async/partial/max_partial_span"] for s, m in off.items() if s) == 0
+
+
+def test_every_ticket_is_accounted_for(rough):
+    for metrics, _, done in rough.values():
+        (line,) = re.findall(r"(\d+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout)
+        drawn, trained, dropped, in_flight = map(int, line)
+        assert drawn == trained + dropped + in_flight and trained == 24 * 4
+        last = metrics[24]
+        assert dropped >= last["fully_async/count/dropped_stale_samples"] + last["fully_async/count/filtered_samples"]
+    assert rough["off"][0][24]["fully_async/count/filtered_samples"] > 0
+
+
+def test_every_ranks_time_adds_up(rough):
+    for metrics, _, _ in rough.values():
+        seen = set()
+        for m in metrics.values():
+            shares: dict[str, float] = {}
+            for name, share in m.items():
+                if name.startswith("ledger/"):
+                    rank = name.split("/")[1]
+                    shares[rank] = shares.get(rank, 0) + share
+                    assert -1e-9 <= share <= 1 + 1e-9, name
+            assert all(total == pytest.approx(1) for total in shares.values())
+            seen |= shares.keys()
+        assert {"learner_0", "generator_0"} <= seen
+    assert "ledger/generator_1/wait" in set().union(*rough["drop"][0].values())
+
+
+def test_what_people_watch(rough):
+    metrics, _, done = rough["drop"]
+    names = set().union(*metrics.values()) - {"step", "time"}
+    assert not {name for name in names if not is_documented(name)}
+    for name in ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio", "publish/gb_per_s", "ring/occupancy"):
+        assert name in names
+    assert re.search(r"generators waited \d+% of the time, learners \d+%", done.stdout)
+    versions = [metrics[step]["fully_async/count/current_param_version"] for step in range(1, 25)]
+    assert versions == [(step - 1) // 2 for step in range(1, 25)]
+    validated = {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m}
+    assert validated == {0, 12, 24}
+
+
+def test_two_generators_and_two_learners(demo_model, tmp_path):
+    metrics, _, _ = train(
+        "train_async.py", "--generators", 2, "--total-training-steps", "4", "--test-freq", "4", out=tmp_path, ranks=4
+    )
+    assert {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m} == {0, 4}
+    assert metrics[4]["training/rollout_probs_diff_max"] < 1
+
+
+# ------------------------------------------------------------------------------------------------------- publishes
+
+
+@pytest.mark.parametrize(("kind", "learners"), [("qwen2-tied", 1), ("qwen2-untied", 2)])
+def test_fresh_samples_agree_with_the_learner_after_every_publish(models, kind, learners):
+    done = run_script("tests/publish_ranks.py", models[kind], "float32", ranks=learners + 1)
+    differences = re.findall(r"version (\d) differs by (\S+)", done.stdout)
+    assert [int(version) for version, _ in differences] == [0, 1, 2, 3]
+    assert max(float(d) for _, d in differences) < 1e-4
+
+
+def test_a_publish_in_bfloat16_is_verified_too(models):
+    done = run_script("tests/publish_ranks.py", models["qwen3"], "bfloat16", ranks=2)
+    assert len(re.findall(r"version \d differs by", done.stdout)) == 4
+
+
+def test_a_parameter_that_was_not_updated_stops_the_job(models):
+    name = "model.layers.1.mlp.up_proj.weight"
+    done = run_script("tests/publish_ranks.py", models["qwen3"], "float32", name, ranks=2, check=False)
+    assert done.returncode == 1 and "version 0 differs by" in done.stdout
+    assert f"version 1: the generator's {name} is not what the learner sent" in done.stderr
+    assert done.stderr.count("failed:\n") == 1 and "generator 0 failed:" in done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- failures
+
+
+def start(how: str, *flags) -> tuple[subprocess.Popen, str]:
+    """Starts rough_async.py under torchrun; returns it and a mark that all its processes carry in their environment."""
+    mark = uuid.uuid4().hex
+    env = os.environ | {"ROUGH": how, "MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [*TORCHRUN, "2", "tests/rough_async.py", "--total-training-steps", "500", "--no-val-before-train", *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, **pipes), mark
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of living processes that carry the mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes() and "Z" not in (process / "stat").read_text().split()[2]:
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def read_until(process: subprocess.Popen, pattern: str) -> str:
+    text = ""
+    for line in process.stdout:
+        text += line
+        if re.search(pattern, line):
+            return text
+    raise AssertionError(f"no {pattern!r} in\n{text}")
+
+
+def end(process: subprocess.Popen, mark: str, since: float) -> str:
+    """The rest of its output; it must have ended, with all that it started, 10 seconds after `since`."""
+    try:
+        text, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert time.time() - since < 10
+    deadline = since + 10
+    while (left := left_over(mark)) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not left
+    return text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["learner", "generator", "killed-learner", "killed-generator"])
+def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    process, mark = start(how, "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    text = read_until(process, "struck at")
+    struck = float(re.search(r"struck at (\S+)", text)[1])
+    text += end(process, mark, struck)
+    assert process.returncode == 1
+    role = how.removeprefix("killed-")
+    if how.startswith("killed"):
+        rank = {"learner": 0, "generator": 1}[role]
+        assert "SIGKILL" in text and re.search(rf"rank +: {rank} ", text), text
+        assert "failed:\n" not in text, "who was left has nothing to add"
+    else:
+        assert text.count(f"{role} 0 failed:") == 1 and text.count("failed:\n") == 1
+        assert f"RuntimeError: the {role} has had enough" in text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    before = set(os.listdir("/dev/shm"))
+    process, mark = start("none", "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    text = read_until(process, r"step [2-9]")
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    text += end(process, mark, time.time())
+    assert process.returncode != 0 and "failed:\n" not in text
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "rl-ring" in name}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--generators", "2"], "--generators 2 of 2 ranks per node leaves no learner"),
+        (["--stale", "wait", "--max-staleness", "0"], "--stale wait cannot keep --max-staleness 0"),
+    ],
+)
+def test_settings_that_cannot_work(flags, message, demo_model, tmp_path):
+    done = run_script("train_async.py", "--output-dir", tmp_path, *flags, ranks=2, check=False)
+    assert done.returncode == 1 and done.stderr.count(f"error: {message}") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_single_process_is_told_to_take_torchrun(demo_model, tmp_path):
+    done = run_script("train_async.py", "--output-dir", tmp_path, check=False)
+    assert done.returncode == 1 and "torchrun --standalone --nproc-per-node 2" in done.stderr
