@@ -1,6 +1,6 @@
 """Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
 
-slow: the learner takes its time. learner, generator: that role raises after some steps, `killed-...`: it is killed.
+slow: both roles take their time. learner, generator: that role raises after some steps, `killed-...`: it is killed.
 """
 
 import os
@@ -38,6 +38,8 @@ def rough_learn(*arguments):
 
 def rough_poll(*arguments, **keywords):
     strike("generator", 60)
+    if how == "slow":
+        time.sleep(random.uniform(0, 0.04))
     return poll(*arguments, **keywords)
 
 
