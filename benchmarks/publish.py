@@ -1,0 +1,136 @@
+"""A verified publish beside one raw broadcast of the same bytes, interleaved in one run.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/publish.py       # writes benchmarks/results/publish.{json,md}
+
+One learner, one generator, random Qwen2 models in fp32. "raw" is one flat gloo broadcast of as many bytes. "publish" is the
+generator's whole time from when both sides are there until its engine runs the new weights and they are verified; "unverified"
+is the same without digests. "copy" is how long the learner is kept from training.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rl import dist, weights  # noqa: E402
+from rl.engine import TransformersEngine  # noqa: E402
+from rl.learner import Learner, LearnerArgs  # noqa: E402
+from rl.metrics import _cpu_name  # noqa: E402
+from rl.weights import Publisher, Subscriber  # noqa: E402
+
+SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary
+SIDES = ("raw", "publish", "unverified")
+
+
+@dataclass
+class Args:
+    repeats: int = 9
+    """Measurements of each side; the first round is not counted."""
+    sizes: tuple[str, ...] = tuple(SIZES)
+    """Which models."""
+
+
+def save_model(name: str, path: str) -> int:
+    hidden, layers, vocabulary = SIZES[name]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        intermediate_size=4 * hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return sum(p.numel() for p in model.parameters())
+
+
+def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict[str, list[float]] | None:
+    """Seconds by side, as the generator sees them (None on the learner)."""
+    rendezvous = torch.zeros(1)
+    flat = torch.zeros(parameters)
+    seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
+    digest = weights.digest
+    if split.role == "learner":
+        publisher = Publisher(Learner(path, LearnerArgs(), split.ranks, 1), split, torch.float32)
+    else:
+        engine, subscriber = TransformersEngine(path, max_length=8), Subscriber(split)
+    version = 0
+    for repeat in range(repeats + 1):
+        for side in SIDES:
+            weights.digest = (lambda tensor, kind: 0) if side == "unverified" else digest
+            if side != "raw" and split.role == "learner":
+                started = time.perf_counter()
+                publisher.publish(version)
+                copied = torch.tensor([time.perf_counter() - started])
+                publisher.wait()
+                split.bridge.broadcast(copied).wait()
+            elif side != "raw":
+                took = subscriber.receive(engine, version)
+                copied = torch.zeros(1)
+                split.bridge.broadcast(copied).wait()
+            else:
+                split.bridge.broadcast(rendezvous).wait()
+                started = time.perf_counter()
+                split.bridge.broadcast(flat).wait()
+                took, copied = time.perf_counter() - started, None
+            if split.role == "generator" and repeat:
+                seconds[side].append(took)
+                if side == "publish":
+                    seconds["copy"].append(float(copied))
+            version += side != "raw"
+    return seconds if split.role == "generator" else None
+
+
+def main(args: Args, split: dist.Split) -> None:
+    results, folder = {}, Path(tempfile.gettempdir()) / "rl-benchmark-publish"
+    for name in args.sizes:
+        path = folder / name
+        if split.role == "generator":
+            torch.manual_seed(0)
+            split.store.set(f"saved/{name}", str(save_model(name, str(path))))
+        parameters = int(split.store.get(f"saved/{name}"))
+        seconds = measure(split, str(path), parameters, args.repeats)
+        split.store.delete_key("weights/plan")
+        if seconds:
+            results[name] = {"parameters": parameters, "seconds": seconds}
+            shutil.rmtree(path)
+    if split.role == "learner":
+        return
+    lines = [
+        "| parameters | raw broadcast | publish | over raw | GB/s | verifying | the learner's copy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results.values():
+        middle = {side: statistics.median(values) for side, values in r["seconds"].items()}
+        pairs = zip(r["seconds"]["publish"], r["seconds"]["unverified"], strict=True)
+        share = statistics.median(with_it - without for with_it, without in pairs) / middle["publish"]
+        spread = [f"{1e3 * min(v):.1f} - {1e3 * max(v):.1f}" for v in (r["seconds"]["raw"], r["seconds"]["publish"])]
+        lines.append(
+            f"| {r['parameters'] / 1e6:.1f}M | {1e3 * middle['raw']:.1f} ms ({spread[0]}) | {1e3 * middle['publish']:.1f} ms "
+            f"({spread[1]}) | {middle['publish'] / middle['raw']:.2f} | {4e-9 * r['parameters'] / middle['publish']:.1f} | "
+            f"{share:.0%} | {1e3 * middle['copy']:.1f} ms |"
+        )
+    text = "\n".join(lines) + f"\n\n{_cpu_name()}, one thread a rank, {args.repeats} interleaved rounds; median (min - max).\n"
+    print(text)
+    target = ROOT / "benchmarks" / "results"
+    (target / "publish.json").write_text(json.dumps(results))
+    (target / "publish.md").write_text(text)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(1))
