@@ -32,6 +32,7 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -74,8 +75,8 @@ class RecordDamaged(RuntimeError):
 class Record:
     """A record that this reader holds: `data` is a read-only view of the ring, valid until `release`.
 
-    Only arrays made of `data` itself (numpy.frombuffer, with its offset and count) are noticed by `release`; a slice of `data`
-    or a torch.frombuffer that outlives it would see later records.
+    Slices of it and numpy arrays over it may not outlive it, and `release` sees to that. Of torch.frombuffer it cannot know:
+    take torch.from_numpy(numpy.frombuffer(...)).
     """
 
     data: memoryview
@@ -86,7 +87,7 @@ class Record:
     _owner: int
 
     def release(self) -> None:
-        """Gives the space back. Raises BufferError while an array still looks at `data`."""
+        """Gives the space back. Raises BufferError, and keeps the record, while a slice or an array still looks at `data`."""
         if self._ring is not None:
             self.data.release()
             self._ring._release(self._place, self._owner)
@@ -95,8 +96,10 @@ class Record:
     def __enter__(self) -> "Record":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.release()
+    def __exit__(self, kind, *_) -> None:
+        # The frames of an exception keep their arrays: no second error then, and the record stays held.
+        with contextlib.suppress(BufferError) if kind else contextlib.nullcontext():
+            self.release()
 
 
 class Ring:
@@ -109,11 +112,12 @@ class Ring:
         self._map = mmap.mmap(mapped, os.fstat(fd).st_size)
         os.close(mapped)
         self._bytes = memoryview(self._map)
-        self._readable = self._bytes.toreadonly()
         self._words = self._bytes[:CONTROL].cast("Q")  # an item is read or written by a single load or store of 8 bytes
         self.capacity = self._words[CAPACITY]
         self.max_record = self.capacity // 2 - ALIGN  # so that one always fits into an empty ring, wherever the head is
         self._key = self._words[KEY]
+        self._references = sys.getrefcount(self._map)  # and one more for each record that is looked at
+        self._records = 0  # held here
         self._limit = 0  # how far the head may go, as far as this writer knows: never too far
         self._start()
         _rings.add(self)
@@ -130,10 +134,11 @@ class Ring:
     def create(capacity: int) -> "Ring":
         """A new ring of `capacity` bytes; a record may have almost half of them."""
         capacity = max(1, -(-capacity // PAGE)) * PAGE
-        fd = os.memfd_create("rl-ring", os.MFD_CLOEXEC)
+        key = secrets.randbits(63) | 1
+        fd = os.memfd_create(f"rl-ring-{key:x}", os.MFD_CLOEXEC)
         os.ftruncate(fd, CONTROL + capacity)
         os.fchmod(fd, 0o600)
-        for place, value in ((KEY, secrets.randbits(63) | 1), (CAPACITY, capacity), (NEXT_OWNER, 1), (USED, 1)):
+        for place, value in ((KEY, key), (CAPACITY, capacity), (NEXT_OWNER, 1), (USED, 1)):
             os.pwrite(fd, struct.pack("Q", value), 8 * place)
         return Ring(fd)
 
@@ -179,7 +184,6 @@ class Ring:
         self._owner = 0
         with contextlib.suppress(BufferError):  # a view is still about: the mapping goes when it does
             self._words.release()
-            self._readable.release()
             self._bytes.release()
             self._map.close()
         os.close(self.fd)  # and all locks with it
@@ -280,7 +284,8 @@ class Ring:
             taken = _wait(lambda: self._take(time.monotonic(), deadline), deadline, empty)
         position, size, checksum, place, redelivered = taken
         start = self._at(position) + ALIGN
-        data = self._readable[start : start + size]
+        data = memoryview(self._map)[start : start + size].toreadonly()  # a buffer of its own: `_release` counts them
+        self._records += 1
         record = Record(data, position, redelivered, self, place, self._owner)
         if _digest(data, position) != checksum:
             record.release()
@@ -337,7 +342,7 @@ class Ring:
                 words[REDELIVERED] += 1
                 header = self._read_header(held - 1)
                 if header is None:
-                    self._release(place, self._owner)
+                    words[HELD + place] = 0
                     raise self._damaged(held - 1)
                 return held - 1, *header, place, True
         return None
@@ -361,9 +366,13 @@ class Ring:
         return used
 
     def _release(self, place: int, owner: int) -> None:
-        if owner == self._owner:  # else the ring was closed, or this is a forked child: it is not ours to give back
-            self._barrier()  # what was read of the record was read before
-            self._words[HELD + place] = 0
+        if owner != self._owner:
+            return  # the ring was closed, or this is a forked child: it is not ours to give back
+        if sys.getrefcount(self._map) >= self._references + self._records:
+            raise BufferError("a slice of a record's data, or an array over it, is still in use")
+        self._records -= 1
+        self._barrier()  # what was read of the record was read before
+        self._words[HELD + place] = 0
 
     def _register(self, deadline: float) -> None:
         """Draws a number for this reader; a lock on its byte says that it lives."""
