@@ -241,7 +241,7 @@ class Ring:
                     return False
             if start > head:
                 self._write_header(head, FILLER | (left - ALIGN), 0)
-            self._write_header(start, size, self._copy(parts, start))
+            self._write_header(start, size, self._copy(parts, size, start))
             words[WRITTEN] += 1
             self._barrier()
             words[HEAD] = end  # the commit
@@ -249,13 +249,16 @@ class Ring:
         finally:
             _unlock(self.fd, WRITING)
 
-    def _copy(self, parts: list[memoryview], position: int) -> int:
+    def _copy(self, parts: list[memoryview], size: int, position: int) -> int:
         """Copies the parts into the record at the position and returns their checksum."""
-        ring = self._bytes
-        at = self._at(position) + ALIGN
-        if len(parts) == 1 and len(parts[0]) <= CHUNK:
-            ring[at : at + len(parts[0])] = parts[0]
-            return _digest(parts[0], position)
+        ring, at = self._bytes, self._at(position) + ALIGN
+        if size <= CHUNK:
+            start = at
+            for part in parts:
+                end = at + len(part)
+                ring[at:end] = part
+                at = end
+            return _digest(ring[start:at], position)
         checksum = xxhash.xxh3_64(seed=position)
         for part in parts:
             for start in range(0, len(part), CHUNK):
