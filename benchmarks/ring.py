@@ -37,11 +37,11 @@ FORK = torch.multiprocessing.get_context("fork")
 
 @dataclass
 class Args:
-    repeats: int = 7
+    repeats: int = 5
     """Measurements of each; the first round is not counted."""
-    total_mb: int = 1024
+    total_mb: int = 512
     """Bytes that a measurement moves, if that makes between 16 and `small` messages."""
-    small: int = 50_000
+    small: int = 30_000
     """Messages of a measurement at most; a fifth of it through the queues."""
     out: Path = ROOT / "benchmarks" / "results"
     """Directory of the tables; made if missing."""

@@ -26,7 +26,6 @@ Left out: more than one node, priorities. One `Ring` object per thread; after a 
 """
 
 import contextlib
-import fcntl
 import functools
 import mmap
 import os
@@ -38,8 +37,10 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
 
 import xxhash
+from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
 
 ALIGN = 64  # a cache line: records and their data start on one, and so do the words that different sides write
 HEADER = struct.Struct("<QQQQ")  # position, size, checksum of the data, checksum of these three
@@ -97,9 +98,11 @@ class Record:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # The frames of an exception keep their arrays: no second error then, and the record stays held.
-        with contextlib.suppress(BufferError) if kind else contextlib.nullcontext():
+        try:
             self.release()
+        except BufferError:
+            if kind is None:  # else the frames of the error under way still look: it goes on, and the record stays held
+                raise
 
 
 class Ring:
@@ -127,8 +130,9 @@ class Ring:
         self._owner = 0  # this reader's number; drawn at its first `get`
         self._place = 0  # of its last record: most likely free again
         self._next_check = 0.0  # when to look for the records of dead readers
-        self._barrier_lock = threading.Lock()
-        self._barrier_lock.acquire()
+        lock = threading.Lock()
+        lock.acquire()
+        self._unlock_and_lock = lock.release, lock.acquire  # for `_barrier`
 
     @staticmethod
     def create(capacity: int) -> "Ring":
@@ -422,8 +426,9 @@ class Ring:
     def _barrier(self) -> None:
         """All loads and stores above happen before all below, as others see them. A lock orders memory by POSIX: nothing from
         above moves below its release, nothing from below moves above its taking, and these two do not change places."""
-        self._barrier_lock.release()
-        self._barrier_lock.acquire()
+        release, acquire = self._unlock_and_lock
+        release()
+        acquire()
 
     def _lock(self, byte: int, deadline: float) -> None:
         """Takes a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
@@ -441,20 +446,20 @@ class Ring:
 
 def _try_lock(fd: int, byte: int) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_WRLCK, byte, 1))
+        fcntl(fd, F_OFD_SETLK, _range(F_WRLCK, byte, 1))
     except BlockingIOError:
         return False
     return True
 
 
 def _unlock(fd: int, byte: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, byte, 1))
+    fcntl(fd, F_OFD_SETLK, _range(F_UNLCK, byte, 1))
 
 
 def _is_locked(fd: int, byte: int, count: int) -> bool:
     """Whether another holds a lock on any of the bytes; a count of 0 means all from there on."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, byte, count))
-    return answer[:2] != _range(fcntl.F_UNLCK, byte, count)[:2]
+    answer = fcntl(fd, F_OFD_GETLK, _range(F_WRLCK, byte, count))
+    return answer[:2] != _range(F_UNLCK, byte, count)[:2]
 
 
 @functools.lru_cache(maxsize=64)
@@ -495,10 +500,6 @@ def _flat(part) -> memoryview:
 def _taken_by(size: int) -> int:
     """Bytes of the ring that a record with so many bytes of data takes."""
     return ALIGN - (-size // ALIGN) * ALIGN
-
-
-def _digest(data: memoryview | bytes, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(data, seed)
 
 
 def _wait(ready: Callable, deadline: float, otherwise: Callable[[], str]):
