@@ -15,12 +15,12 @@ cursor over what they take. The tail is not stored: it is the oldest record that
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
 - A reader writes what it takes into a table, and crosses it out again with a single store. If it dies in between, another
-  reader gets the record: each is handled at least once (twice at most per death), and its space comes back.
+  reader gets the record, marked as redelivered: each is handled at least once, and its space comes back.
 - The mutexes are locks on byte ranges of the file, which the kernel drops with their holder: one for the writer, one for the
   reader that takes, one for the queue before a full ring. So are a place in that queue and the sign that a reader lives.
 
-Nothing leans on the order in which a processor makes stores visible (Arm): both sides pass a barrier between data and the word
-that announces it. A reader trusts no record whose header and checksum do not fit.
+Nothing leans on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the data and the
+word that announces it. And a reader hands out no record whose header and checksum do not fit.
 
 Left out: more than one node, priorities. One `Ring` object per thread; after a fork, parent and child each have their own end.
 """
@@ -287,8 +287,9 @@ class Ring:
             self._register(deadline)
         taken = self._take(now, deadline)
         if taken is None:
-            empty = lambda: f"no record in {timeout} s; {self.state()}"  # noqa: E731
-            taken = _wait(lambda: self._take(time.monotonic(), deadline), deadline, empty)
+            taken = _wait(
+                lambda: self._take(time.monotonic(), deadline), deadline, lambda: f"no record in {timeout} s; {self.state()}"
+            )
         position, size, checksum, place, redelivered = taken
         start = self._at(position) + ALIGN
         data = memoryview(self._map)[start : start + size].toreadonly()  # a buffer of its own: `_release` counts them
@@ -296,7 +297,7 @@ class Ring:
         record = Record(data, position, redelivered, self, place, self._owner)
         if _digest(data, position) != checksum:
             record.release()
-            raise self._damaged(position, deadline)
+            raise self._damaged(position, deadline + 60)
         return record
 
     def _take(self, now: float, deadline: float) -> tuple[int, int, int, int, bool] | None:
@@ -373,13 +374,12 @@ class Ring:
         return used
 
     def _release(self, place: int, owner: int) -> None:
-        if owner != self._owner:
-            return  # the ring was closed, or this is a forked child: it is not ours to give back
         if sys.getrefcount(self._map) >= self._references + self._records:
             raise BufferError("a slice of a record's data, or an array over it, is still in use")
         self._records -= 1
-        self._barrier()  # what was read of the record was read before
-        self._words[HELD + place] = 0
+        if owner == self._owner:  # else the ring was closed, or this is a forked child: it is not ours to give back
+            self._barrier()  # what was read of the record was read before
+            self._words[HELD + place] = 0
 
     def _register(self, deadline: float) -> None:
         """Draws a number for this reader; a lock on its byte says that it lives."""
