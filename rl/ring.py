@@ -25,6 +25,7 @@ word that announces it. And a reader hands out no record whose header and checks
 Left out: more than one node, priorities. One `Ring` object per thread; after a fork, parent and child each have their own end.
 """
 
+import collections
 import contextlib
 import functools
 import mmap
@@ -47,6 +48,7 @@ HEADER = struct.Struct("<QQQQ")  # position, size, checksum of the data, checksu
 CHECKED = struct.Struct("<QQQ")  # the three
 FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
 MAX_HELD = 4096  # records that all readers together can hold
+AHEAD = 16  # records of up to a page that a reader takes at once while it is the only one: a lock costs as much as all the rest
 # Places of the 64-bit words. The table of held records has a column of position + 1 (0: free) and one of owners.
 HEAD, WRITTEN, CURSOR, TAKEN, REDELIVERED, DAMAGED, USED, NEXT_OWNER = 0, 1, 8, 9, 10, 11, 12, 13
 WAITING, NEXT_TICKET, KEY, CAPACITY = 16, 17, 24, 25
@@ -58,6 +60,9 @@ CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache; a r
 WRITING, READING, TURN, ALIVE, QUEUE = 0, 1, 2, 1 << 32, 1 << 40
 LOCK_HOLDERS = {READING: "a reader", TURN: "another writer"}
 CHECK_SECONDS = 0.2  # how often a reader looks for the records of dead readers
+
+
+Taken = tuple[int, int, int, int, bool]  # a record of this reader's: position, size, checksum, line of the table, redelivered
 
 
 class RingTimeout(TimeoutError):
@@ -129,6 +134,8 @@ class Ring:
         """What a forked child begins anew."""
         self._owner = 0  # this reader's number; drawn at its first `get`
         self._place = 0  # of its last record: most likely free again
+        self._ahead: collections.deque[Taken] = collections.deque()  # its records that `get` has not handed out yet
+        self._alone = 0  # the next reader's number, if there was no other reader when this one looked
         self._next_check = 0.0  # when to look for the records of dead readers
         lock = threading.Lock()
         lock.acquire()
@@ -280,28 +287,29 @@ class Ring:
 
     def get(self, timeout: float = 600.0) -> Record:
         """The oldest record that nobody has. Raises RingTimeout if there is none in so many seconds, RecordDamaged for one that
-        was changed after it was written."""
-        now = time.monotonic()
-        deadline = now + timeout
-        if not self._owner:
-            self._register(deadline)
-        taken = self._take(now, deadline)
-        if taken is None:
-            taken = _wait(
-                lambda: self._take(time.monotonic(), deadline), deadline, lambda: f"no record in {timeout} s; {self.state()}"
-            )
-        position, size, checksum, place, redelivered = taken
+        was changed after it was written. While it is the only reader it takes a few small records ahead: they stay with it when
+        another joins, and go to others if it dies."""
+        position, size, checksum, place, redelivered = self._ahead.popleft() if self._ahead else self._next(timeout)
         start = self._at(position) + ALIGN
         data = memoryview(self._map)[start : start + size].toreadonly()  # a buffer of its own: `_release` counts them
         self._records += 1
         record = Record(data, position, redelivered, self, place, self._owner)
         if _digest(data, position) != checksum:
             record.release()
-            raise self._damaged(position, deadline + 60)
+            raise self._damaged(position, time.monotonic() + 60)
         return record
 
-    def _take(self, now: float, deadline: float) -> tuple[int, int, int, int, bool] | None:
-        """Makes a record this reader's: (position, size, checksum, place in the table, redelivered). None if there is none."""
+    def _next(self, timeout: float) -> Taken:
+        now = time.monotonic()
+        deadline = now + timeout
+        if not self._owner:
+            self._register(deadline)
+        return self._take(now, deadline) or _wait(
+            lambda: self._take(time.monotonic(), deadline), deadline, lambda: f"no record in {timeout} s; {self.state()}"
+        )
+
+    def _take(self, now: float, deadline: float) -> Taken | None:
+        """Makes a record this reader's, and perhaps some more that go to `_ahead`. None if there is none."""
         words = self._words
         check = now >= self._next_check
         if words[CURSOR] == words[HEAD] and not check:
@@ -312,33 +320,40 @@ class Ring:
         finally:
             _unlock(self.fd, READING)
 
-    def _take_unread(self) -> tuple[int, int, int, int, bool] | None:
-        """Takes the record at the cursor, going over what fills the end of the ring. Under the readers' lock."""
+    def _take_unread(self) -> Taken | None:
+        """Takes what is at the cursor, going over what fills the end of the ring. Under the readers' lock."""
         words = self._words
-        place = self._place if not words[HELD + self._place] else self._free_place()
-        while place is not None and (position := words[CURSOR]) != (head := words[HEAD]):
-            self._barrier()  # what was written before this head is visible behind it
+        position, head = words[CURSOR], words[HEAD]
+        self._barrier()  # what was written before this head is visible behind it
+        places = self._free_places(AHEAD if words[NEXT_OWNER] == self._alone else 1)
+        taken = self._ahead
+        while position != head and len(taken) < len(places):
             header = self._read_header(position)
             if header is None:
+                if taken:
+                    break  # these first
                 words[CURSOR] = self._next_header(position, head)
                 raise self._damaged(position)
             size, checksum = header
-            if size & FILLER:
-                words[CURSOR] = position + _taken_by(size ^ FILLER)
-                continue
-            words[OWNERS + place] = self._owner
-            words[HELD + place] = position + 1
-            words[TAKEN] += 1
-            self._barrier()  # a writer that sees the cursor move sees that the record is held
-            words[CURSOR] = position + _taken_by(size)
-            self._place = place
-            return position, size, checksum, place, False
-        return None
+            if not size & FILLER:
+                if taken and size > PAGE:
+                    break
+                place = places[len(taken)]
+                words[OWNERS + place] = self._owner
+                words[HELD + place] = position + 1
+                taken.append((position, size, checksum, place, False))
+            position += _taken_by(size & ~FILLER)
+        words[TAKEN] += len(taken)
+        self._barrier()  # a writer that sees the cursor move sees that the records are held
+        words[CURSOR] = position
+        return taken.popleft() if taken else None
 
-    def _take_abandoned(self, now: float) -> tuple[int, int, int, int, bool] | None:
+    def _take_abandoned(self, now: float) -> Taken | None:
         """Takes over the oldest record of a reader that is dead. Under the readers' lock."""
         words = self._words
         self._next_check = now + CHECK_SECONDS
+        alone = not _is_locked(self.fd, ALIVE, QUEUE - ALIVE)
+        self._alone = words[NEXT_OWNER] if alone else 0
         alive = {self._owner}
         for held, place in sorted(self._held()):
             owner = words[OWNERS + place]
@@ -352,7 +367,7 @@ class Ring:
                 if header is None:
                     words[HELD + place] = 0
                     raise self._damaged(held - 1)
-                return held - 1, *header, place, True
+                return (held - 1, *header, place, True)
         return None
 
     def _damaged(self, position: int, deadline: float | None = None) -> RecordDamaged:
@@ -361,17 +376,18 @@ class Ring:
             self._words[DAMAGED] += 1
         return RecordDamaged(f"the ring's record at {position} is damaged: a checksum does not fit; {self.state()}")
 
-    def _free_place(self) -> int | None:
-        """A free line of the table, or None. Under the readers' lock."""
+    def _free_places(self, count: int) -> list[int]:
+        """Up to so many free lines of the table. Under the readers' lock."""
         words = self._words
+        if count == 1 and not words[HELD + self._place]:
+            return [self._place]
         used = words[USED]
-        column = words[HELD : HELD + used].tolist()
-        if 0 in column:
-            return column.index(0)
-        if used == MAX_HELD:
-            return None
-        words[USED] = used + 1
-        return used
+        column = words[HELD : HELD + min(used + count, MAX_HELD)].tolist()
+        places = [place for place, held in enumerate(column) if not held][:count]
+        if places:
+            words[USED] = max(used, places[-1] + 1)
+            self._place = places[0]
+        return places
 
     def _release(self, place: int, owner: int) -> None:
         if sys.getrefcount(self._map) >= self._references + self._records:

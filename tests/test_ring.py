@@ -40,6 +40,7 @@ def start(run, *arguments) -> int:
     if pid:
         return pid
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's own would only raise
         signal.alarm(LIMIT)
         run(*arguments)
         os._exit(0)
@@ -77,6 +78,13 @@ def pipe_byte(fd: int) -> bytes:
     """Waits for a byte of a child's."""
     assert select.select([fd], [], [], LIMIT)[0], "a child did not get there"
     return os.read(fd, 1)
+
+
+def join(address: str) -> Ring:
+    """A reader that the others know of before there are records, so that nobody takes more than one at a time."""
+    ring = Ring.attach(address)
+    ring._register(time.monotonic() + LIMIT)
+    return ring
 
 
 def in_a_small_process(test):
@@ -125,7 +133,7 @@ def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
 def test_it_does_what_a_queue_does(data):
     """Random puts, gets, releases in any order and readers that leave, beside a deque. Small, so that it wraps all the time."""
     writer = Ring.create(8192)
-    readers = [Ring.attach(writer.address) for _ in range(2)]
+    readers = [join(writer.address), join(writer.address)]
     unread, abandoned, held, number = collections.deque(), {}, {}, 0
     for step in data.draw(
         st.lists(st.tuples(st.sampled_from("pppggrrx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
@@ -157,7 +165,7 @@ def test_it_does_what_a_queue_does(data):
             record.release()
         elif action == "x":  # it leaves with all that it holds
             reader.close()
-            readers[which] = Ring.attach(writer.address)
+            readers[which] = join(writer.address)
             mine = [position for position, (owner, *_) in held.items() if owner == which]
             abandoned |= {position: held.pop(position)[2] for position in mine}
     for _, record, _ in held.values():
@@ -239,6 +247,23 @@ def test_a_record_is_not_given_back_while_something_looks_at_it(ring, look):
     assert ring.occupancy == 0
 
 
+def test_the_only_reader_takes_some_small_records_ahead(ring):
+    """They stay with it when another one joins, and go to that one when it leaves."""
+    numbers = [bytes([number]) for number in range(40)]
+    for number in numbers:
+        ring.put(number)
+    ring.put(NOISE[:10_000])
+    first, second = Ring.attach(ring.address), Ring.attach(ring.address)
+    held = first.get()
+    assert held.data == numbers[0] and ring.counts["released"] == 0
+    assert drain(second) == [*numbers[ring_module.AHEAD :], NOISE[:10_000]]
+    with first.get() as record:
+        assert record.data == numbers[1]
+    first.close()
+    assert drain(second, 0.3) == [numbers[0], *numbers[2 : ring_module.AHEAD]]
+    assert ring.occupancy == 0 and ring.counts["redelivered"] == ring_module.AHEAD - 1
+
+
 def test_more_held_records_than_the_table_takes(ring):
     for _ in range(ring_module.MAX_HELD + 1):
         ring.put(b"")
@@ -287,12 +312,14 @@ def test_ten_thousand_damaged_records_are_refused_and_all_others_delivered():
 
 
 def test_damage_to_a_record_whose_reader_died(ring):
+    assert drain(ring) == []  # now the other is not the only reader
     ring.put(b"first")
     ring.put(b"second")
     reader = Ring.attach(ring.address)
     position = reader.get().position
     reader.close()
     ring._bytes[ring._at(position)] ^= 1
+    ring._next_check = 0.0
     with pytest.raises(RecordDamaged):
         ring.get(timeout=1)
     assert drain(ring) == [b"second"]
@@ -443,6 +470,7 @@ def hold(address: str, pipe: int) -> None:
 
 def test_a_dead_readers_record_goes_to_another(ring):
     seen, write = os.pipe()
+    assert drain(ring) == []  # now the other is not the only reader
     ring.put(NOISE[:1000])
     ring.put(b"next")
     with children((hold, ring.address, write)) as (pid,):
@@ -562,24 +590,32 @@ def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
 
 @in_a_small_process
 def test_a_reader_killed_at_every_instruction_loses_nothing():
-    ring, content, handled = Ring.create(8192), NOISE[:3000], mmap.mmap(-1, 1)
-    ring.put(content)
+    """A reader takes three records at once, and is killed until it has released two of them."""
+    ring, contents, handled = Ring.create(16384), [NOISE[i : 3000 + i] for i in range(3)], mmap.mmap(-1, 1)
+    outcomes = set()
 
     def run() -> None:
-        with ring.get(timeout=1) as record:
-            assert record.data == content
-            handled[0] = 1
+        for content in contents[:2]:
+            with ring.get(timeout=1) as record:
+                assert record.data == content
+                handled[0] += 1
 
     def check(finished: bool) -> None:
-        ring._next_check = 0.0
-        found = drain(ring)
-        assert set(found) <= {content} and len(found) <= 2
-        assert found or handled[0], "lost before anyone had it"
+        other = Ring.attach(ring.address)
+        found = drain(other)
+        assert set(found) <= set(contents) and len(found) <= 6
+        assert set(found) >= set(contents[handled[0] :]), "lost before anyone had it"
         assert ring.occupancy == 0
+        other.close()  # or the next one would not be alone
+        outcomes.add(len(set(found)))
         handled[0] = 0
-        ring.put(content)
+        for content in contents:
+            ring.put(content)
 
+    for content in contents:
+        ring.put(content)
     assert kill_at_every_step(run, check) > 100
+    assert outcomes == {1, 2, 3}
 
 
 @in_a_small_process
@@ -636,10 +672,8 @@ def test_nothing_is_left_when_everyone_is_killed():
         made = Ring.create(1 << 20)
         for _ in range(2):
             start(hold, made.address, write)
-        made.put(b"a")
-        made.put(b"b")
-        pipe_byte(seen)
-        pipe_byte(seen)
+            made.put(b"x")
+            pipe_byte(seen)
         os.write(out, f"{made.address} {os.readlink(f'/proc/self/fd/{made.fd}')}".encode())
         time.sleep(LIMIT)
 
