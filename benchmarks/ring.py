@@ -153,6 +153,7 @@ def main(args: Args) -> None:
     setting = {"processor": processor(), "cores": os.cpu_count(), "load average before": round(os.getloadavg()[0], 2)}
     setting |= {"repeats": args.repeats, "python": platform.python_version(), "torch": torch.__version__}
     rows = [summarise(name, size, measure(size, args)) for name, size in SIZES.items()]
+    setting["load average after"] = round(os.getloadavg()[0], 2)  # its own two processes make up to 2 of it
     text = table(rows)
     print(text)
     args.out.mkdir(parents=True, exist_ok=True)
