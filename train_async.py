@@ -96,7 +96,7 @@ def generate(
     pool = ScoringPool(args)
     generator = Generator(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
-    board, subscriber = Board(split), Subscriber(split)
+    board, subscriber = Board(split), Subscriber(split, engine)
     tickets = Tickets(split.store, args, total_steps * args.required)
     validation_rows = []
     while not (state := board.read()).stop:
@@ -104,8 +104,8 @@ def generate(
         due = state.version > engine.version and not generator.is_validating
         if due and not (args.partial_rollout == "off" and engine.num_unfinished):
             with generator.timer("update_weights"):
-                seconds = subscriber.receive(engine, engine.version + 1, args.partial_rollout == "recompute")
-            outbox.report(generator.timer, pool, seconds, subscriber.bytes)
+                subscriber.receive(engine.version + 1, args.partial_rollout == "recompute")
+            outbox.report(generator.timer, pool, subscriber.bytes)
             if args.validates(engine.version, total_steps):
                 mine = range(split.ranks.rank, len(val_prompts), split.generators)
                 generator.start_validation(val_prompts, mine)

@@ -116,15 +116,15 @@ def generate(
     pool = ScoringPool(args)
     generator = Generator(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
-    board, subscriber, ticket = Board(split), Subscriber(split), 0
+    board, subscriber, ticket = Board(split), Subscriber(split, engine), 0
     for k in range(total_steps + 2):  # the last two versions are only validated
         version = max(0, k - 1)
         if version > engine.version:
             with generator.timer("wait"):
                 board.wait_for(version)
             with generator.timer("update_weights"):
-                seconds = subscriber.receive(engine, version)
-            outbox.report(generator.timer, pool, seconds, subscriber.bytes)
+                subscriber.receive(version)
+            outbox.report(generator.timer, pool, subscriber.bytes)
             if args.validates(version, total_steps):
                 rows = validate_on_all_ranks(generator, val_prompts, split.ranks)
                 outbox.send_rows(version, rows if split.ranks.is_main else [])

@@ -63,23 +63,29 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
     rendezvous = torch.zeros(1)
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
-    digest = weights.digest
+    add = weights.Digests.add
     if split.role == "learner":
         publisher = Publisher(Learner(path, LearnerArgs(), split.ranks, 1), split, torch.float32)
     else:
-        engine, subscriber = TransformersEngine(path, max_length=8), Subscriber(split)
+        engine = TransformersEngine(path, max_length=8)
+        subscriber = Subscriber(split, engine)
     version = 0
     for repeat in range(repeats + 1):
         for side in SIDES:
-            weights.digest = (lambda tensor, kind: 0) if side == "unverified" else digest
+            weights.Digests.add = (lambda self, number, part: None) if side == "unverified" else add
             if side != "raw" and split.role == "learner":
                 started = time.perf_counter()
-                publisher.publish(version)
+                publisher.take_copy()
                 copied = torch.tensor([time.perf_counter() - started])
+                split.bridge.broadcast(rendezvous).wait()
+                publisher.send(version)
                 publisher.wait()
                 split.bridge.broadcast(copied).wait()
             elif side != "raw":
-                took = subscriber.receive(engine, version)
+                split.bridge.broadcast(rendezvous).wait()
+                started = time.perf_counter()
+                subscriber.receive(version)
+                took = time.perf_counter() - started
                 copied = torch.zeros(1)
                 split.bridge.broadcast(copied).wait()
             else:

@@ -82,7 +82,7 @@ class Output:
 
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
-    loads_in_place: bool  # whether `loaded` is right behind each tensor that `update` takes, or only after the last
+    adopts_memory: bool  # whether there is `adopt`
 
     def add(self, request: Request) -> None: ...
 
@@ -254,7 +254,7 @@ class TransformersEngine:
     token for every slot. `max_length` bounds prompt + response, in tokens.
     """
 
-    loads_in_place = True
+    adopts_memory = True
 
     def __init__(
         self,
@@ -327,6 +327,13 @@ class TransformersEngine:
 
     def loaded(self, name: str) -> torch.Tensor:
         return self._parameters[name]
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None:
+        """Makes these tensors, one of each parameter's shape and precision, its parameters' memory, values kept: whoever
+        writes into them changes the weights, and may then hand the very parameters to `update`."""
+        for name, parameter in self._parameters.items():
+            memory[name].copy_(parameter)
+            parameter.data = memory[name]
 
     def sleep(self) -> None:
         """Gives the KV cache back while the learner works; only between responses."""

@@ -227,7 +227,8 @@ class Learner:
         in step, and never two copies of the model."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
         for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.to(self.ranks.device).full_tensor()
+            whole = parameter.to_local() if self.ranks.world_size == 1 else parameter.to(self.ranks.device).full_tensor()
+            yield name, whole.to(self.ranks.device)
 
 
 class TokenMeans:

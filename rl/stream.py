@@ -51,13 +51,13 @@ class Outbox:
         """This generator's part of the validation of that step's weights."""
         self._send_json(ROWS, {"step": step, "rows": rows})
 
-    def report(self, timer: Timers, pool: ScoringPool, publish_seconds: float, publish_bytes: int) -> None:
-        """What this generator did since the last report; restarts the timer."""
+    def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
+        """What this generator did since the last report, its last act being a publish; restarts the timer."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
             "events": dict(pool.events),
-            "publish_seconds": publish_seconds,
+            "publish_seconds": timer.seconds["update_weights"],
             "publish_gb": publish_bytes / 1e9,
         }
         self._send_json(REPORT, content)

@@ -1,21 +1,23 @@
-"""Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
+"""Weights from the learners to all generators: versioned, streamed in pieces over the bridge, and verified.
 
     learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
-    generator:  subscriber.receive(engine, version)   between two engine steps, straight into the engine's parameters
+    generator:  subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
 
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
 
-Memory: the first learner holds one copy in the generators' precision, in host memory; a generator two buckets.
+Memory: the first learner holds one copy in the generators' precision, in host memory; a generator none, or if its engine does
+not adopt memory, a few pieces or its largest parameter.
 """
 
 import json
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 import xxhash
@@ -24,37 +26,54 @@ from rl.dist import Split, side_stream
 from rl.engine import Engine
 from rl.learner import Learner
 
-BUCKET_BYTES = 16 << 20  # whole parameters are put together up to this size; a larger one travels alone
+PIECE_BYTES = 2 << 20  # what travels at once: small enough to be still in the cache when it is digested
+UNDER_WAY = 3  # pieces
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the stream: whole parameters, or a part of one that is larger than a piece."""
+
+    members: range  # parameters, by number
+    start: int  # elements of the stream before it
+    stop: int
+    is_part: bool
+    ends: bool  # whether its last parameter is complete with it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent, in which order: the same on both sides."""
+    """What is sent, in which order: the same on both sides. The stream is all parameters, end to end."""
 
     names: list[str]
     shapes: list[list[int]]
     dtype: torch.dtype
 
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter."""
-        return [math.prod(shape) for shape in self.shapes]
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each parameter begins in the stream, in elements; one more for the end."""
+        return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
 
-    def buckets(self) -> list[range]:
-        """Runs of parameters, by number, of at most BUCKET_BYTES unless it is a single one."""
-        limit, out, first, filled = BUCKET_BYTES // self.dtype.itemsize, [], 0, 0
-        for i, size in enumerate(self.sizes):
-            if filled and filled + size > limit:
-                out.append(range(first, i))
-                first, filled = i, 0
-            filled += size
-        return [*out, range(first, len(self.sizes))]
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        limit, out, first = PIECE_BYTES // self.dtype.itemsize, [], 0
+        for i in range(len(self.names)):
+            start, stop = self.offsets[i], self.offsets[i + 1]
+            if stop - self.offsets[first] > limit and first < i:
+                out.append(Piece(range(first, i), self.offsets[first], start, False, True))
+                first = i
+            if stop - start > limit:
+                cuts = [*range(start, stop, limit), stop]
+                out += [Piece(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
+                first = i + 1
+        if first < len(self.names):
+            out.append(Piece(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
+        return out
 
-    def views(self, flat: torch.Tensor, members: range) -> list[torch.Tensor]:
-        """The parameters `members`, that stand end to end at the beginning of `flat`, in their shapes."""
-        sizes = [self.sizes[i] for i in members]
-        parts = flat[: sum(sizes)].split(sizes)
-        return [part.view(self.shapes[i]) for i, part in zip(members, parts, strict=True)]
+    def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
+        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes."""
+        base, ends = self.offsets[members.start], self.offsets
+        return [run[ends[i] - base : ends[i + 1] - base].view(self.shapes[i]) for i in members]
 
     def to_json(self) -> str:
         return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch.")])
@@ -76,17 +95,26 @@ class Publisher:
         self._error: BaseException | None = None
         if split.bridge:
             pinned = split.ranks.device.type != "cpu"
-            self._copy = torch.empty(sum(self.plan.sizes), dtype=dtype, pin_memory=pinned)
+            self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=pinned)
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int) -> None:
         """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
         then goes over the bridge is the copy. The generators have to be told of the version."""
         self.wait()
-        places = self.plan.views(self._copy, range(len(self.plan.names))) if self.split.bridge else self.plan.names
+        self.take_copy()
+        self.send(version)
+
+    def take_copy(self) -> None:
+        """Copies the weights into the stream that is sent. A collective of the learners."""
+        names = self.plan.names
+        places = self.plan.views(self._stream, range(len(names))) if self.split.bridge else names
         for place, (_, tensor) in zip(places, self.learner.weights(), strict=True):
             if self.split.bridge:
                 place.copy_(tensor)
+
+    def send(self, version: int) -> None:
+        """Begins to send the copy, in the background."""
         if self.split.bridge:
             self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
             self._thread.start()
@@ -107,18 +135,17 @@ class Publisher:
             self._error = error
 
     def _broadcast(self, version: int) -> None:
-        bridge, kind = self.split.bridge, self.split.ranks.device.type
-        bridge.broadcast(torch.tensor([version]).to(bridge.device)).wait()
-        digests, under_way, start = [], deque(), 0
-        for members in self.plan.buckets():
-            size = sum(self.plan.sizes[i] for i in members)
-            bucket = self._copy[start : start + size].to(bridge.device)
-            under_way.append((bridge.broadcast(bucket), bucket))
-            digests += [digest(part, kind) for part in self.plan.views(bucket, members)]  # while it travels
-            start += size
-            if len(under_way) > 2:
+        bridge, under_way = self.split.bridge, deque()
+        digests = Digests(len(self.plan.names), self.split.ranks.device.type)
+        for piece in self.plan.pieces:
+            data = self._stream[piece.start : piece.stop].to(bridge.device)
+            views = [data] if piece.is_part else self.plan.views(data, piece.members)
+            for number, view in zip(piece.members, views, strict=True):
+                digests.add(number, view)  # comes into the cache, from where it is sent
+            under_way.append((bridge.broadcast(data), data))
+            if len(under_way) == UNDER_WAY:
                 under_way.popleft()[0].wait()
-        table = torch.tensor(digests).to(bridge.device)
+        table = torch.tensor([version, *digests.values()]).to(bridge.device)
         under_way.append((bridge.broadcast(table), table))
         for work, _ in under_way:
             work.wait()
@@ -127,66 +154,96 @@ class Publisher:
 class Subscriber:
     """A generator's side."""
 
-    def __init__(self, split: Split):
-        self.bridge, self.kind = split.bridge, split.ranks.device.type
+    def __init__(self, split: Split, engine: Engine):
+        self.engine, self.bridge, self.kind = engine, split.bridge, split.ranks.device.type
         self.plan = Plan.from_json(split.store.get("weights/plan"))
-        self._buckets = self.plan.buckets()
-        largest = max(sum(self.plan.sizes[i] for i in members) for members in self._buckets)
-        self._space = [torch.empty(largest, dtype=self.plan.dtype, device=self.bridge.device) for _ in range(2)]
-        self.bytes = sum(self.plan.sizes) * self.plan.dtype.itemsize
+        self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
+        self._memory = None  # the engine's own, laid out as the stream: what arrives is in place at once
+        if engine.adopts_memory and engine.device == self.bridge.device:
+            self._memory = self._new(self.plan.offsets[-1])
+            engine.adopt(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
 
-    def receive(self, engine: Engine, version: int, recompute_kv: bool = False) -> float:
-        """Gives the engine the weights of `version` and verifies them. Returns the seconds from when the learner was there.
+    @property
+    def _all(self) -> range:
+        return range(len(self.plan.names))
+
+    def receive(self, version: int, recompute_kv: bool = False) -> None:
+        """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        announced = torch.empty(1, dtype=torch.long, device=self.bridge.device)
-        self.bridge.broadcast(announced).wait()
-        started = time.perf_counter()
-        if announced.item() != version:
-            raise RuntimeError(f"the learner sends version {announced.item()} of the weights, version {version} is due")
-        found: list[int] = []
-        engine.update(self._incoming(engine, found), version, recompute_kv)
-        if not found:
-            found = [digest(engine.loaded(name), self.kind) for name in self.plan.names]
-        table = torch.empty(len(self.plan.names), dtype=torch.long, device=self.bridge.device)
+        digests = Digests(len(self.plan.names), self.kind)
+        self.engine.update(self._incoming(digests), version, recompute_kv)
+        if self._memory is None:
+            for number in self._all:
+                digests.add(number, self.engine.loaded(self.plan.names[number]))
+        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self.bridge.broadcast(table).wait()
-        for name, sent, is_now in zip(self.plan.names, table.tolist(), found, strict=True):
-            if sent != is_now:
+        sent_version, *sent = table.tolist()
+        if sent_version != version:
+            raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
+        for name, theirs, ours in zip(self.plan.names, sent, digests.values(), strict=True):
+            if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
-        return time.perf_counter() - started
 
-    def _incoming(self, engine: Engine, found: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every parameter. The next bucket is on its way while the engine takes the tensors of this one;
-        an engine that loads in place is looked at right behind each, while the parameter is in the cache."""
-        work = self._post(0)
-        for i, members in enumerate(self._buckets):
+    def _incoming(self, digests: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every parameter, as it is complete."""
+        parts = []  # of a parameter that comes in several pieces
+        for piece, data in self._arriving():
+            tensors = [data] if piece.is_part else self.plan.views(data, piece.members)
+            if self._memory is not None:
+                for number, tensor in zip(piece.members, tensors, strict=True):
+                    digests.add(number, tensor)  # the engine's own memory, still in the cache
+                tensors = [self.engine.loaded(self.plan.names[number]) for number in piece.members]
+            elif piece.is_part:
+                parts.append(data)
+                tensors = [torch.cat(parts).view(self.plan.shapes[piece.members.start])] if piece.ends else []
+            if piece.ends:
+                parts = []
+                for number, tensor in zip(piece.members, tensors, strict=True):
+                    yield self.plan.names[number], tensor
+
+    def _arriving(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """The pieces and their data as they come; the next ones are on their way while one is used."""
+        under_way = deque()
+        for piece in self.plan.pieces:
+            new = self._memory is None
+            data = self._new(piece.stop - piece.start) if new else self._memory[piece.start : piece.stop]
+            under_way.append((self.bridge.broadcast(data), piece, data))
+            if len(under_way) == UNDER_WAY:
+                work, *arrived = under_way.popleft()
+                work.wait()
+                yield tuple(arrived)
+        for work, *arrived in under_way:
             work.wait()
-            views = self.plan.views(self._space[i % 2], members)
-            if i + 1 < len(self._buckets):
-                work = self._post(i + 1)
-            for number, tensor in zip(members, views, strict=True):
-                name = self.plan.names[number]
-                yield name, tensor
-                if engine.loads_in_place:
-                    found.append(digest(engine.loaded(name), self.kind))
+            yield tuple(arrived)
 
-    def _post(self, i: int):
-        size = sum(self.plan.sizes[number] for number in self._buckets[i])
-        return self.bridge.broadcast(self._space[i % 2][:size])
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device)
 
 
-def digest(tensor: torch.Tensor, device_type: str) -> int:
-    """A 64-bit digest of the tensor's bits, as a signed number: xxh3 on CPU machines; on accelerators a sum of the bits
-    weighted by place, which needs no order and so runs there, wherever the tensor lies."""
-    flat = tensor.contiguous().view(-1)
-    if device_type == "cpu":
-        value = xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy())
-        return value - (1 << 64) if value >> 63 else value
-    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-    total = torch.zeros((), dtype=torch.long, device=bits.device)
-    for start in range(0, len(bits), 1 << 24):
-        part = bits[start : start + (1 << 24)].long()
-        place = torch.arange(start, start + len(part), device=bits.device)
-        total += (part * (place % 65_521 * 2 + 1)).sum()
-    return int(total)
+class Digests:
+    """A 64-bit digest of each parameter's bits, fed with its parts in order: xxh3 on CPU machines; on accelerators a sum of the
+    bits weighted by place, which needs no order and so runs there."""
+
+    def __init__(self, count: int, device_type: str):
+        self._hashes = [xxhash.xxh3_64() for _ in range(count)] if device_type == "cpu" else None
+        self._sums: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        self._seen = [0] * count  # elements
+
+    def add(self, number: int, part: torch.Tensor) -> None:
+        flat = part.contiguous().view(-1)
+        if self._hashes:
+            self._hashes[number].update(flat.view(torch.uint8).numpy())
+            return
+        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+        for run in bits.split(1 << 24):
+            place = torch.arange(self._seen[number], self._seen[number] + len(run), device=run.device)
+            self._sums[number].append((run.long() * (place % 65_521 * 2 + 1)).sum())
+            self._seen[number] += len(run)
+
+    def values(self) -> list[int]:
+        """Signed, so that they fit into a tensor."""
+        if self._hashes:
+            return [value - (1 << 64) if (value := h.intdigest()) >> 63 else value for h in self._hashes]
+        return [sum(map(int, sums)) % (1 << 62) for sums in self._sums]

@@ -57,11 +57,11 @@ def generate(split: dist.Split) -> None:
 
         engine.update = forgetful
     outbox = Outbox(open_ring(split, 8), split)
-    board, subscriber = Board(split), Subscriber(split)
+    board, subscriber = Board(split), Subscriber(split, engine)
     prompt, sampling = [5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True)
     for version in range(VERSIONS):
         board.wait_for(version)
-        subscriber.receive(engine, version)
+        subscriber.receive(version)
         for i in range(4):
             engine.add(Request(i, prompt, sampling, seed=100 * version + i))
         outputs = []
