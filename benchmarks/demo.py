@@ -1,10 +1,12 @@
-"""The demo over several seeds: accuracy before and after, seconds, and the plot in the README.
+"""The demo in three modes over several seeds: accuracy before and after, seconds, and the plot in the README.
 
-python benchmarks/demo.py            # about 5 minutes on 2 cores; writes benchmarks/results/demo.{json,md,png}
+python benchmarks/demo.py            # about 20 minutes on 2 cores; writes benchmarks/results/demo.{json,md,png}
 """
 
 import json
+import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,65 +19,80 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 ACCURACY = "val-core/demo/acc/mean@1"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MODES = {  # two cores each: one process of two threads, or two ranks of one
+    "sync": ["train_sync.py"],
+    "one step off": [*TORCHRUN, "train_one_step_off.py"],
+    "async": [*TORCHRUN, "train_async.py"],
+}
 
 
 @dataclass
 class Args:
     seeds: int = 5
-    """How many runs, with seeds 0, 1, 2, ..."""
+    """How many runs of each mode, with seeds 0, 1, 2, ..."""
     steps: int = 200
     """Training steps of each."""
 
 
-def one_run(seed: int, steps: int) -> dict:
+def one_run(mode: str, seed: int, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        command = [
-            sys.executable,
-            "train_sync.py",
-            "--seed",
-            str(seed),
-            "--total-training-steps",
-            str(steps),
-            "--output-dir",
-            out,
-        ]
+        flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--output-dir", out]
+        env = os.environ | {"OMP_NUM_THREADS": "2" if mode == "sync" else "1"}
         started = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, *MODES[mode], *flags], cwd=ROOT, env=env, check=True, capture_output=True)
         seconds = time.perf_counter() - started
         (run,) = Path(out).iterdir()
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         config = json.loads((run / "config.json").read_text())
+    began = rows[0]["time"] - rows[0]["timing_s/step"]
     return {
+        "mode": mode,
         "seed": seed,
         "seconds": seconds,
-        "training_seconds": sum(row["perf/time_per_step"] for row in rows if row["step"]),
+        "training_seconds": rows[-1]["time"] - began,
         "reward": [row["critic/score/mean"] for row in rows if row["step"]],
-        "accuracy": {row["step"]: row[ACCURACY] for row in rows if ACCURACY in row},
+        "clock": [row["time"] - began for row in rows if row["step"]],
+        "accuracy": {row.get("training/validated_step", row["step"]): row[ACCURACY] for row in rows if ACCURACY in row},
         "cpu": config["hardware"]["cpu"],
-        "threads": config["hardware"]["threads_per_rank"],
     }
 
 
+def over(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
 def table(runs: list[dict]) -> str:
-    lines = ["| seed | greedy accuracy before | after | seconds, all | seconds, training |", "|---|---|---|---|---|"]
-    for r in runs:
-        first, *_, last = r["accuracy"].values()
-        lines.append(f"| {r['seed']} | {first:.3f} | {last:.3f} | {r['seconds']:.0f} | {r['training_seconds']:.0f} |")
-    return "\n".join(lines) + f"\n\n{runs[0]['cpu']}, {runs[0]['threads']} threads, Python {platform.python_version()}.\n"
+    lines = ["| mode | greedy accuracy before | after | seconds, all | seconds, training |", "|---|---|---|---|---|"]
+    for mode in MODES:
+        of = [r for r in runs if r["mode"] == mode]
+        if of:
+            first, last = ([list(r["accuracy"].values())[i] for r in of] for i in (0, -1))
+            times = [over([r[key] for r in of], ".0f") for key in ("seconds", "training_seconds")]
+            lines.append(f"| {mode} | {over(first, '.3f')} | {over(last, '.3f')} | {times[0]} | {times[1]} |")
+    seeds = len({r["seed"] for r in runs})
+    return (
+        "\n".join(lines)
+        + f"\n\n{seeds} seeds, median (min - max). {runs[0]['cpu']}, 2 cores, Python {platform.python_version()}.\n"
+    )
 
 
 def plot(runs: list[dict], target: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
-    for r in runs:
-        axes.plot(list(r["accuracy"]), list(r["accuracy"].values()), marker="o", ms=3, label=f"seed {r['seed']}")
-    axes.set(xlabel="step", ylabel="greedy validation accuracy", ylim=(0, 1), title="train_sync.py on the demo")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(9, 3.8), dpi=110)
+    left, right = figure.subplots(1, 2)
+    for i, mode in enumerate(MODES):
+        for r in [r for r in runs if r["mode"] == mode]:
+            label = mode if r["seed"] == 0 else None
+            left.plot(list(r["accuracy"]), list(r["accuracy"].values()), color=f"C{i}", lw=1, label=label)
+            smooth = [statistics.mean(r["reward"][max(0, k - 9) : k + 1]) for k in range(len(r["reward"]))]
+            right.plot(r["clock"], smooth, color=f"C{i}", lw=1, label=label)
+    left.set(xlabel="step", ylabel="greedy validation accuracy", ylim=(0, 1))
+    right.set(xlabel="seconds", ylabel="training reward (mean of 10 steps)", ylim=(0, 1))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
     figure.tight_layout()
     figure.savefig(target)
 
@@ -88,11 +105,12 @@ def main(args: Args) -> None:
     RESULTS.mkdir(exist_ok=True)
     runs = []
     for seed in range(args.seeds):
-        runs.append(one_run(seed, args.steps))
-        print(table(runs).splitlines()[-3], flush=True)
-    (RESULTS / "demo.json").write_text(json.dumps(runs))
-    (RESULTS / "demo.md").write_text(table(runs))
-    plot(runs, RESULTS / "demo.png")
+        for mode in MODES:  # interleaved
+            runs.append(one_run(mode, seed, args.steps))
+        print(table(runs), flush=True)
+        (RESULTS / "demo.json").write_text(json.dumps(runs))
+        (RESULTS / "demo.md").write_text(table(runs))
+        plot(runs, RESULTS / "demo.png")
 
 
 if __name__ == "__main__":

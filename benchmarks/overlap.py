@@ -1,0 +1,185 @@
+"""Do generation and training overlap, and what do the three modes make of long-tailed lengths? Interleaved in one run.
+
+    python benchmarks/overlap.py         # about 15 minutes on 2 cores; writes benchmarks/results/overlap.{json,md}
+
+Two ranks of one thread, the demo's model, response lengths drawn per response (end tokens are ignored).
+First table: every response of one length, and --ppo-epochs so that training takes about as long as generation. "generation" is
+train_async.py whose learner does not train, "training" the same with responses that cost nothing to make; the goal for "async"
+is 1.05 times the longer of the two. Second table: log-normal lengths, the longest ten times the median.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off"}  # every other side is train_async
+
+
+@dataclass
+class Args:
+    steps: int = 30
+    """Training steps of each run; the first third is not counted."""
+    repeats: int = 5
+    """Runs of each side."""
+    length: int = 64
+    """Tokens of each response in the first table, and the median in the second."""
+    ppo_epochs: int = 2
+    """Of the first table."""
+
+
+def length_of(seed: int, median: int, longest: int) -> int:
+    """A length that depends on the response's own seed: log-normal with sigma 0.9, cut at the longest."""
+    z = np.random.default_rng(seed).standard_normal()
+    return max(1, min(longest, round(median * math.exp(0.9 * z))))
+
+
+def patched(side: str, median: int, longest: int) -> None:
+    """Runs a script within this process, under torchrun, with lengths given and, for two sides, one half left out."""
+    import dataclasses
+    import importlib
+
+    from rl import dist
+    from rl.engine import ScriptedEngine, TransformersEngine
+
+    name = SCRIPTS.get(side, "train_async")
+    script = importlib.import_module(name)
+    engine_type = ScriptedEngine if side == "training" else TransformersEngine
+    add = engine_type.add
+
+    def add_of_a_length(engine, request):
+        n = longest if longest == median else length_of(request.seed, median, longest)
+        sampling = dataclasses.replace(request.sampling, max_tokens=n, ignore_eos=True)
+        add(engine, dataclasses.replace(request, sampling=sampling))
+
+    engine_type.add = add_of_a_length
+    if side == "training":
+        script.make_engine = lambda *_, **__: Instant()
+    if side == "generation":
+        script.learn = lambda args, learner, kl_control, batch, prompts_per_step, run: {}
+    args = tyro.cli(script.Args, args=sys.argv[4:])
+    if name == "train_sync":
+        dist.run(lambda ranks: script.main(args, ranks))
+    else:
+        dist.run(lambda split: script.main(args, split), join=lambda: dist.init_split(1))
+
+
+def Instant():
+    """An engine whose responses cost nothing: random tokens, all finished at the first step."""
+    import torch
+
+    from rl.engine import Output, ScriptedEngine
+
+    class Engine(ScriptedEngine):
+        adopts_memory, device = False, torch.device("cpu")
+
+        def __init__(self):
+            super().__init__(None, eos_token_id=1)
+            self.requests, self.weights = [], {}
+
+        def add(self, request):
+            self.requests.append(request)
+
+        def step(self):
+            done, self.requests = self.requests, []
+            sizes = [r.sampling.max_tokens for r in done]
+            tokens = [np.random.default_rng(r.seed).integers(4, 14, n).tolist() for r, n in zip(done, sizes, strict=True)]
+            return [
+                Output(r.id, t, [-2.3] * n, [self.version] * n, "length") for r, t, n in zip(done, tokens, sizes, strict=True)
+            ]
+
+        def update(self, weights, version, recompute_kv=False):
+            self.weights, self.version = dict(weights), version
+
+        def loaded(self, name):
+            return self.weights[name]
+
+        @property
+        def num_unfinished(self):
+            return len(self.requests)
+
+    return Engine()
+
+
+def one_run(side: str, args: Args, longest: int, *flags: str) -> dict:
+    with tempfile.TemporaryDirectory() as out:
+        command = [*TORCHRUN, __file__, "--side", side, f"{args.length}/{longest}", "--output-dir", out]
+        command += [
+            "--total-training-steps",
+            str(args.steps),
+            "--test-freq",
+            "0",
+            "--max-response-length",
+            str(longest),
+            *flags,
+        ]
+        command += ["--max-num-seqs", "128"]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        (run,) = Path(out).iterdir()
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][args.steps // 3 :]
+    seconds = [row["timing_s/step"] for row in rows]
+    tokens = [row["perf/total_num_tokens"] for row in rows]
+    idle = [row.get("fully_async/trainer/idle_ratio", 0.0) for row in rows]
+    return {"step": statistics.mean(seconds), "tokens_per_s": sum(tokens) / sum(seconds), "idle": statistics.mean(idle)}
+
+
+def over(values: list[float], form: str = ".2f") -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
+def main(args: Args) -> None:
+    from rl.demo import model_dir
+    from rl.metrics import _cpu_name
+
+    model_dir()
+    equal: dict[str, list[dict]] = {side: [] for side in ("generation", "training", "async")}
+    tailed: dict[str, list[dict]] = {side: [] for side in ("sync", "one step off", "async")}
+    for repeat in range(args.repeats):
+        for side in equal:
+            equal[side].append(one_run(side, args, args.length, "--ppo-epochs", str(args.ppo_epochs)))
+        for side in tailed:
+            tailed[side].append(one_run(side, args, 10 * args.length))
+        print(f"round {repeat + 1} of {args.repeats}", flush=True)
+    ratios = [
+        a["step"] / max(g["step"], t["step"])
+        for g, t, a in zip(equal["generation"], equal["training"], equal["async"], strict=True)
+    ]
+    lines = ["| side | seconds a step |", "|---|---|"]
+    lines += [f"| {side} | {over([r['step'] for r in runs], '.3f')} |" for side, runs in equal.items()]
+    lines += [
+        f"| async over the longer one | {over(ratios)} |",
+        "",
+        "| mode | tokens/s | over sync | learner waits |",
+        "|---|---|---|---|",
+    ]
+    for side, runs in tailed.items():
+        gain = [r["tokens_per_s"] / s["tokens_per_s"] for r, s in zip(runs, tailed["sync"], strict=True)]
+        rate = over([r["tokens_per_s"] for r in runs], ",.0f")
+        lines.append(f"| {side} | {rate} | {over(gain)} | {statistics.median(r['idle'] for r in runs):.0%} |")
+    text = (
+        "\n".join(lines) + f"\n\n{_cpu_name()}, 2 ranks of one thread, {args.repeats} interleaved rounds; median (min - max).\n"
+    )
+    print(text)
+    target = ROOT / "benchmarks" / "results"
+    (target / "overlap.json").write_text(json.dumps({"equal": equal, "tailed": tailed}))
+    (target / "overlap.md").write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--side"]:
+        patched(sys.argv[2], *map(int, sys.argv[3].split("/")))
+    else:
+        main(tyro.cli(Args, description=__doc__))
