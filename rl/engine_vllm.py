@@ -16,14 +16,17 @@ repeats bit for bit only where the batches repeat too.
 import contextlib
 import os
 import random
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rl.dist import all_gather_bytes
 from rl.engine import EngineArgs, Output, Request, eos_token_ids
 from rl.errors import UserError
 
@@ -37,6 +40,7 @@ os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # else vllm-ascend refuses 
 
 import vllm
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.request import RequestStatus
 
 from rl.engine_vllm_weights import LiveWeights
@@ -166,6 +170,7 @@ class VLLMEngine:
             gpu_memory_utilization=args.gpu_memory_utilization,
             enforce_eager=args.enforce_eager or self.device.type == "cpu",
             load_format=args.load_format,
+            use_tqdm_on_load=False,
             enable_sleep_mode=self.sleeps,
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
@@ -174,7 +179,7 @@ class VLLMEngine:
             disable_log_stats=True,
             seed=0,  # the same on tensor parallel ranks; what is sampled hangs on the requests' own seeds
         )
-        with _random_state_kept(), _role_environment():
+        with _random_state_kept(), _place_among_ranks(self.device):
             try:
                 return vllm.LLMEngine.from_engine_args(settings)
             except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError, too
@@ -251,20 +256,23 @@ def _random_state_kept():
 
 
 @contextlib.contextmanager
-def _role_environment():
-    """vLLM takes its place among the ranks from torchrun's variables, but where ranks are split into roles the default group,
-    out of which it makes its own, counts within the role. LOCAL_RANK stays: it is the device's index."""
+def _place_among_ranks(device: torch.device):
+    """Tells a starting vLLM its rank in the default process group, out of which it makes its own groups. It would take it from
+    torchrun's variables, which count otherwise where ranks are split into roles or share a device.
+
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. As it comes from vLLM the name is
+    the same in every run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    """
     if not dist.is_initialized():
         yield
         return
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
-    os.environ.setdefault("LOCAL_RANK", "0")
+    run = all_gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    place = (f"env://:{run}", dist.get_rank(), device.index or 0)
+    original = ExecutorWithExternalLauncher._distributed_args
+    ExecutorWithExternalLauncher._distributed_args = lambda self: place
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        ExecutorWithExternalLauncher._distributed_args = original
+        for path in Path("/dev/shm").glob(f"{run}-*"):
+            path.unlink(missing_ok=True)  # all ranks have it open; without a name it ends with them, however they end

@@ -107,7 +107,7 @@ class LiveWeights:
         """A module's parameter [out, in], out of a CPU's packed copy where the product is made from one."""
         if leaf != "weight" or not hasattr(module, "cpu_linear"):
             return getattr(module, leaf).data
-        width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+        width = getattr(module, "input_size", None) or module.embedding_dim
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
 
     def _tied_head(self, module: nn.Module) -> nn.Module | None:
