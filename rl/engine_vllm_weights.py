@@ -13,6 +13,7 @@ import vllm
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep that layout
@@ -32,12 +33,16 @@ class LiveWeights:
     # -- in
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces every weight. Raises ValueError naming the first that is missing, unknown or of another shape; the engine's
-        weights are undefined then."""
+        """Replaces every weight. Raises ValueError naming the first that is missing, unknown or of another shape; what the
+        engine computes with is undefined then, until a whole set has come."""
         if self.on_cpu:
             self._forget_packed_experts()
         with set_current_vllm_config(self.config), torch.device(self.worker.device):
-            self.worker.model_runner.reload_weights(weights_iterator=self._checked(weights))
+            try:
+                self.worker.model_runner.reload_weights(weights_iterator=self._checked(weights))
+            except Exception:
+                finalize_layerwise_reload(self.model, self.config.model_config)  # else layers stay half taken apart
+                raise
         if self.on_cpu:
             self._repack_heads()
 
