@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.engine import EngineArgs, Request, SamplingParams
 from rl.engine_vllm import VLLMEngine
+from rl.errors import UserError
 from tests.test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
@@ -29,7 +30,7 @@ MAX_LENGTH = 200
 
 
 def start(path: str, dtype: torch.dtype = torch.float32, **flags) -> VLLMEngine:
-    args = EngineArgs(**{"max_num_seqs": 6, "max_num_batched_tokens": 512, **flags})  # fewer slots than requests
+    args = EngineArgs(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
     return VLLMEngine(path, args, MAX_LENGTH, dtype)
 
 
@@ -54,20 +55,21 @@ def wrongly_loaded(engine, model) -> list[str]:
 def refusal(act) -> str:
     try:
         act()
-    except (ValueError, RuntimeError) as caught:
+    except (ValueError, RuntimeError, UserError) as caught:
         return f"{type(caught).__name__}: {caught}"
     return "nothing was raised"
 
 
-def after_update(path: str) -> dict:
+def after_update(path: str, engine: VLLMEngine | None = None) -> dict:
     """Any kind of model: log-probs and read-back before an update and after."""
-    engine, old, new = start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    out = {"error before": error(drain(engine, requests_for()), old), "wrong before": wrongly_loaded(engine, old)}
+    engine, old, new = engine or start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
+    out = {"error before": error(drain(engine, requests_for(n=2)), old), "wrong before": wrongly_loaded(engine, old)}
     engine.update(new.named_parameters(), version=4)
-    outputs = drain(engine, requests_for())
+    outputs = drain(engine, requests_for(n=2))
     out |= {"error after": error(outputs, new), "wrong after": wrongly_loaded(engine, new)}
     out["versions"] = sorted({v for o in outputs.values() for v in o.versions})
-    return out | {"without the workaround": without_workaround(engine, path)}
+    out["without the workaround"] = without_workaround(engine, path)
+    return out
 
 
 def without_workaround(engine, path: str) -> dict:
@@ -81,9 +83,9 @@ def without_workaround(engine, path: str) -> dict:
         setattr(engine.weights, repair, lambda: None)
         engine.update(model.named_parameters(), version=5)
         delattr(engine.weights, repair)
-        found[repair] = {"error": error(drain(engine, requests_for()), model), "wrong": wrongly_loaded(engine, model)}
+        found[repair] = {"error": error(drain(engine, requests_for(n=2)), model), "wrong": wrongly_loaded(engine, model)}
         engine.update(model.named_parameters(), version=6)
-        found[repair]["error when repaired"] = error(drain(engine, requests_for()), model)
+        found[repair]["error when repaired"] = error(drain(engine, requests_for(n=2)), model)
     return found
 
 
@@ -95,6 +97,12 @@ def everything(path: str) -> dict:
     out["prefix"] = prefix_cache(engine, old, new)
     out["refusals"] = refusals(engine, old)
     return out
+
+
+def updates(path: str) -> dict:
+    """The tied model: as after_update, and then 200 updates more."""
+    engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
+    return after_update(path, engine) | {"memory": memory(engine, model)}
 
 
 def sampling(engine, model) -> dict:
@@ -156,15 +164,15 @@ def prefix_cache(engine, old, new) -> dict:
     """A prompt long enough to be cached: before an update, waiting while it happens, and after it."""
     engine.update(old.named_parameters(), version=0)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    requests = [Request((0, j), LONG, params, j) for j in range(9)]  # 6 slots: 3 wait
-    out = {"before": error(drain(engine, requests[:6]), old, prompts=[LONG])}
+    requests = [Request((0, j), LONG, params, j) for j in range(11)]  # 8 slots: 3 wait
+    out = {"before": error(drain(engine, requests[:8]), old, prompts=[LONG])}
     for request in requests:
         engine.add(request)
     for _ in range(4):
         engine.step()
     engine.update(new.named_parameters(), version=1)
     outputs = drain(engine, [])
-    waited = {k: o for k, o in outputs.items() if k[1] >= 6}
+    waited = {k: o for k, o in outputs.items() if k[1] >= 8}
     out["waited"], out["waited, versions"] = (
         error(waited, new, prompts=[LONG]),
         sorted({v for o in waited.values() for v in o.versions}),
@@ -179,6 +187,8 @@ def refusals(engine, model) -> dict:
     engine.add(requests_for()[0])
     out = {"sleep": refusal(engine.sleep)}
     drain(engine, [])
+    out["indivisible"] = refusal(lambda: start("any model", rollout_tp=2))
+    out["small batch"] = refusal(lambda: start("any model", max_num_batched_tokens=100))
     out["too long"] = refusal(lambda: engine.add(Request(0, [3] * 190, SamplingParams(max_tokens=11), 0)))
     out["missing"] = refusal(lambda: engine.update([(k, v) for k, v in weights.items() if k != name], version=1))
     out["misnamed"] = refusal(lambda: engine.update([*weights.items(), ("model.misnamed", weights[name])], version=1))
@@ -188,9 +198,8 @@ def refusals(engine, model) -> dict:
     return out
 
 
-def memory(path: str) -> dict:
+def memory(engine, model) -> dict:
     """Resident memory over 200 updates, a response going on through each."""
-    engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
     process, resident = psutil.Process(), []
     for version in range(220):
         engine.add(requests_for(max_tokens=2, ignore_eos=True)[version % 16])
@@ -207,7 +216,7 @@ def bfloat16(path: str) -> dict:
     differences = []
     for model, version in ((old, 0), (new, 1)):
         engine.update(model.named_parameters(), version)
-        for (i, _), output in drain(engine, requests_for()).items():
+        for (i, _), output in drain(engine, requests_for(n=2)).items():
             expected = reference_log_probs(model.bfloat16(), PROMPTS[i], output.token_ids, 1.0)
             differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
     return {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
