@@ -9,7 +9,7 @@ DEVICES = {"cuda", "npu"}
 
 
 def device_calls(source: str) -> list[int]:
-    """Lines that name torch.cuda or torch.npu, import torch_npu, or call .cuda() or .npu(); comments and strings do not count."""
+    """Lines that name torch.cuda or torch.npu, import torch_npu, or call .cuda() or .npu(), not in comments or strings."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in DEVICES:

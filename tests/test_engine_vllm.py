@@ -151,6 +151,13 @@ def test_200_updates_leave_no_memory_behind(measured):
     assert growth < 0.1 * 200 * got["model MB"]
 
 
+def test_an_engine_that_sleeps_wakes_for_its_weights_first(measured):
+    """The KV cache comes back only when the new weights are in: the two need not fit beside the learner's peak."""
+    refused = "RuntimeError: the engine sleeps and has no weights: it must be updated before it generates"
+    got = measured("tied")["sleeping"]
+    assert got == ["sleep 2", refused, "wake ['weights']", "load", "wake ['kv_cache']", True]
+
+
 def test_bfloat16(measured):
     """No bound to be held exactly: bf16 logits are that coarse. The weights are exact all the same."""
     got = measured("bfloat16")

@@ -102,7 +102,7 @@ def everything(path: str) -> dict:
 def updates(path: str) -> dict:
     """The tied model: as after_update, and then 200 updates more."""
     engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
-    return after_update(path, engine) | {"memory": memory(engine, model)}
+    return after_update(path, engine) | {"memory": memory(engine, model), "sleeping": sleeping(engine, model)}
 
 
 def sampling(engine, model) -> dict:
@@ -196,6 +196,20 @@ def refusals(engine, model) -> dict:
     engine.update(weights.items(), version=2)
     out["a whole update mends it"] = error(drain(engine, requests_for()), model)
     return out
+
+
+def sleeping(engine, model) -> list:
+    """What a device with a sleep mode would be told, in order: this one has none."""
+    inner, calls, load = engine.engine, [], engine.weights.load
+    inner.sleep = lambda level: calls.append(f"sleep {level}")
+    inner.wake_up = lambda tags: calls.append(f"wake {tags}")
+    engine.weights.load = lambda weights: (calls.append("load"), load(weights))
+    engine.sleeps = True
+    engine.sleep()
+    engine.sleep()
+    calls.append(refusal(engine.step))
+    engine.update(model.named_parameters(), version=9)
+    return [*calls, error(drain(engine, requests_for(n=1)), model) < 1e-4]
 
 
 def memory(engine, model) -> dict:
