@@ -12,7 +12,7 @@ import torch
 import vllm
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
@@ -95,7 +95,8 @@ class LiveWeights:
         path, _, leaf = name.rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
-            return self._experts(self.modules[f"{path}.routed_experts"], leaf, shape)
+            module = self.modules.get(f"{path}.routed_experts", self.modules[path])  # older vLLM: the layer itself
+            return self._experts(module, leaf, shape)
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
             if child in parts and module is not None:
@@ -110,7 +111,8 @@ class LiveWeights:
 
     def _matrix(self, module: nn.Module, leaf: str) -> torch.Tensor:
         """A module's parameter [out, in], out of a CPU's packed copy where the product is made from one."""
-        if leaf != "weight" or not hasattr(module, "cpu_linear"):
+        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        if leaf != "weight" or looked_up or not hasattr(module, "cpu_linear"):
             return getattr(module, leaf).data
         width = getattr(module, "input_size", None) or module.embedding_dim
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
@@ -124,7 +126,8 @@ class LiveWeights:
         """All experts' weights [E, out, in] of one layer."""
         live = getattr(module, EXPERTS[leaf]).data
         if not self.on_cpu:
-            return live if module.quant_method.unquantized_backend.name in PLAIN_EXPERTS else None
+            backend = getattr(module.quant_method, "unquantized_backend", None)
+            return live if getattr(backend, "name", None) in PLAIN_EXPERTS else None
         place = _packed_places(shape[1:], self.dtype, module.quant_method.moe_kernel.fused_experts.isa)
         return live.flatten(1)[:, place].view(shape) if place is not None and live.numel() == shape.numel() else None
 

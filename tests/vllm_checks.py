@@ -233,7 +233,9 @@ def bfloat16(path: str) -> dict:
         for (i, _), output in drain(engine, requests_for(n=2)).items():
             expected = reference_log_probs(model.bfloat16(), PROMPTS[i], output.token_ids, 1.0)
             differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
-    return {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
+    wrong = wrongly_loaded(engine, new)
+    engine.close()
+    return {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrong}
 
 
 def tensor_parallel(path: str) -> dict:
