@@ -171,7 +171,7 @@ def scores(out: Path) -> dict[int, dict]:
 
 
 def test_train_sync_learns_with_vllm(demo_model, tmp_path):
-    flags = ["--total-training-steps", "40", "--test-freq", "40", "--lr-scheduler-type", "constant"]
+    flags = ["--total-training-steps", "40", "--test-freq", "40", "--lr-scheduler-type", "constant", "--val-max-samples", "200"]
     run_script("train_sync.py", "--engine", "vllm", *flags, "--output-dir", tmp_path)
     metrics = scores(tmp_path)
     assert metrics[40]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.2
