@@ -75,6 +75,8 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
         """Raises UserError for flags that cannot work."""
         self.check_algorithm()
         self.check_schedule()
+        if self.rollout_tp != 1:
+            raise UserError("--rollout-tp above 1 works in train_sync.py and train_one_step_off.py, not in a stream yet.")
         for flag in ("rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
             if getattr(self, flag) < 1:
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")

@@ -6,7 +6,8 @@ depends on its own seed alone, not on which rank serves it or what else is in th
 
 Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
 `generate()` on a fixed batch, which this one equals, and it has no seed per request (benchmarks/results/engine.md).
-Left out: multi-modal prompts, prefix caching between groups, tensor parallelism. vLLM is the engine for those.
+Left out: multi-modal prompts, prefix caching between groups, tensor parallelism. vLLM is the engine for those
+(rl/engine_vllm.py).
 """
 
 import functools
@@ -42,12 +43,27 @@ class EngineArgs:
     """Sampling temperature of the validation; 0 is greedy."""
     val_top_p: float = 1.0
     """Nucleus sampling of the validation."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """What generates. auto takes vllm where it is installed and the device is not a CPU, else the embedded engine over
+    transformers, and says which."""
     max_num_seqs: int = 256
-    """Responses decoded at once on one rank."""
+    """Responses decoded at once by one engine."""
     max_num_batched_tokens: int = 8192
-    """Prompt tokens prefilled at once on one rank."""
+    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens too."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
+    rollout_tp: int = 1
+    """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
+    gpu_memory_utilization: float = 0.5
+    """vllm: share of the device's memory for the engine, weights and KV cache; what the learner needs must fit beside it."""
+    enable_chunked_prefill: bool = True
+    """vllm: split long prompts over several steps, so that running responses do not wait for them. Never on a CPU."""
+    enforce_eager: bool = False
+    """vllm: no graph capture and no compilation: slower, but less memory and a quick start. A CPU is always eager."""
+    load_format: str = "auto"
+    """vllm: how it reads the model when it starts; "dummy" reads nothing, because the learner's weights come anyway."""
+    free_cache_engine: bool = True
+    """vllm: give the engine's device memory back while the learner works (train_sync.py, not on a CPU)."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +109,9 @@ class Engine(Protocol):
         """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""
 
-    def loaded(self, name: str) -> torch.Tensor:
-        """What the engine computes with now as that parameter: its live memory, not a copy of what came in."""
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """What the engine computes with now as that parameter: read from its live memory, not a copy of what came in. None
+        where it cannot be told."""
 
     @property
     def num_unfinished(self) -> int: ...
@@ -278,7 +295,7 @@ class TransformersEngine:
             max_num_seqs,
             max_num_batched_tokens,
         )
-        self.eos = _eos_token_ids(self.model)
+        self.eos = eos_token_ids(self.model)
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -462,20 +479,48 @@ def rollout_dtype(args: EngineArgs, learner_dtype: str) -> torch.dtype:
 
 def make_engine(
     path: str, args: EngineArgs, max_length: int, learner_dtype: str, device: torch.device, trust_remote_code: bool
-) -> TransformersEngine:
-    """The engine the flags ask for, loaded from `path`."""
+) -> Engine:
+    """The engine the flags ask for, loaded from `path`. Raises UserError if it cannot be had."""
+    dtype = rollout_dtype(args, learner_dtype)
+    if choose_engine(args.engine, device) == "vllm":
+        from rl.engine_vllm import VLLMEngine
+
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code)
+    if args.rollout_tp != 1:
+        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
     return TransformersEngine(
         path,
         max_length=max_length,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=rollout_dtype(args, learner_dtype),
+        dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
     )
 
 
-def _eos_token_ids(model) -> set[int]:
+def choose_engine(wanted: str, device: torch.device) -> str:
+    """ "vllm" or "transformers"; what auto takes is printed, once a job. Raises UserError if vLLM is asked for and missing."""
+    if wanted == "transformers" or (wanted == "auto" and device.type == "cpu"):
+        chosen, why = "transformers", "the device is a CPU"
+    else:
+        try:
+            import rl.engine_vllm
+
+            chosen, why = "vllm", f"version {rl.engine_vllm.vllm.__version__} is installed"
+        except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
+            if wanted == "vllm":
+                remedy = (
+                    "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine transformers."
+                )
+                raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
+            chosen, why = "transformers", f"vLLM cannot be imported: {error}"
+    if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(f"engine: {chosen} ({why})", flush=True)
+    return chosen
+
+
+def eos_token_ids(model) -> set[int]:
     """Every end token the model's generation config or config names."""
     ids = set()
     for config in (model.generation_config, model.config):

@@ -172,11 +172,10 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        digests = Digests(len(self.plan.names), self.kind)
-        self.engine.update(self._incoming(digests), version, recompute_kv)
+        digests, arrived = (Digests(len(self.plan.names), self.kind) for _ in range(2))
+        self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         if self._memory is None:
-            for number in self._all:
-                digests.add(number, self.engine.loaded(self.plan.names[number]))
+            self._check_loaded(version, arrived.values())
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self.bridge.broadcast(table).wait()
         sent_version, *sent = table.tolist()
@@ -186,8 +185,20 @@ class Subscriber:
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
-    def _incoming(self, digests: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every parameter, as it is complete."""
+    def _check_loaded(self, version: int, arrived: list[int]) -> None:
+        """Compares what an engine with memory of its own has made of the parameters with what it was given."""
+        for number, name in enumerate(self.plan.names):
+            live = self.engine.loaded(name)
+            if live is None:
+                continue
+            digest = Digests(1, self.kind)
+            digest.add(0, live.to(self.plan.dtype) + 0.0)
+            if digest.values()[0] != arrived[number]:
+                raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+
+    def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
+        engine may hold the weights in a form that knows only one zero."""
         parts = []  # of a parameter that comes in several pieces
         for piece, data in self._arriving():
             tensors = [data] if piece.is_part else self.plan.views(data, piece.members)
@@ -201,6 +212,9 @@ class Subscriber:
             if piece.ends:
                 parts = []
                 for number, tensor in zip(piece.members, tensors, strict=True):
+                    if self._memory is None:
+                        digests.add(number, tensor)
+                        arrived.add(number, tensor + 0.0)
                     yield self.plan.names[number], tensor
 
     def _arriving(self) -> Iterator[tuple[Piece, torch.Tensor]]:

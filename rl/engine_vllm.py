@@ -1,0 +1,280 @@
+"""The engine contract of rl/engine.py over vLLM, in this process and with this process's own step loop.
+
+    torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
+
+vLLM brings paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor
+parallelism. This file adds what reinforcement learning needs of it: log-probs of the distribution that was sampled, a version
+per token, and new weights between two steps (rl/engine_vllm_weights.py), with the KV cache of unfinished responses kept or
+recomputed. Left out: multi-modal prompts, pipeline and expert parallelism, more than one process an engine. The versions it
+was run with, and what to do when memory runs out: docs/engines.md.
+
+What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded.
+The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
+repeats bit for bit only where the batches repeat too.
+"""
+
+import contextlib
+import os
+import random
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from rl.dist import all_gather_bytes
+from rl.engine import EngineArgs, Output, Request, eos_token_ids
+from rl.errors import UserError
+
+# vLLM reads these when it is imported or started.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault(
+    "VLLM_CPU_KVCACHE_SPACE", "1"
+)  # GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
+os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # else vllm-ascend refuses new weights
+
+import vllm
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.request import RequestStatus
+
+from rl.engine_vllm_weights import LiveWeights
+
+
+@dataclass
+class Pending:
+    """A request inside vLLM. `counts[i]` of its tokens had been sampled when version `versions[i]` was replaced."""
+
+    request: Request
+    inner_id: str  # vLLM's own name for it
+    counts: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def version_per_token(self, tokens: int, version: int) -> list[int]:
+        out: list[int] = []
+        for count, before in zip(self.counts, self.versions, strict=True):
+            out += [before] * (count - len(out))
+        return out + [version] * (tokens - len(out))
+
+
+class VLLMEngine:
+    """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
+
+    With rollout_tp > 1 the ranks of the default process group form generators of that many consecutive ranks. They work in
+    lockstep: each of them must add the same requests in the same order, and step and update at the same points. All of them
+    return the same outputs.
+    """
+
+    adopts_memory = False
+
+    def __init__(
+        self,
+        model_path: str,
+        args: EngineArgs,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ):
+        self.device, self.max_length, self.version = torch.device(device), max_length, -1
+        # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
+        self.chunks = args.enable_chunked_prefill and self.device.type != "cpu"
+        _check(args, max_length, self.chunks)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # a model without memory: the names and shapes of what the learner sends
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        with contextlib.suppress(OSError):  # many models have no generation_config.json
+            skeleton.generation_config = GenerationConfig.from_pretrained(model_path)
+        self.eos = sorted(eos_token_ids(skeleton))
+        self.sleeps = args.free_cache_engine and self.device.type != "cpu"
+        self.asleep = False
+        self.engine = self._start(model_path, args, dtype, trust_remote_code)
+        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self._scheduler = self.engine.engine_core.engine_core.scheduler
+        self._pending: dict[str, Pending] = {}
+        self._added = 0  # requests so far
+        self._updates = 0  # the prefix cache is shared within one: `cache_salt`
+
+    # -- the contract
+
+    def add(self, request: Request) -> None:
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or longest > self.max_length:
+            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
+        self._added += 1
+        key = str(self._added)
+        self._pending[key] = Pending(request, self._hand_over(key, request))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._pending)
+
+    def step(self) -> list[Output]:
+        if self.asleep:
+            raise RuntimeError("the engine sleeps and has no weights: it must be updated before it generates")
+        if not self._pending:
+            return []
+        return [self._output(out) for out in self.engine.step() if out.finished]
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
+        if self.asleep:
+            self.engine.wake_up(["weights"])
+        for pending in self._pending.values():
+            pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
+            pending.versions.append(self.version)
+        self.weights.load(weights)
+        if self.asleep:
+            self.engine.wake_up(["kv_cache"])
+            self.asleep = False
+        self.engine.reset_encoder_cache()
+        self.version = version
+        self._updates += 1
+        if recompute_kv:
+            self.engine.reset_prefix_cache(reset_running_requests=True)
+        self._renew_waiting()
+
+    def sleep(self) -> None:
+        """Gives weights and KV memory back while the learner works; `update` wakes the engine. Only between responses. Does
+        nothing on a CPU, which vLLM has no sleep mode for, and with --no-free-cache-engine."""
+        if self.num_unfinished:
+            raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
+        if self.sleeps and not self.asleep:
+            self.engine.sleep(level=2)  # 2: nothing is copied to the host, because new weights will come anyway
+            self.asleep = True
+
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """What the engine computes with for the learner's weight `name`: see LiveWeights.loaded."""
+        return self.weights.loaded(name)
+
+    def close(self) -> None:
+        """Ends vLLM's threads and gives its memory back."""
+        self.engine.engine_core.shutdown()
+
+    # -- mechanics
+
+    def _start(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.LLMEngine:
+        settings = vllm.EngineArgs(
+            model=model_path,
+            trust_remote_code=trust_remote_code,
+            dtype=str(dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,  # token ids go in and come out
+            generation_config="vllm",  # the sampling settings are the request's alone
+            max_model_len=self.max_length,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            enable_chunked_prefill=self.chunks,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enforce_eager=args.enforce_eager or self.device.type == "cpu",
+            load_format=args.load_format,
+            use_tqdm_on_load=False,
+            enable_sleep_mode=self.sleeps,
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled; raw ones ignore the temperature
+            async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
+            disable_log_stats=True,
+            seed=0,  # the same on tensor parallel ranks; what is sampled hangs on the requests' own seeds
+        )
+        with _random_state_kept(), _place_among_ranks(self.device):
+            try:
+                return vllm.LLMEngine.from_engine_args(settings)
+            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError, too
+                reason = str(error).strip()[:500]
+                raise UserError(
+                    f"--engine vllm: vLLM does not start with {model_path}: {reason}\n"
+                    "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
+                    "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
+                ) from error
+
+    def _hand_over(self, key: str, request: Request) -> str:
+        """Gives the request to vLLM; returns vLLM's own name for it."""
+        s = request.sampling
+        params = vllm.SamplingParams(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            max_tokens=s.max_tokens,
+            ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
+            stop_token_ids=None if s.ignore_eos else self.eos,
+            seed=request.seed,
+            logprobs=0,  # the sampled token's
+            flat_logprobs=True,  # no dict and no object a token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        # KV blocks are shared between equal prompts, but never across weights.
+        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._updates}"}
+        return self.engine.add_request(key, prompt, params)
+
+    def _renew_waiting(self) -> None:
+        """Hands the requests that have not begun over anew: with the salt of their arrival they would find, and leave, KV
+        blocks of the weights that were just replaced."""
+        for key, pending in self._pending.items():
+            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING:
+                self.engine.abort_request([pending.inner_id], internal=True)
+                pending.inner_id = self._hand_over(key, pending.request)
+
+    def _output(self, out: vllm.RequestOutput) -> Output:
+        pending, completion = self._pending.pop(out.request_id), out.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
+        token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
+        versions = pending.version_per_token(len(token_ids), self.version)
+        return Output(pending.request.id, token_ids, log_probs, versions, completion.finish_reason)
+
+
+def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:
+    """Raises UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
+    if not chunks and args.max_num_batched_tokens < max_length:
+        raise UserError(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
+            "response). Without --enable-chunked-prefill, and on a CPU always, a prompt is not split: raise it."
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if args.rollout_tp < 1 or world % args.rollout_tp:
+        raise UserError(
+            f"--rollout-tp {args.rollout_tp}: the {world} generating rank(s) cannot be divided into generators of that many. "
+            "Start a multiple of it with `torchrun --standalone --nproc-per-node ...`."
+        )
+
+
+@contextlib.contextmanager
+def _random_state_kept():
+    """vLLM reseeds the process's random number generators as it starts; the script's own draws must not depend on that."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def _place_among_ranks(device: torch.device):
+    """Tells a starting vLLM its rank in the default process group, out of which it makes its own groups. It would take it from
+    torchrun's variables, which count otherwise where ranks are split into roles or share a device.
+
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. As it comes from vLLM the name is
+    the same in every run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    run = all_gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    place = (f"env://:{run}", dist.get_rank(), device.index or 0)
+    original = ExecutorWithExternalLauncher._distributed_args
+    ExecutorWithExternalLauncher._distributed_args = lambda self: place
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = original
+        for path in Path("/dev/shm").glob(f"{run}-*"):
+            path.unlink(missing_ok=True)  # all ranks have it open; without a name it ends with them, however they end

@@ -1,0 +1,54 @@
+"""--engine: what is taken, what is said, and what is refused, with and without vLLM."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from rl.engine import EngineArgs, choose_engine, make_engine
+from rl.errors import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rl.engine_vllm", None)  # importing it raises ImportError
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    import rl
+
+    stub = types.SimpleNamespace(vllm=types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setitem(sys.modules, "rl.engine_vllm", stub)
+    monkeypatch.setattr(rl, "engine_vllm", stub, raising=False)
+
+
+def test_auto_says_what_it_takes_and_why(without_vllm, capsys):
+    assert choose_engine("auto", CPU) == "transformers"
+    assert capsys.readouterr().out == "engine: transformers (the device is a CPU)\n"
+    assert choose_engine("auto", GPU) == "transformers"
+    assert capsys.readouterr().out.startswith("engine: transformers (vLLM cannot be imported: ")
+
+
+def test_auto_takes_vllm_on_a_device_that_is_no_cpu(with_vllm, capsys):
+    assert choose_engine("auto", GPU) == "vllm"
+    assert capsys.readouterr().out == "engine: vllm (version 0.32.0 is installed)\n"
+    assert choose_engine("auto", CPU) == "transformers"
+
+
+def test_what_is_asked_for_is_taken_in_silence(with_vllm, capsys):
+    assert choose_engine("transformers", GPU) == "transformers" and choose_engine("vllm", CPU) == "vllm"
+    assert capsys.readouterr().out == ""
+
+
+def test_vllm_that_is_missing_is_said_with_a_remedy(without_vllm):
+    with pytest.raises(UserError, match=r"--engine vllm: vLLM cannot be imported.*requirements-cuda.txt"):
+        choose_engine("vllm", CPU)
+
+
+def test_tensor_parallelism_needs_vllm(models):
+    with pytest.raises(UserError, match=r"--rollout-tp 2: .* needs --engine vllm"):
+        make_engine(models["qwen3"], EngineArgs(engine="transformers", rollout_tp=2), 64, "float32", CPU, False)
