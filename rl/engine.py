@@ -334,7 +334,8 @@ class TransformersEngine:
             target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
-            target.copy_(tensor)
+            if target.data_ptr() != tensor.data_ptr():
+                target.copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
@@ -347,7 +348,7 @@ class TransformersEngine:
 
     def adopt(self, memory: dict[str, torch.Tensor]) -> None:
         """Makes these tensors, one of each parameter's shape and precision, its parameters' memory, values kept: whoever
-        writes into them changes the weights, and may then hand the very parameters to `update`."""
+        writes into them changes the weights; `update` has nothing to copy then."""
         for name, parameter in self._parameters.items():
             memory[name].copy_(parameter)
             parameter.data = memory[name]

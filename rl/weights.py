@@ -26,7 +26,7 @@ from rl.dist import Split, side_stream
 from rl.engine import Engine
 from rl.learner import Learner
 
-PIECE_BYTES = 2 << 20  # what travels at once: small enough to be still in the cache when it is digested
+PIECE_BYTES = 32 << 20  # what travels at once; the next pieces are under way meanwhile
 UNDER_WAY = 3  # pieces
 
 
@@ -136,13 +136,11 @@ class Publisher:
 
     def _broadcast(self, version: int) -> None:
         bridge, under_way = self.split.bridge, deque()
-        digests = Digests(len(self.plan.names), self.split.ranks.device.type)
+        digests = Digests(self.plan, self.split.ranks.device.type)
         for piece in self.plan.pieces:
             data = self._stream[piece.start : piece.stop].to(bridge.device)
-            views = [data] if piece.is_part else self.plan.views(data, piece.members)
-            for number, view in zip(piece.members, views, strict=True):
-                digests.add(number, view)  # comes into the cache, from where it is sent
             under_way.append((bridge.broadcast(data), data))
+            digests.add(piece, data)  # while it travels
             if len(under_way) == UNDER_WAY:
                 under_way.popleft()[0].wait()
         table = torch.tensor([version, *digests.values()]).to(bridge.device)
@@ -172,18 +170,27 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        digests, arrived = (Digests(len(self.plan.names), self.kind) for _ in range(2))
+        digests, arrived = (Digests(self.plan, self.kind) for _ in range(2))
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
+        found = digests.values()
         if self._memory is None:
             self._check_loaded(version, arrived.values())
+        else:
+            for i in self._moved():
+                found[i] = digest(self.engine.loaded(self.plan.names[i]), self.kind)
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self.bridge.broadcast(table).wait()
         sent_version, *sent = table.tolist()
         if sent_version != version:
             raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
-        for name, theirs, ours in zip(self.plan.names, sent, digests.values(), strict=True):
+        for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+
+    def _moved(self) -> list[int]:
+        """Parameters that, against what was agreed, no longer lie where they were put."""
+        places = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
+        return [i for i, name in enumerate(self.plan.names) if self.engine.loaded(name).data_ptr() != places[i]]
 
     def _check_loaded(self, version: int, arrived: list[int]) -> None:
         """Compares what an engine with memory of its own has made of the parameters with what it was given."""
@@ -191,9 +198,7 @@ class Subscriber:
             live = self.engine.loaded(name)
             if live is None:
                 continue
-            digest = Digests(1, self.kind)
-            digest.add(0, live.to(self.plan.dtype) + 0.0)
-            if digest.values()[0] != arrived[number]:
+            if digest(live.to(self.plan.dtype) + 0.0, self.kind) != arrived[number]:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
     def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,21 +206,17 @@ class Subscriber:
         engine may hold the weights in a form that knows only one zero."""
         parts = []  # of a parameter that comes in several pieces
         for piece, data in self._arriving():
-            tensors = [data] if piece.is_part else self.plan.views(data, piece.members)
-            if self._memory is not None:
-                for number, tensor in zip(piece.members, tensors, strict=True):
-                    digests.add(number, tensor)  # the engine's own memory, still in the cache
-                tensors = [self.engine.loaded(self.plan.names[number]) for number in piece.members]
-            elif piece.is_part:
+            digests.add(piece, data)
+            if self._memory is None:
+                arrived.add(piece, data + 0.0)
                 parts.append(data)
-                tensors = [torch.cat(parts).view(self.plan.shapes[piece.members.start])] if piece.ends else []
-            if piece.ends:
-                parts = []
-                for number, tensor in zip(piece.members, tensors, strict=True):
-                    if self._memory is None:
-                        digests.add(number, tensor)
-                        arrived.add(number, tensor + 0.0)
-                    yield self.plan.names[number], tensor
+            if not piece.ends:
+                continue
+            if self._memory is not None:
+                run = self._memory[self.plan.offsets[piece.members.start] :]
+            else:
+                run, parts = torch.cat(parts) if piece.is_part else data, []
+            yield from zip((self.plan.names[i] for i in piece.members), self.plan.views(run, piece.members), strict=True)
 
     def _arriving(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces and their data as they come; the next ones are on their way while one is used."""
@@ -237,27 +238,51 @@ class Subscriber:
 
 
 class Digests:
-    """A 64-bit digest of each parameter's bits, fed with its parts in order: xxh3 on CPU machines; on accelerators a sum of the
-    bits weighted by place, which needs no order and so runs there."""
+    """A 64-bit digest of each parameter's bits, fed with the pieces in order: xxh3 on CPU machines; on accelerators a sum of
+    the bits weighted by place, which needs no order and so runs there."""
 
-    def __init__(self, count: int, device_type: str):
-        self._hashes = [xxhash.xxh3_64() for _ in range(count)] if device_type == "cpu" else None
-        self._sums: list[list[torch.Tensor]] = [[] for _ in range(count)]
-        self._seen = [0] * count  # elements
+    def __init__(self, plan: Plan, device_type: str):
+        self.plan, self.device_type = plan, device_type
+        self._hashes = [xxhash.xxh3_64() for _ in plan.names] if device_type == "cpu" else []
+        self._sums: list[list[torch.Tensor]] = [[] for _ in plan.names]
 
-    def add(self, number: int, part: torch.Tensor) -> None:
-        flat = part.contiguous().view(-1)
-        if self._hashes:
-            self._hashes[number].update(flat.view(torch.uint8).numpy())
-            return
-        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-        for run in bits.split(1 << 24):
-            place = torch.arange(self._seen[number], self._seen[number] + len(run), device=run.device)
-            self._sums[number].append((run.long() * (place % 65_521 * 2 + 1)).sum())
-            self._seen[number] += len(run)
+    def add(self, piece: Piece, data: torch.Tensor) -> None:
+        """data: the piece, contiguous."""
+        offsets, size = self.plan.offsets, self.plan.dtype.itemsize
+        raw = memoryview(data.view(torch.uint8).numpy()) if self.device_type == "cpu" else None
+        for i in piece.members:
+            start, stop = max(piece.start, offsets[i]) - piece.start, min(piece.stop, offsets[i + 1]) - piece.start
+            if raw is not None:
+                self._hashes[i].update(raw[start * size : stop * size])
+            else:
+                self._sums[i].append(_weighted_sum(data[start:stop], first=piece.start + start - offsets[i]))
 
     def values(self) -> list[int]:
         """Signed, so that they fit into a tensor."""
-        if self._hashes:
-            return [value - (1 << 64) if (value := h.intdigest()) >> 63 else value for h in self._hashes]
-        return [sum(map(int, sums)) % (1 << 62) for sums in self._sums]
+        if self.device_type == "cpu":
+            return [_signed(h.intdigest()) for h in self._hashes]
+        return [_signed(sum(map(int, sums))) for sums in self._sums]
+
+
+def digest(tensor: torch.Tensor, device_type: str) -> int:
+    """The digest of a single tensor, as Digests would find it."""
+    flat = tensor.contiguous().view(-1)
+    if device_type == "cpu":
+        return _signed(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()))
+    return _signed(int(_weighted_sum(flat, first=0)))
+
+
+def _weighted_sum(flat: torch.Tensor, first: int) -> torch.Tensor:
+    """The elements' bits as whole numbers, each times an odd weight that depends on its place, summed modulo 2^64."""
+    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+    total = torch.zeros((), dtype=torch.long, device=bits.device)
+    for start in range(0, len(bits), 1 << 24):
+        run = bits[start : start + (1 << 24)].long()
+        place = torch.arange(first + start, first + start + len(run), device=bits.device)
+        total += (run * (place % 65_521 * 2 + 1)).sum()
+    return total
+
+
+def _signed(value: int) -> int:
+    value %= 1 << 64
+    return value - (1 << 64) if value >> 63 else value

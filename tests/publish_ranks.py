@@ -48,16 +48,17 @@ def learn(split: dist.Split) -> None:
 
 def generate(split: dist.Split) -> None:
     engine = TransformersEngine(model, max_length=64, dtype=dtype)
+    outbox = Outbox(open_ring(split, 8), split)
+    board, subscriber = Board(split), Subscriber(split, engine)
     if skipped:
-        load = engine.update
-        own = engine.loaded(skipped).clone()
+        load, own = engine.update, engine.loaded(skipped)
 
         def forgetful(weights, version, recompute_kv):
+            if version == 1:
+                own.data = own.clone()  # where no weights arrive
             load(((name, own if name == skipped and version else tensor) for name, tensor in weights), version, recompute_kv)
 
         engine.update = forgetful
-    outbox = Outbox(open_ring(split, 8), split)
-    board, subscriber = Board(split), Subscriber(split, engine)
     prompt, sampling = [5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True)
     for version in range(VERSIONS):
         board.wait_for(version)
