@@ -23,8 +23,9 @@ from rl.checkpoint import export_hf
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
-from rl.generator import VALIDATION, Generator
+from rl.generator import VALIDATION
 from rl.learner import Learner, LearnerArgs, TokenMeans
+from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
@@ -75,8 +76,6 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
         """Raises UserError for flags that cannot work."""
         self.check_algorithm()
         self.check_schedule()
-        if self.rollout_tp != 1:
-            raise UserError("--rollout-tp above 1 works in train_sync.py and train_one_step_off.py, not in a stream yet.")
         for flag in ("rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
             if getattr(self, flag) < 1:
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
@@ -96,41 +95,44 @@ def generate(
         path, args, args.max_prompt_length + args.max_response_length, args.dtype, split.ranks.device, args.trust_remote_code
     )
     pool = ScoringPool(args)
-    generator = Generator(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
+    team = Team(split.ranks, args.rollout_tp)
+    generator = team.generator_type(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
     board, subscriber = Board(split), Subscriber(split, engine)
     tickets = Tickets(split.store, args, total_steps * args.required)
-    validation_rows = []
-    while not (state := board.read()).stop:
-        # New weights, between two engine steps. A validation is of one version: it is finished first.
-        due = state.version > engine.version and not generator.is_validating
-        if due and not (args.partial_rollout == "off" and engine.num_unfinished):
+    validation_rows = None  # of the validation under way
+    while True:
+        # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
+        state = board.read()
+        in_the_way = generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished)
+        swap = state.version > engine.version and not in_the_way
+        fresh = tickets.take(generator.room, engine.version + swap, state) if team.leads else []
+        stop, swap, fresh = team.agree([state.stop, swap, fresh])
+        if stop:
+            break
+
+        # New weights, between two engine steps.
+        if swap:
             with generator.timer("update_weights"):
                 subscriber.receive(engine.version + 1, args.partial_rollout == "recompute")
             outbox.report(generator.timer, pool, subscriber.bytes)
             if args.validates(engine.version, total_steps):
-                mine = range(split.ranks.rank, len(val_prompts), split.generators)
-                generator.start_validation(val_prompts, mine)
-                if not mine:
-                    outbox.send_rows(args.step_of(engine.version, total_steps), [])
+                generator.start_validation(val_prompts, range(team.place.rank, len(val_prompts), team.place.world_size))
+                validation_rows = []
 
-        # Tickets; none while newer weights are due, which would sample them better.
-        while state.version == engine.version and generator.has_room:
-            ticket = tickets.next(engine.version, state.dropped)
-            if ticket is None:
-                break
+        # Fresh tickets, one engine step, and what is finished with it.
+        for ticket in fresh:
             generator.start(ticket)
-
         for key, work in generator.poll(wait=2e-3):
-            if key < VALIDATION:
+            if key >= VALIDATION:
+                validation_rows += generator.rows(key, work)
+            else:
                 outbox.send_group(generator.group(key, work))
-                continue
-            validation_rows += generator.rows(key, work)
-        if validation_rows and not generator.is_validating:
+        if validation_rows is not None and not generator.is_validating:
             outbox.send_rows(args.step_of(engine.version, total_steps), validation_rows)
-            validation_rows = []
+            validation_rows = None
         outbox.flush()
-    outbox.goodbye(unfinished=[key for key in generator.working if key < VALIDATION])
+    outbox.goodbye(unfinished=[key for key in generator.working if key < VALIDATION and team.leads])
     pool.close()
 
 

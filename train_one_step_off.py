@@ -24,7 +24,7 @@ from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
 from rl.generator import Generator, gather_groups, validate_on_all_ranks
 from rl.learner import Learner, LearnerArgs, TokenMeans
-from rl.lockstep import share_engines
+from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
@@ -94,8 +94,7 @@ def make_batch(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int)
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
         mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
-        groups = {group.ticket: group for group in gather_groups(mine)}  # the ranks of one engine all hand over the same
-        for group in groups.values():
+        for group in gather_groups(mine):
             (kept if group.teaches or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
@@ -116,8 +115,8 @@ def generate(
         path, args, args.max_prompt_length + args.max_response_length, args.dtype, split.ranks.device, args.trust_remote_code
     )
     pool = ScoringPool(args)
-    place, kind = share_engines(split.ranks, args.rollout_tp)
-    generator = kind(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
+    team = Team(split.ranks, args.rollout_tp)
+    generator = team.generator_type(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
     board, subscriber, ticket = Board(split), Subscriber(split, engine), 0
     for k in range(total_steps + 2):  # the last two versions are only validated
@@ -129,10 +128,10 @@ def generate(
                 subscriber.receive(version)
             outbox.report(generator.timer, pool, subscriber.bytes)
             if args.validates(version, total_steps):
-                rows = validate_on_all_ranks(generator, val_prompts, place)
+                rows = validate_on_all_ranks(generator, val_prompts, team.place)
                 outbox.send_rows(version, rows if split.ranks.is_main else [])
         if k < total_steps:
-            groups, ticket, metrics = make_batch(args, generator, place, ticket)
+            groups, ticket, metrics = make_batch(args, generator, team.place, ticket)
             if split.ranks.is_main:
                 outbox.send_batch(groups, metrics | {"training/epoch": order(ticket - 1)[0]})
     outbox.goodbye(unfinished=[])

@@ -23,7 +23,7 @@ from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
 from rl.generator import Generator, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
 from rl.learner import Learner, LearnerArgs, TokenMeans
-from rl.lockstep import share_engines
+from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
@@ -85,8 +85,7 @@ def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
         mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
-        groups = {group.ticket: group for group in gather_groups(mine)}  # the ranks of one engine all hand over the same
-        for group in groups.values():
+        for group in gather_groups(mine):
             (kept if group.teaches or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
@@ -182,13 +181,13 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     max_length = args.max_prompt_length + args.max_response_length
     engine = make_engine(path, args, max_length, args.dtype, ranks.device, args.trust_remote_code)
     engine.update(learner.weights(), version=0)
-    place, kind = share_engines(ranks, args.rollout_tp)
-    generator = kind(engine, train_prompts, order, pool, tokenizer, args, args.seed)
+    team = Team(ranks, args.rollout_tp)
+    generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
     run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_sync")
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):
-            rows = validate_on_all_ranks(generator, val_prompts, place)
+            rows = validate_on_all_ranks(generator, val_prompts, team.place)
         run.log_generations(step, rows[: args.log_val_generations])
         return validation_metrics(rows)
 
@@ -197,7 +196,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     ticket = 0
     for step in range(1, total_steps + 1):
         with run.timer("gen"):
-            batch, ticket, metrics = generate(args, generator, place, ticket)
+            batch, ticket, metrics = generate(args, generator, team.place, ticket)
             engine.sleep()
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)

@@ -59,9 +59,9 @@ class Generator:
         self.timer = Timers()  # gen, score and wait
 
     @property
-    def has_room(self) -> bool:
-        """Whether the engine could decode more than it has to."""
-        return self.engine.num_unfinished < self.args.max_num_seqs
+    def room(self) -> int:
+        """How many more tickets keep the engine's slots filled."""
+        return max(0, -(-(self.args.max_num_seqs - self.engine.num_unfinished) // self.args.rollout_n))
 
     @property
     def is_validating(self) -> bool:

@@ -2,23 +2,51 @@
 
 vLLM's ranks meet in every layer, so each must add the same requests and step as often as the others. Where a batch is made
 whole that needs no message between them: every rank knows all tickets beforehand, and the engine is stepped until it is empty.
+In a stream the first rank of the engine decides what is done next, and tells the others.
 """
 
 import dataclasses
+import json
+
+import torch
+import torch.distributed
 
 from rl.dist import Ranks
+from rl.engine import Output
 from rl.generator import Generator
 
 
 class Echo(Generator):
-    """The generator on the other ranks of an engine: does what the first one does, but is not heard in the validation."""
+    """The generator on the other ranks of an engine: generates what the first one does, and hands nothing over."""
 
-    def validate(self, prompts, indices):
-        super().validate(prompts, indices)
-        return []
+    def _submit(self, output: Output) -> None:
+        key, number = output.id
+        work = self.working[key]
+        work.outputs[number] = output
+        if len(work.outputs) == work.n + work.greedy:
+            del self.working[key]
 
 
-def share_engines(ranks: Ranks, rollout_tp: int) -> tuple[Ranks, type[Generator]]:
-    """(This rank's place counted in engines of `rollout_tp` ranks each, which generator it runs.)"""
-    place = dataclasses.replace(ranks, rank=ranks.rank // rollout_tp, world_size=ranks.world_size // rollout_tp)
-    return place, Echo if ranks.rank % rollout_tp else Generator
+class Team:
+    """The ranks of the default process group that share this rank's engine: `size` neighbours."""
+
+    def __init__(self, ranks: Ranks, size: int):
+        self.leads = ranks.rank % size == 0
+        self.generator_type = Generator if self.leads else Echo
+        # this rank's place counted in engines
+        self.place = dataclasses.replace(ranks, rank=ranks.rank // size, world_size=ranks.world_size // size)
+        self._first, self._group = self.place.rank * size, None
+        for first in range(0, ranks.world_size, size) if size > 1 else ():
+            group = torch.distributed.new_group(range(first, first + size), backend="gloo")  # a collective of all engines
+            self._group = group if first == self._first else self._group
+
+    def agree(self, decision: list) -> list:
+        """The first rank's decision, which is anything that JSON can hold, on all of them."""
+        if self._group is None:
+            return decision
+        text = json.dumps(decision).encode()
+        size = torch.tensor([len(text)])
+        torch.distributed.broadcast(size, self._first, self._group)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.leads else torch.empty(int(size), dtype=torch.uint8)
+        torch.distributed.broadcast(data, self._first, self._group)
+        return json.loads(data.numpy().tobytes())

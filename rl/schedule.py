@@ -136,6 +136,14 @@ class Tickets:
         self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
         self.reserved: int | None = None
 
+    def take(self, most: int, version: int, state: State) -> list[int]:
+        """Up to so many tickets that may start under the weights of `version`; none if newer weights are ready, which would
+        sample them better."""
+        out: list[int] = []
+        while version == state.version and len(out) < most and (ticket := self.next(version, state.dropped)) is not None:
+            out.append(ticket)
+        return out
+
     def next(self, version: int, dropped: int) -> int | None:
         """The next ticket if the schedule lets it start under the weights of `version`."""
         if self.reserved is None:

@@ -111,9 +111,29 @@ def rough(demo_model, tmp_path_factory):
     flags = ["--total-training-steps", "24", "--test-freq", "12", "--max-num-seqs", "12", "--reward", f"{reward}:score"]
     flags += ["--ppo-mini-batch-size", "4", "--trigger-parameter-sync-step", "2", "--reward-workers", "4"]
     modes = {
-        "drop": ["--staleness-threshold", "2.5", "--max-staleness", "1", "--generators", "2"],
-        "wait": ["--staleness-threshold", "1.5", "--max-staleness", "2", "--stale", "wait", "--partial-rollout", "recompute"],
-        "off": ["--staleness-threshold", "0.5", "--partial-rollout", "off", "--filter-groups"],
+        "drop": [
+            "--staleness-threshold",
+            "2.5",
+            "--max-staleness",
+            "1",
+            "--generators",
+            "2",
+            "--rollout-correction",
+            "token_tis",
+        ],
+        "wait": [
+            "--staleness-threshold",
+            "1.5",
+            "--max-staleness",
+            "2",
+            "--stale",
+            "wait",
+            "--partial-rollout",
+            "recompute",
+            "--loss-mode",
+            "decoupled_ppo",
+        ],
+        "off": ["--staleness-threshold", "0.5", "--partial-rollout", "off", "--filter-groups", "--use-rollout-log-probs"],
     }
     ranks = {"drop": 3, "wait": 2, "off": 2}
     env = {"ROUGH": "slow"}

