@@ -143,7 +143,7 @@ def over(values: list[float], form: str = ".2f") -> str:
 
 def main(args: Args) -> None:
     from rl.demo import model_dir
-    from rl.metrics import _cpu_name
+    from rl.metrics import cpu_name
 
     model_dir()
     equal: dict[str, list[dict]] = {side: [] for side in ("generation", "training", BUSY, "async")}
@@ -166,7 +166,7 @@ def main(args: Args) -> None:
         gain = [r["tokens_per_s"] / s["tokens_per_s"] for r, s in zip(runs, tailed["sync"], strict=True)]
         rate = over([r["tokens_per_s"] for r in runs], ",.0f")
         lines.append(f"| {side} | {rate} | {over(gain)} | {statistics.median(r['idle'] for r in runs):.0%} |")
-    machine = f"{_cpu_name()}, 2 ranks of one thread; {args.repeats} interleaved rounds, median (min - max)"
+    machine = f"{cpu_name()}, 2 ranks of one thread; {args.repeats} interleaved rounds, median (min - max)"
     text = "\n".join(lines) + f"\n\n{machine}.\n"
     print(text)
     target = ROOT / "benchmarks" / "results"

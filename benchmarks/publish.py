@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from rl import dist, weights  # noqa: E402
 from rl.engine import TransformersEngine  # noqa: E402
 from rl.learner import Learner, LearnerArgs  # noqa: E402
-from rl.metrics import _cpu_name  # noqa: E402
+from rl.metrics import cpu_name  # noqa: E402
 from rl.weights import Publisher, Subscriber  # noqa: E402
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary
@@ -130,7 +130,7 @@ def main(args: Args, split: dist.Split) -> None:
             f"({spread[1]}) | {middle['publish'] / middle['raw']:.2f} | {4e-9 * r['parameters'] / middle['publish']:.1f} | "
             f"{share:.0%} | {1e3 * middle['copy']:.1f} ms |"
         )
-    text = "\n".join(lines) + f"\n\n{_cpu_name()}, one thread a rank, {args.repeats} interleaved rounds; median (min - max).\n"
+    text = "\n".join(lines) + f"\n\n{cpu_name()}, one thread a rank, {args.repeats} interleaved rounds; median (min - max).\n"
     print(text)
     target = ROOT / "benchmarks" / "results"
     (target / "publish.json").write_text(json.dumps(results))

@@ -281,10 +281,10 @@ def _strict(value):
 
 def _machine() -> dict:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
     return platform.processor() or platform.machine()
