@@ -231,6 +231,44 @@ class Learner:
             yield name, whole.to(self.ranks.device)
 
 
+    # -- what a checkpoint holds
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The sharded tensors that training changes: master weights and AdamW's moments, by name. Made where an optimizer has
+        not stepped yet; a checkpoint is read into them in place."""
+        self.policy.reshard()
+        out = {}
+        for name, parameter in self.policy.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter.data) for _ in range(2))
+            out[f"model.{name}"] = parameter.data
+            out |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        return out
+
+    def state(self) -> dict:
+        """The rest, the same on all ranks."""
+        first = next(iter(self.optimizer.state.values()))
+        return {"adam_step": int(first["step"]), "schedule": self.schedule.last_epoch, "skipped": self.skipped}
+
+    def rank_state(self) -> dict:
+        """The rest that differs by rank."""
+        return {"rng": torch.get_rng_state().tolist()}
+
+    def restore(self, state: dict, rank_state: dict | None) -> None:
+        """Takes `state` and `rank_state` back; the tensors have been read already."""
+        for of_parameter in self.optimizer.state.values():
+            of_parameter["step"].fill_(state["adam_step"])
+        self.skipped = state["skipped"]
+        self.schedule.last_epoch = state["schedule"]
+        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_lr(), strict=True):
+            group["lr"] = lr
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        if rank_state:
+            torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
+
+
 class TokenMeans:
     """Masked means of per-token statistics over the global batch, whatever the micro-batches and ranks: sums are kept, and
     divided by the number of tokens at the end."""
