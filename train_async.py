@@ -16,10 +16,10 @@ import torch
 import tyro
 
 import losses
-from rl import dist
+from rl import checkpoint, dist
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
-from rl.checkpoint import export_hf
+from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -29,13 +29,13 @@ from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
-from rl.schedule import Board, Intake, ScheduleArgs, Tickets, staleness_metrics, started
+from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
 from rl.stream import Inbox, Outbox, Watch, open_ring
 from rl.weights import Publisher, Subscriber
 
 
 @dataclass
-class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
+class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -52,8 +52,6 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
     """Validate every so many steps, at the next publish, and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
-    save_freq: int = 0
-    """Export the model every so many steps; it is always exported after the last."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
@@ -106,7 +104,8 @@ def generate(
         state = board.read()
         in_the_way = generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished)
         swap = state.version > engine.version and not in_the_way
-        fresh = tickets.take(generator.room, engine.version + swap, state) if team.leads else []
+        version = max(engine.version + 1, state.version if engine.version < 0 else 0) if swap else engine.version
+        fresh = tickets.take(generator.room, version, state) if team.leads else []
         stop, swap, fresh = team.agree([state.stop, swap, fresh])
         if stop:
             break
@@ -114,7 +113,8 @@ def generate(
         # New weights, between two engine steps.
         if swap:
             with generator.timer("update_weights"):
-                subscriber.receive(engine.version + 1, args.partial_rollout == "recompute")
+                version = state.version if engine.version < 0 else engine.version + 1
+                subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, pool, subscriber.bytes)
             if args.validates(engine.version, total_steps):
                 generator.start_validation(val_prompts, range(team.place.rank, len(val_prompts), team.place.world_size))
@@ -227,9 +227,18 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     inbox, intake = Inbox(open_ring(split, args.ring_mb), split), Intake(args, args.filter_groups, args.max_num_gen_batches)
     run, watch = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_async"), Watch(split)
 
-    publisher.publish(0)
-    board.update(version=0)
-    for step in range(1, total_steps + 1):
+    # Where it goes on from, if it does. Tickets that were under way are given out anew.
+    done, again, resumed = 0, [], checkpoint.find(args, args.output_dir, args.experiment_name)
+    if resumed:
+        done, state, groups = checkpoint.load(resumed, learner)
+        kl_control.coef = state["kl_coef"]
+        again = intake.restore(state["intake"], groups, state["drawn"])
+    if ranks.is_main:
+        in_hand = intake.trained + intake.dropped.total() + len(intake.waiting)
+        open_tickets(split.store, in_hand + len(again), in_hand, again)
+    publisher.publish(args.version_at(done + 1))
+    board.update(version=args.version_at(done + 1), dropped=intake.dropped.total())
+    for step in range(done + 1, total_steps + 1):
         version = args.version_at(step)
         with run.timer("wait"):
             batch = next_batch(step, inbox, intake, board)
@@ -256,7 +265,9 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
             run.say(watch.words())
         if last or (args.save_freq and step % args.save_freq == 0):
             with run.timer("save_checkpoint"):
-                checkpoint = export_hf(learner, prompts.tokenizer, run.dir / f"step_{step:06d}")
+                state = {"kl_coef": kl_control.coef, "intake": intake.state(), "drawn": drawn(split.store)}
+                groups = [*intake.waiting.values(), *inbox.groups]
+                saved = checkpoint.save(run.dir, step, learner, prompts.tokenizer, state, groups, args.max_ckpt_to_keep)
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
 
     # The end: every ticket that was started has been trained, was dropped, or is still somewhere.
@@ -268,7 +279,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
         intake.add(group)
     run.say(intake.account(inbox.unfinished(), started(split.store)))
     run.say(watch.words())
-    run.finish(checkpoint)
+    run.finish(saved)
 
 
 def main(args: Args, split: dist.Split) -> None:

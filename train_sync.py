@@ -8,16 +8,16 @@ The algorithm stands in `main`, top to bottom: generate -> score -> advantage ->
 losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import tyro
 
 import losses
-from rl import dist
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
-from rl.checkpoint import export_hf
+from rl import checkpoint, dist
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
@@ -30,7 +30,7 @@ from rl.rewards import RewardArgs, ScoringPool, check_sources
 
 
 @dataclass
-class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
+class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -51,8 +51,6 @@ class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, Metrics
     """Validate every so many steps and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
-    save_freq: int = 0
-    """Export the model every so many steps; it is always exported after the last."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
@@ -177,13 +175,19 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     prompts_per_step = args.ppo_mini_batch_size or args.train_batch_size
     optimizer_steps = total_steps * args.ppo_epochs * args.train_batch_size // prompts_per_step
     learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.needs_reference, args.trust_remote_code)
-    kl_control = KLControl(args)
     max_length = args.max_prompt_length + args.max_response_length
     engine = make_engine(path, args, max_length, args.dtype, ranks.device, args.trust_remote_code)
-    engine.update(learner.weights(), version=0)
+    kl_control = KLControl(args)
+
+    # Where it goes on from, if it does.
+    ticket, done, resumed = 0, 0, checkpoint.find(args, args.output_dir, args.experiment_name)
+    if resumed:
+        done, state, _ = checkpoint.load(resumed, learner)
+        ticket, kl_control.coef, pool.events = state["ticket"], state["kl_coef"], Counter(state["events"])
+    engine.update(learner.weights(), version=done)
     team = Team(ranks, args.rollout_tp)
     generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
-    run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_sync")
+    run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_sync", checkpoint=resumed)
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):
@@ -191,10 +195,9 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         run.log_generations(step, rows[: args.log_val_generations])
         return validation_metrics(rows)
 
-    if args.test_freq and args.val_before_train:
+    if args.test_freq and args.val_before_train and not done:
         run.log(0, validate(0))
-    ticket = 0
-    for step in range(1, total_steps + 1):
+    for step in range(done + 1, total_steps + 1):
         with run.timer("gen"):
             batch, ticket, metrics = generate(args, generator, team.place, ticket)
             engine.sleep()
@@ -212,10 +215,11 @@ def main(args: Args, ranks: dist.Ranks) -> None:
             metrics |= validate(step)
         if last or (args.save_freq and step % args.save_freq == 0):
             with run.timer("save_checkpoint"):
-                checkpoint = export_hf(learner, tokenizer, run.dir / f"step_{step:06d}")
+                state = {"ticket": ticket, "kl_coef": kl_control.coef, "events": pool.events}
+                saved = checkpoint.save(run.dir, step, learner, tokenizer, state, [], args.max_ckpt_to_keep)
         run.log(step, metrics | gather_ledgers("rank", run.timer))
     pool.close()
-    run.finish(checkpoint)
+    run.finish(saved)
 
 
 if __name__ == "__main__":

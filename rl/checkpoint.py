@@ -40,6 +40,27 @@ class CheckpointArgs:
     anew; or the path of a checkpoint."""
 
 
+def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Path | None:
+    """The checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the one that was asked for
+    cannot be used."""
+    found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
+    text = dist.all_gather_bytes(str(found or "").encode())[0].decode()
+    return Path(text) if text else None
+
+
+def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Path | None:
+    if args.resume_mode == "disable":
+        return None
+    if args.resume_mode != "auto":
+        return check_path(Path(args.resume_mode))
+    runs = [output_dir / experiment_name] if experiment_name else []
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, whatever its name
+        job = os.environ.get("TORCHELASTIC_RUN_ID")
+        configs = sorted(output_dir.glob("*/config.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+        runs += [path.parent for path in configs if json.loads(path.read_text()).get("job") == job]
+    return next((checkpoint for run in runs if (checkpoint := newest(run))), None)
+
+
 def save(
     run_dir: Path, step: int, learner: Learner, tokenizer: PreTrainedTokenizerBase, state: dict, groups: list[Group], keep: int
 ) -> Path:

@@ -98,21 +98,31 @@ class Timers:
 class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
-    def __init__(self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str):
+    def __init__(
+        self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str, checkpoint: Path | None = None
+    ):
+        """checkpoint: where the run goes on from, in the directory of that run; else a new directory is made."""
         self.timer = Timers()
         self.enabled = enabled
         self.dir = Path(args.output_dir)
         if not enabled:
             return
-        self.dir = new_directory(Path(args.output_dir), args.experiment_name or f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
         record = _strict(describe_run(args, hardware, script))
-        (self.dir / "config.json").write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
+        name, first_step = "config.json", 0
+        if checkpoint:
+            self.dir, first_step = checkpoint.parent, int(checkpoint.name.removeprefix("step_")) + 1
+            _forget_from(self.dir / "metrics.jsonl", first_step)
+            name = f"config_from_{first_step:06d}.json"
+        else:
+            default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+            self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
         self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
         self._tensorboard = self._wandb = None
         if "tensorboard" in args.logger:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=first_step or None)
         if "wandb" in args.logger:
             self._wandb = _start_wandb(args, self.dir)
         self._console = _ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
@@ -224,6 +234,19 @@ def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
     return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}
 
 
+def _forget_from(jsonl: Path, step: int) -> None:
+    """Removes the lines of this step and later ones, and one that was cut off: they will come again."""
+    lines = jsonl.read_text().splitlines() if jsonl.exists() else []
+    kept = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+    partial = jsonl.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, jsonl)
+
+
 def new_directory(parent: Path, name: str) -> Path:
     """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raises UserError if none can be."""
     for i in range(1, 10_000):
@@ -250,6 +273,7 @@ def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
     return {
         "script": script,
         "command": sys.argv,
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "flags": dataclasses.asdict(args),
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -135,6 +136,7 @@ class Tickets:
     def __init__(self, store: Store, args: ScheduleArgs, total: int):
         self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
         self.reserved: int | None = None
+        self.again: list[int] = json.loads(store.get("tickets/again"))  # under way when the run was stopped: they go first
 
     def take(self, most: int, version: int, state: State) -> list[int]:
         """Up to so many tickets that may start under the weights of `version`; none if newer weights are ready, which would
@@ -147,12 +149,33 @@ class Tickets:
     def next(self, version: int, dropped: int) -> int | None:
         """The next ticket if the schedule lets it start under the weights of `version`."""
         if self.reserved is None:
-            self.reserved = self.store.add("tickets/drawn", 1) - 1
+            self.reserved = self._draw()
         if self.reserved - dropped >= min(self.args.quota(version), self.total):
             return None
         ticket, self.reserved = self.reserved, None
         self.store.add("tickets/started", 1)
         return ticket
+
+
+    def _draw(self) -> int:
+        if self.again:
+            place = self.store.add("tickets/taken_again", 1) - 1
+            if place < len(self.again):
+                return self.again[place]
+            self.again = []
+        return self.store.add("tickets/drawn", 1) - 1
+
+
+def open_tickets(store: Store, drawn: int = 0, started: int = 0, again: Iterable[int] = ()) -> None:
+    """Sets the counters of a run that begins, or goes on with these; to be called once, before any generator draws."""
+    store.add("tickets/drawn", drawn)
+    store.add("tickets/started", started)
+    store.set("tickets/again", json.dumps(list(again)))
+
+
+def drawn(store: Store) -> int:
+    """How many tickets all generators have drawn."""
+    return store.add("tickets/drawn", 0)
 
 
 def started(store: Store) -> int:
@@ -243,6 +266,19 @@ class Intake:
             if left > steps_left * args.required:
                 return False
         return True
+
+    def state(self) -> dict:
+        """For a checkpoint, beside the groups in `waiting`."""
+        names = ("trained", "dropped", "_low", "_bounds", "_flat_left")
+        return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
+
+    def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
+        """Takes `state` and the waiting groups back; returns the tickets that were under way, of `drawn` in all."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._high, self.dropped = set(self._high), Counter(self.dropped)
+        self.waiting = {group.ticket: group for group in groups}
+        return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def _drop(self, ticket: int, reason: str) -> None:
         self.dropped[reason] += 1
