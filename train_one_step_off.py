@@ -9,16 +9,17 @@ so the same flags and seed give the same run. The formulas are in losses.py. Lef
 and responses that outlive a publish (train_async.py).
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
 import tyro
 
 import losses
-from rl import dist
+from rl import checkpoint, dist
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.checkpoint import export_hf
+from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -34,7 +35,7 @@ from rl.weights import Publisher, Subscriber
 
 
 @dataclass
-class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs):
+class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -55,8 +56,6 @@ class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerAr
     """Validate every so many steps and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
-    save_freq: int = 0
-    """Export the model every so many steps; it is always exported after the last."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
@@ -118,8 +117,9 @@ def generate(
     team = Team(split.ranks, args.rollout_tp)
     generator = team.generator_type(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
-    board, subscriber, ticket = Board(split), Subscriber(split, engine), 0
-    for k in range(total_steps + 2):  # the last two versions are only validated
+    board, subscriber = Board(split), Subscriber(split, engine)
+    first_batch, ticket = json.loads(split.store.get("start"))
+    for k in range(first_batch, total_steps + 2):  # the last two versions are only validated
         version = max(0, k - 1)
         if version > engine.version:
             with generator.timer("wait"):
@@ -133,17 +133,17 @@ def generate(
         if k < total_steps:
             groups, ticket, metrics = make_batch(args, generator, team.place, ticket)
             if split.ranks.is_main:
-                outbox.send_batch(groups, metrics | {"training/epoch": order(ticket - 1)[0]})
+                outbox.send_batch(groups, metrics | {"training/epoch": order(ticket - 1)[0]}, ticket)
     outbox.goodbye(unfinished=[])
     pool.close()
 
 
-def next_batch(inbox: Inbox) -> tuple[Batch, dict[str, float]]:
-    """Waits for the next batch; returns it with the metrics of its making."""
+def next_batch(inbox: Inbox) -> tuple[list[Group], dict]:
+    """Waits for the next batch; returns its groups, and the metrics of its making with the first ticket after it."""
     while not inbox.batches:
         inbox.receive()
     batch = inbox.batches.popleft()
-    return Batch.of([inbox.groups.popleft() for _ in range(batch["groups"])]), batch["metrics"]
+    return [inbox.groups.popleft() for _ in range(batch["groups"])], batch
 
 
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
@@ -227,11 +227,25 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_one_step_off")
     watch = Watch(split)
 
-    publisher.publish(0)
-    board.update(version=0)
-    for step in range(1, total_steps + 1):
+    # Where it goes on from, if it does: with the batch that was made for the step after the checkpoint's.
+    done, start, resumed = 0, [0, 0], checkpoint.find(args, args.output_dir, args.experiment_name)
+    if resumed:
+        done, state, groups = checkpoint.load(resumed, learner)
+        kl_control.coef, start = state["kl_coef"], [done + 1, state["batch"]["next_ticket"]]
+        inbox.groups.extend(groups)
+        inbox.batches.append(state["batch"])
+    if ranks.is_main:
+        split.store.set("start", json.dumps(start))
+    publisher.publish(done)
+    board.update(version=done)
+    for step in range(done + 1, total_steps + 1):
         with run.timer("wait"):
-            batch, metrics = next_batch(inbox)
+            groups, made = next_batch(inbox)
+        batch, metrics = Batch.of(groups), made["metrics"]
+        if args.save_freq and step > done + 1 and (step - 1) % args.save_freq == 0:
+            with run.timer("save_checkpoint"):  # of the step before, now that nothing is under way
+                state = {"kl_coef": kl_control.coef, "batch": made}
+                checkpoint.save(run.dir, step - 1, learner, prompts.tokenizer, state, groups, args.max_ckpt_to_keep)
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 
@@ -249,13 +263,14 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
             validation = inbox.validation(run, args.log_val_generations, wait_for)
         if validation:
             run.say(watch.words())
-        if last or (args.save_freq and step % args.save_freq == 0):
+        if last:
             with run.timer("save_checkpoint"):
-                checkpoint = export_hf(learner, prompts.tokenizer, run.dir / f"step_{step:06d}")
+                state = {"kl_coef": kl_control.coef, "batch": None}
+                saved = checkpoint.save(run.dir, step, learner, prompts.tokenizer, state, [], args.max_ckpt_to_keep)
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
     publisher.wait()
     run.say(watch.words())
-    run.finish(checkpoint)
+    run.finish(saved)
 
 
 def main(args: Args, split: dist.Split) -> None:

@@ -41,11 +41,11 @@ class Outbox:
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
 
-    def send_batch(self, groups: list[Group], metrics: dict[str, float]) -> None:
-        """A whole batch, with the metrics of its making."""
+    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
+        """A whole batch, with the metrics of its making and the first ticket of the batch after."""
         for group in groups:
             self.send_group(group)
-        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics})
+        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
 
     def send_rows(self, step: int, rows: list[dict]) -> None:
         """This generator's part of the validation of that step's weights."""
