@@ -57,13 +57,13 @@ def memcpy(message: np.ndarray, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def between_processes(put, get, count: int, warm: int) -> float:
-    """Seconds a message, measured by the reader from the end of the warm-up on."""
+def between_processes(put, get, count: int, warm: int, at_once: int = 1) -> float:
+    """Seconds a message, measured by the reader from the end of the warm-up on. `put` writes `at_once` messages."""
 
     done = FORK.Event()
 
     def write() -> None:
-        for _ in range(warm + count):
+        for _ in range(0, warm + count, at_once):
             put()
         done.wait(600)  # the tensors' files come from this process
 
@@ -80,7 +80,7 @@ def between_processes(put, get, count: int, warm: int) -> float:
     return seconds
 
 
-def through_ring(message: np.ndarray, count: int) -> float:
+def through_ring(message: np.ndarray, count: int, at_once: int = 1) -> float:
     ring = Ring.create(max(64 << 20, 5 * message.size))
 
     def get() -> None:
@@ -88,7 +88,9 @@ def through_ring(message: np.ndarray, count: int) -> float:
             assert len(record.data) == message.size
 
     warm = min(1000, ring.capacity // message.size + 1)  # one lap of a large ring, so that its pages are there
-    seconds = between_processes(lambda: ring.put(message), get, count, warm)
+    messages = [message] * at_once
+    put = (lambda: ring.put(message)) if at_once == 1 else (lambda: ring.put_many(messages))
+    seconds = between_processes(put, get, count, warm, at_once)
     ring.close()
     return seconds
 
@@ -108,6 +110,7 @@ def measure(size: int, args: Args) -> dict[str, list[float]]:
     sides = {
         "memcpy": lambda: memcpy(message, count),
         "ring": lambda: through_ring(message, count),
+        **({"ring_many": lambda: through_ring(message, count, at_once=16)} if size <= 4096 else {}),
         "queue_tensor": lambda: through_queue(message, few, torch.from_numpy),
         "queue_bytes": lambda: through_queue(message, few, np.ndarray.tobytes),
     }
@@ -130,9 +133,12 @@ def table(rows: list[dict]) -> str:
         "| message | side | messages/s, median | min - max | GB/s | ring over memcpy, quartiles |",
         "|---|---|---|---|---|---|",
     ]
-    sides = {"memcpy": "memcpy", "ring": "ring", "queue_tensor": "Queue, tensor", "queue_bytes": "Queue, bytes"}
+    sides = {"memcpy": "memcpy", "ring": "ring", "ring_many": "ring, 16 at once"}
+    sides |= {"queue_tensor": "Queue, tensor", "queue_bytes": "Queue, bytes"}
     for row in rows:
         for side, name in sides.items():
+            if side not in row:
+                continue
             r = row[side]
             ratio = f"{row['ring_over_memcpy']:.2f}, {row['quartiles'][0]:.2f} - {row['quartiles'][1]:.2f}"
             lines.append(
