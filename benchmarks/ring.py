@@ -29,6 +29,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from rl.metrics import cpu_name  # noqa: E402
 from rl.ring import Ring  # noqa: E402
 
 SIZES = {"256 B": 256, "4 KB": 4 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
@@ -148,15 +149,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """The processor's name, if Linux tells."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main(args: Args) -> None:
-    setting = {"processor": processor(), "cores": os.cpu_count(), "load average before": round(os.getloadavg()[0], 2)}
+    setting = {"processor": cpu_name(), "cores": os.cpu_count(), "load average before": round(os.getloadavg()[0], 2)}
     setting |= {"repeats": args.repeats, "python": platform.python_version(), "torch": torch.__version__}
     rows = [summarise(name, size, measure(size, args)) for name, size in SIZES.items()]
     setting["load average after"] = round(os.getloadavg()[0], 2)  # its own two processes make up to 2 of it
