@@ -213,7 +213,7 @@ def test_full_and_empty(ring):
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
     assert ring.occupancy == 1
-    with pytest.raises(RingTimeout, match=r"no room for a record of 1 bytes in 0.05 s; 100% of 1 MiB"):
+    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% of 1 MiB"):
         ring.put(b"x", timeout=0.05)
     assert ring.counts == {"written": 2, "released": 0, "redelivered": 0, "damaged": 0}
     assert len(drain(ring)) == 2

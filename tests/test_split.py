@@ -65,7 +65,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, learners, tmp_path):
 @pytest.fixture(scope="module")
 def one_step_off(demo_model, tmp_path_factory):
     """A run over 20 steps, and the same again."""
-    flags = ("--total-training-steps", "20", "--test-freq", "10")
+    flags = ("--total-training-steps", "20", "--test-freq", "10", "--val-max-samples", "100")
     return [train("train_one_step_off.py", *flags, out=tmp_path_factory.mktemp("off"), ranks=2) for _ in range(2)]
 
 
@@ -92,7 +92,7 @@ def test_validation_is_of_the_version_it_names(one_step_off, sync, tmp_path):
     }
     assert sorted(seen) == [0, 10, 20]
     (export,) = run.glob("step_*")
-    flags = ("--model", export, "--total-training-steps", "1", "--lr", "0")
+    flags = ("--model", export, "--total-training-steps", "1", "--lr", "0", "--val-max-samples", "100")
     again, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=1)
     assert seen[20] == again[0]["val-core/demo/acc/mean@1"] > seen[0]
 
@@ -109,6 +109,7 @@ def rough(demo_model, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     flags = ["--total-training-steps", "24", "--test-freq", "12", "--max-num-seqs", "12", "--reward", f"{reward}:score"]
+    flags += ["--val-max-samples", "24"]
     flags += ["--ppo-mini-batch-size", "4", "--trigger-parameter-sync-step", "2", "--reward-workers", "4"]
     modes = {
         "drop": [
@@ -194,7 +195,17 @@ def test_what_people_watch(rough):
 
 def test_two_generators_and_two_learners(demo_model, tmp_path):
     metrics, _, _ = train(
-        "train_async.py", "--generators", 2, "--total-training-steps", "4", "--test-freq", "4", out=tmp_path, ranks=4
+        "train_async.py",
+        "--generators",
+        2,
+        "--total-training-steps",
+        "4",
+        "--test-freq",
+        "4",
+        "--val-max-samples",
+        "40",
+        out=tmp_path,
+        ranks=4,
     )
     assert {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m} == {0, 4}
     assert metrics[4]["training/rollout_probs_diff_max"] < 1
