@@ -78,6 +78,8 @@ def draw(axes, groups: list[Group], curve: Callable) -> bool:
             values = np.stack([np.interp(grid, *c.T) for c in curves])  # [runs, n]
             axes.plot(grid, values.mean(0), color=f"C{i}", lw=1.6, label=group.label, **marker)
             axes.fill_between(grid, values.min(0), values.max(0), color=f"C{i}", alpha=0.15, lw=0)
+        else:
+            axes.lines[-1].set_label(group.label)  # the runs have no step in common
     axes.grid(alpha=0.3)
     return bool(axes.lines)
 
@@ -263,7 +265,8 @@ def main(args: Args) -> None:
     (directory / "report.html").write_text(page(blocks), encoding="utf-8")
     if args.speedup:
         print(markdown([blocks[i + 1] for i, b in enumerate(blocks) if b[1] == "Wall clock to the same reward"]))
-    print(f"{len(recorded)} runs in {len(groups)} groups: {directory / 'report.html'}, {directory / 'report.md'}")
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(recorded), "run"), (len(groups), "group"))]
+    print(f"{' in '.join(counts)}: {directory / 'report.html'}, {directory / 'report.md'}")
 
 
 if __name__ == "__main__":

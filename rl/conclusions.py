@@ -102,8 +102,8 @@ def accuracy(group: Group) -> list[Row]:
         if min(map(len, curves)) < 2:
             told = "one validation: whether the accuracy moved cannot be told"
         elif len(curves) < MIN_SEEDS:
-            told = f"validation accuracy went from {np.mean(first):.3f} to {np.mean(last):.3f}; {len(curves)} run: no spread"
-            told = told.replace("1 run:", "one run:").replace("2 run:", "two runs:")
+            few = ("one run", "two runs")[len(curves) - 1]
+            told = f"validation accuracy went from {np.mean(first):.3f} to {np.mean(last):.3f}; {few}: too few for a spread"
         elif min(last) > max(first) or max(last) < min(first):
             word = "rose" if min(last) > max(first) else "fell"
             told = f"validation accuracy {word} from {np.mean(first):.3f} to {np.mean(last):.3f}, in every run"
@@ -204,8 +204,11 @@ def between(groups: list[Group]) -> list[Row]:
             steps = min(
                 len(log.points(THROUGHPUT if name == THROUGHPUT else REWARD)) for g in (group, groups[0]) for log in g.logs
             )
+            ends = sorted({log.steps for g in (group, groups[0]) for log in g.logs})
             if steps < MIN_STEPS:
                 told = f"{what}: too few steps to compare ({steps})"
+            elif len(ends) > 1 and name != THROUGHPUT:
+                told = f"{what}: the runs stopped at different steps ({ends[0]} to {ends[-1]}), so their ends do not compare"
             elif min(len(ours), len(base)) < MIN_SEEDS:
                 told = f"{what}: too few runs to compare; {MIN_SEEDS} of each are the least"
             elif min(ours) > max(base) or max(ours) < min(base):

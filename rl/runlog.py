@@ -84,27 +84,39 @@ class Group:
         return [value for log in self.logs if (value := number(log)) is not None]
 
 
+def event_files(directory: Path) -> list[Path]:
+    """A run's TensorBoard files: in its directory, or in tensorboard/ there."""
+    pattern = "events.out.tfevents*"
+    return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
+
+
+def is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or bool(event_files(directory))
+
+
 def find_runs(wheres: tuple[str, ...]) -> list[Path]:
     """Each argument as it is, or the runs within it. Raises UserError for what is none."""
     found = []
     for where in map(Path, wheres):
         if not where.exists():
             raise UserError(f"{where}: there is no such file. Give a run's directory (runs/<name>) or its metrics.jsonl.")
-        inside = sorted(p.parent for p in where.glob("*/metrics.jsonl"))
-        is_run = where.is_file() or (where / "metrics.jsonl").exists() or not inside
-        found += [where] if is_run else inside
+        inside = [] if where.is_file() or is_run(where) else [d for d in sorted(where.rglob("*")) if d.is_dir() and is_run(d)]
+        found += [d for d in inside if not is_run(d.parent)] or [where]
+    if not found:
+        raise UserError("no run is named. Give directories of runs (runs/<name>), or a directory that holds some (runs/).")
     return list(dict.fromkeys(found))
 
 
 def load(path: Path) -> Log:
     """Reads metrics.jsonl, or TensorBoard event files where there is none."""
     directory = path if path.is_dir() else path.parent
-    events = sorted(directory.rglob("events.out.tfevents*"))
     file = path if path.is_file() else directory / "metrics.jsonl"
-    if "tfevents" in file.name or (not file.exists() and events):
-        raw, notes = read_events([file] if "tfevents" in file.name else events), []
+    if "tfevents" in file.name:
+        raw, notes = read_events([file]), []
     elif file.exists():
         raw, notes = read_lines(file)
+    elif events := event_files(directory):
+        raw, notes = read_events(events), []
     else:
         raise UserError(f"{path}: neither metrics.jsonl nor TensorBoard event files are there. Give a run's directory.")
     rows, missing = {}, Counter()
@@ -149,8 +161,8 @@ def read_events(files: list[Path]) -> list[dict]:
 
 
 def read_config(directory: Path, notes: list[str]) -> dict:
-    file = next((d / "config.json" for d in (directory, directory.parent) if (d / "config.json").exists()), None)
-    if file is None:
+    file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
+    if not file.exists():
         notes.append("no config.json: the run stands alone, and its samples cannot be counted")
         return {}
     try:
@@ -165,17 +177,22 @@ def _is_number(value) -> bool:
 
 
 def group_runs(logs: list[Log]) -> list[Group]:
-    """Runs that differ in seed and names only, together; each labelled by its script and by the flags it differs in."""
+    """Runs that differ in seed and names only, together; each labelled by its script and by what tells it from the others."""
+
+    def marks(log: Log) -> dict:
+        hardware = log.config.get("hardware", {})
+        flags = {f"--{name.replace('_', '-')}": value for name, value in log.flags.items() if name not in NAMES}
+        return flags | {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role, if split
+
     kinds: dict[str, list[Log]] = defaultdict(list)
     for log in logs:
-        same = {name: value for name, value in log.flags.items() if name not in NAMES}
-        kinds[json.dumps([log.script, same], sort_keys=True) if log.flags else str(log.path)].append(log)
+        kinds[json.dumps([log.script, marks(log)], sort_keys=True) if log.flags else str(log.path)].append(log)
     groups = []
     for members in kinds.values():
         first = members[0]
-        rivals = [logs[0].flags for logs in kinds.values() if logs[0].script == first.script]
-        differ = [n for n in first.flags if n not in NAMES and any(f.get(n) != first.flags[n] for f in rivals)]
-        label = " ".join([first.script, *(f"--{n.replace('_', '-')} {first.flags[n]}" for n in differ)])
+        rivals = [marks(others[0]) for others in kinds.values() if others[0].script == first.script]
+        differ = [(n, value) for n, value in marks(first).items() if any(other.get(n) != value for other in rivals)]
+        label = " ".join([first.script, *(f"{name} {value}" for name, value in differ)])
         groups.append(Group(label if first.flags else first.path.name, members))
     for label, count in Counter(group.label for group in groups).items():
         for number, group in enumerate([g for g in groups if g.label == label] if count > 1 else [], 1):

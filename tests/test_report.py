@@ -17,7 +17,7 @@ import report
 from report import Args, main
 from rl.conclusions import conclude, first_at, overview, speedup
 from rl.errors import UserError
-from rl.runlog import Group, Log, group_runs, load, smoothed
+from rl.runlog import Group, Log, find_runs, group_runs, load, smoothed
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -72,7 +72,25 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     write(tmp_path / "async", rows(2), script="train_async")
     groups = {g.label: len(g.logs) for g in group_runs([load(p) for p in sorted(tmp_path.iterdir())])}
     assert groups.pop("train_async") == 1
-    assert sorted(groups.values()) == [3, 3] and any("--lr 1.0" in label for label in groups)
+    assert groups == {"train_sync": 3, "train_sync --lr 1.0": 3}
+
+
+def test_runs_on_other_hardware_are_another_group():
+    logs = [
+        Log(Path("a"), {"script": "s", "flags": {"seed": i}, "hardware": {"world_size": 1 + i % 2, "device": "cpu"}}, [])
+        for i in range(4)
+    ]
+    assert [(g.label, len(g.logs)) for g in group_runs(logs)] == [("s ranks: 1", 2), ("s ranks: 2", 2)]
+
+
+def test_a_directory_of_runs_however_deep(tmp_path):
+    deep, flat = write(tmp_path / "set" / "a", rows(2)), write(tmp_path / "b", rows(2))
+    (flat / "tensorboard").mkdir()
+    (flat / "tensorboard" / "events.out.tfevents.1").touch()
+    (tmp_path / "c" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "c" / "tensorboard" / "events.out.tfevents.1").touch()
+    assert find_runs((str(tmp_path),)) == [flat, tmp_path / "c", deep]
+    assert find_runs((str(flat), str(flat))) == [flat]
 
 
 def test_smoothing_is_a_mean_of_the_steps_before():
@@ -147,6 +165,12 @@ def test_groups_are_compared_only_with_several_runs_each():
     assert told([100, 101, 250], [200, 202, 204]) == ["tokens/s per rank: the runs overlap, no difference is shown"]
 
 
+def test_ends_at_different_steps_do_not_compare():
+    groups = [Group(n, [Log(Path(n), {}, rows(steps)) for _ in range(3)]) for n, steps in (("base", 30), ("other", 60))]
+    told = [t for _, t, rests in conclude(groups) if rests.startswith("reward of")]
+    assert told == ["reward of the last steps: the runs stopped at different steps (30 to 60), so their ends do not compare"]
+
+
 def test_speedup_by_hand():
     base, fast = alone(rows(40, seconds=2.0)), Group("b", [Log(Path("b"), {}, rows(40, seconds=1.0))])
     table = speedup([base, fast], base, smooth=1)
@@ -190,7 +214,7 @@ def test_an_empty_run_alone_and_beside_others(tmp_path):
     with pytest.raises(UserError, match="no step was recorded, so there is nothing to report yet"):
         main(Args((str(empty),), output=str(tmp_path / "out")))
     page = said(tmp_path / "out", empty, run)
-    assert "## Runs without a step" in page and "1 runs" not in page
+    assert "## Runs without a step" in page and f"| {empty} | no step was recorded |" in page
 
 
 def test_nan_is_left_out_and_counted(tmp_path):
@@ -298,7 +322,8 @@ def test_it_opens_in_a_browser(tmp_path):
     said(tmp_path / "out", full_run(tmp_path / "a", "train_sync", 0))
     html = (tmp_path / "out" / "report.html").read_text()
     (tmp_path / "out" / "probe.html").write_text(html.replace("</body>", PROBE))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     url = (tmp_path / "out" / "probe.html").as_uri()
     done = subprocess.run([CHROMIUM, *flags, url], capture_output=True, text=True, timeout=120, env=os.environ)
     found = json.loads(re.search(r'\{"images".*?\}', done.stdout)[0])
