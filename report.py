@@ -184,9 +184,11 @@ def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
     words = "Several runs: mean (lowest - highest). Seconds run from the first step's beginning, start-up left out."
-    machines = {(h.get("cpu"), h.get("device_name"), h.get("cores")) for log in logs if (h := log.config.get("hardware"))}
+    hardware = [log.config["hardware"] for log in logs if "hardware" in log.config]
+    machines = sorted({f"{h.get('device_name')} ({h.get('cpu')}, {h.get('cores')} cores)" for h in hardware})
+    words += f" Ran on {'; '.join(machines)}." if machines else ""
     if len(machines) > 1:
-        words += " The runs are from different machines: their seconds and tokens/s do not compare."
+        words += " These are different machines: their seconds and tokens/s do not compare."
     blocks += [("text", words), ("heading", "Conclusions")]
     blocks += [("table", [["of", "conclusion", "the numbers it rests on"], *map(list, conclude(groups))])]
     if args.speedup:

@@ -21,14 +21,14 @@ class Args:
     """Runs of each mode, with seeds 0, 1, 2, ..."""
     steps: int = 100
     """Training steps of each."""
-    runs: Path = ROOT / "runs" / "report_demo"
+    runs: Path = Path("runs/report_demo")
     """Where the runs go; it must not exist yet."""
-    output: Path = ROOT / "examples" / "report"
+    output: Path = Path("examples/report")
     """Where the report goes."""
 
 
 def main(args: Args) -> None:
-    if args.runs.exists():
+    if (ROOT / args.runs).exists():
         sys.exit(f"error: {args.runs} exists. Remove it, or give another --runs.")
     for seed in range(args.seeds):
         for mode, command in MODES.items():  # interleaved, so that a slow hour is everyone's

@@ -4,7 +4,7 @@
 #   MASTER=<first node> NODE_RANK=<0..3> examples/dapo_qwen3_30b_a3b_async.sh [further flags]        # on each of the 4 nodes
 #
 # Hardware: 32 devices of 80 GB (NPU: 64 GB). By count, not measured: 30.5B parameters x 16 bytes over 16 learners is 31 GB each; an
-# engine of 4 devices holds 61 GB of weights. Each node's first learner reads the model in fp32: 122 GB of host memory.
+# engine of 4 devices holds 61 GB of weights. The first learner reads the model in fp32: 122 GB of the first node's host memory.
 #
 # What is missing today, so that nobody is surprised: mixtures of experts pass the model check (rl/attention.py), and updates of a
 # small one are tested with vLLM, but there is no expert parallelism, no sequence parallelism (verl: ulysses 4) and no replay of the

@@ -105,7 +105,7 @@ def test_the_tables_name_only_flags_that_exist():
     of_torchrun = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--standalone"}
     assert flags_of(text) - known_flags() - of_torchrun == set()
     pitfalls = (ROOT / "docs" / "pitfalls.md").read_text()
-    assert flags_of(pitfalls) - known_flags() - of_torchrun - {"--no-deps", "--speedup"} == set()
+    assert flags_of(pitfalls) - known_flags() - of_torchrun - {"--speedup", "--shm-size", "--extra-index-url"} == set()
 
 
 def test_the_tables_cover_every_flag_of_the_recipes():
