@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from rl.conclusions import IDLE, REWARD, THROUGHPUT, conclude, overview, speedup
 from rl.errors import UserError
-from rl.runlog import Group, find_runs, group_runs, is_accuracy, load, smoothed
+from rl.runlog import Group, Log, find_runs, group_runs, is_accuracy, load, smoothed
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Throughput", {THROUGHPUT: "tokens/s per rank"}),
@@ -84,15 +84,24 @@ def draw(axes, groups: list[Group], curve: Callable) -> bool:
     return bool(axes.lines)
 
 
+def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.ndarray]:
+    """What `draw` takes: the metric over the axis divided by `scale`, as means of `width` values, fewer in a short run."""
+
+    def of(log: Log) -> np.ndarray:
+        points = log.points(name, axis) / (scale, 1)
+        return smoothed(points, min(width, max(1, len(points) // 4)))
+
+    return of
+
+
 def plot_lines(groups: list[Group], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
     """A panel for each (metric, label, axis, steps to average). Writes nothing, and returns False, if there is no number."""
     figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=90)
+    unit, seconds = ("hours", 3600) if max(log.seconds for g in groups for log in g.logs) > 7200 else ("seconds", 1)
     drawn = False
     for axes, (name, label, axis, width) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        drew = draw(
-            axes, groups, lambda log, n=name, a=axis, w=width: smoothed(log.points(n, a), min(w, max(1, log.steps // 4)))
-        )
-        axes.set(xlabel={"responses": "responses trained"}.get(axis, axis), ylabel=label)
+        drew = draw(axes, groups, curve(name, axis, width, seconds if axis == "seconds" else 1))
+        axes.set(xlabel={"responses": "responses trained", "seconds": unit}.get(axis, axis), ylabel=label)
         if drew and not drawn:
             axes.legend(fontsize=7)
         drawn = drawn or drew
