@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Args:
     seeds: int = 3
     """Runs of each mode, with seeds 0, 1, 2, ..."""
-    steps: int = 100
+    steps: int = 60
     """Training steps of each."""
     runs: Path = Path("runs/report_demo")
     """Where the runs go; it must not exist yet."""

@@ -3,8 +3,9 @@
 #
 #   examples/grpo_qwen3_vl_8b_geo3k_async.sh [further flags]              # DEVICE=npu for Ascend
 #
-# Refused today: prompts with images. The run ends at once with "...: the prompt has images, which cannot be used yet", whatever the
-# flags. The recipe stands here so that its flags are there, checked, on the day images are.
+# Refused today: prompts with images. The run ends at once with "...: the prompt has images, which cannot be used yet", whatever
+# the flags; and the learner takes causal language models, which this class is not one of for transformers. The recipe stands here
+# so that its flags are checked now, and there on the day images are.
 #
 # Hardware: 4 + 4 devices of 80 GB. By count, not measured: 8.8B parameters x 16 bytes over 4 learners is 35 GB each.
 # The correction compares recomputed log-probs with the generator's: so no --use-rollout-log-probs here.
