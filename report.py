@@ -96,7 +96,7 @@ def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.
 
 def plot_lines(groups: list[Group], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
     """A panel for each (metric, label, axis, steps to average). Writes nothing, and returns False, if there is no number."""
-    figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=90)
+    figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=75)
     unit, seconds = ("hours", 3600) if max(log.seconds for g in groups for log in g.logs) > 7200 else ("seconds", 1)
     drawn = False
     for axes, (name, label, axis, width) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -127,7 +127,7 @@ def plot_bars(bars: dict[str, dict[str, float]], target: Path, label: str) -> bo
     """A stacked bar for each of {bar: {part: length}}."""
     if not bars:
         return False
-    figure = Figure(figsize=(8.8, 1.2 + 0.4 * len(bars)), dpi=90)
+    figure = Figure(figsize=(8.8, 1.2 + 0.4 * len(bars)), dpi=75)
     axes = figure.subplots()
     left = np.zeros(len(bars))
     for part in dict.fromkeys(part for parts in bars.values() for part in parts):
@@ -189,7 +189,8 @@ def staleness(group: Group) -> dict[str, float]:
 
 
 def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
-    """The page as blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words)."""
+    """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words). The first
+    group is what the others are compared with."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
     words = "Several runs: mean (lowest - highest). Seconds run from the first step's beginning, start-up left out."
@@ -201,7 +202,7 @@ def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
     blocks += [("text", words), ("heading", "Conclusions")]
     blocks += [("table", [["of", "conclusion", "the numbers it rests on"], *map(list, conclude(groups))])]
     if args.speedup:
-        table = speedup(groups, find_base(groups, args.speedup), args.smooth)
+        table = speedup(groups, groups[0], args.smooth)
         words = f"The reward is the mean of {args.smooth} steps; levels are those that every run reaches and none starts above."
         blocks += [("heading", "Wall clock to the same reward"), ("table", table), ("text", words)]
     blocks += plots(groups, directory, args.smooth)
@@ -264,6 +265,8 @@ def main(args: Args) -> None:
     if not recorded:
         raise UserError(f"{', '.join(map(str, args.runs))}: no step was recorded, so there is nothing to report yet.")
     groups = group_runs(recorded)
+    base = find_base(groups, args.speedup) if args.speedup else groups[0]  # the one that the others are compared with
+    groups.sort(key=lambda group: group is not base)
     directory = Path(args.output)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -280,10 +280,13 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(tmp_path):
 def test_the_command_line(tmp_path):
     a = write(tmp_path / "a", rows(40))
     b = write(tmp_path / "b", rows(40, seconds=1.0), script="train_async")
-    command = [sys.executable, ROOT / "report.py", a, b, "--speedup", "train_sync", "--output", tmp_path / "out"]
+    command = [sys.executable, ROOT / "report.py", b, a, "--speedup", "train_sync", "--output", tmp_path / "out"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "2 runs in 2 groups" in done.stdout and "| train_async |" in done.stdout and "| 2.00 |" in done.stdout
+    assert "| train_async / train_sync |" in (tmp_path / "out" / "report.md").read_text(), (
+        "the baseline is what others stand against"
+    )
     failed = subprocess.run([sys.executable, str(ROOT / "report.py"), "no"], capture_output=True, text=True, cwd=ROOT)
     assert failed.returncode == 1 and failed.stderr.startswith("error: no: there is no such file")
 
