@@ -19,11 +19,11 @@ Row = tuple[str, str, str]
 
 
 def spread(values: list[float], form: str = ".3f") -> str:
-    """The mean, with lowest and highest if there are several; what a table says of a group."""
+    """The mean, with lowest and highest if they differ; what a table says of a group."""
     if not values:
         return "-"
-    mean = f"{np.mean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} - {max(values):{form}})"
+    mean, low, high = (f"{value:{form}}" for value in (np.mean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} - {high})"
 
 
 def accuracy_names(group: Group) -> list[str]:

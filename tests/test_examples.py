@@ -7,10 +7,12 @@ import subprocess
 import pytest
 import tyro
 from conftest import ROOT
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Qwen3MoeConfig
 
 import train_async
 import train_one_step_off
 import train_sync
+from rl.attention import check_supported
 from rl.errors import UserError
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -70,6 +72,11 @@ def test_what_the_issue_asks_of_each(tmp_path):
     assert gspo.aggregation == "seq-mean-token-mean"
     assert by_name["grpo_qwen3_vl_8b_geo3k_async"].correction["rollout_rs_threshold"] == "0.999_1.001"
     assert by_name["grpo_qwen2.5_3b_gsm8k_one_step_off"].generators == 4
+
+
+def test_what_the_recipes_say_of_their_models_is_so():
+    check_supported(Qwen3MoeConfig(), "Qwen3-30B-A3B")  # passes: mixtures of experts are not refused
+    assert type(CONFIG_MAPPING["qwen3_vl"]()) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def test_a_flag_that_a_script_has_not_is_noticed(tmp_path):
