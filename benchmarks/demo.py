@@ -13,6 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -33,11 +34,13 @@ class Args:
     """How many runs of each mode, with seeds 0, 1, 2, ..."""
     steps: int = 200
     """Training steps of each."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates; the results of vllm are written under demo_vllm."""
 
 
-def one_run(mode: str, seed: int, steps: int) -> dict:
+def one_run(mode: str, seed: int, steps: int, engine: str) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--output-dir", out]
+        flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--output-dir", out, "--engine", engine]
         env = os.environ | {"OMP_NUM_THREADS": "2" if mode == "sync" else "1"}
         started = time.perf_counter()
         subprocess.run([sys.executable, *MODES[mode], *flags], cwd=ROOT, env=env, check=True, capture_output=True)
@@ -106,11 +109,12 @@ def main(args: Args) -> None:
     runs = []
     for seed in range(args.seeds):
         for mode in MODES:  # interleaved
-            runs.append(one_run(mode, seed, args.steps))
+            runs.append(one_run(mode, seed, args.steps, args.engine))
         print(table(runs), flush=True)
-        (RESULTS / "demo.json").write_text(json.dumps(runs))
-        (RESULTS / "demo.md").write_text(table(runs))
-        plot(runs, RESULTS / "demo.png")
+        name = "demo_vllm" if args.engine == "vllm" else "demo"
+        (RESULTS / f"{name}.json").write_text(json.dumps(runs))
+        (RESULTS / f"{name}.md").write_text(table(runs))
+        plot(runs, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

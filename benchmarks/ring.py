@@ -29,6 +29,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from rl.metrics import cpu_name  # noqa: E402
 from rl.ring import Ring  # noqa: E402
 
 SIZES = {"256 B": 256, "4 KB": 4 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
@@ -57,13 +58,13 @@ def memcpy(message: np.ndarray, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def between_processes(put, get, count: int, warm: int) -> float:
-    """Seconds a message, measured by the reader from the end of the warm-up on."""
+def between_processes(put, get, count: int, warm: int, at_once: int = 1) -> float:
+    """Seconds a message, measured by the reader from the end of the warm-up on. `put` writes `at_once` messages."""
 
     done = FORK.Event()
 
     def write() -> None:
-        for _ in range(warm + count):
+        for _ in range(0, warm + count, at_once):
             put()
         done.wait(600)  # the tensors' files come from this process
 
@@ -80,7 +81,7 @@ def between_processes(put, get, count: int, warm: int) -> float:
     return seconds
 
 
-def through_ring(message: np.ndarray, count: int) -> float:
+def through_ring(message: np.ndarray, count: int, at_once: int = 1) -> float:
     ring = Ring.create(max(64 << 20, 5 * message.size))
 
     def get() -> None:
@@ -88,7 +89,9 @@ def through_ring(message: np.ndarray, count: int) -> float:
             assert len(record.data) == message.size
 
     warm = min(1000, ring.capacity // message.size + 1)  # one lap of a large ring, so that its pages are there
-    seconds = between_processes(lambda: ring.put(message), get, count, warm)
+    messages = [message] * at_once
+    put = (lambda: ring.put(message)) if at_once == 1 else (lambda: ring.put_many(messages))
+    seconds = between_processes(put, get, count, warm, at_once)
     ring.close()
     return seconds
 
@@ -108,6 +111,7 @@ def measure(size: int, args: Args) -> dict[str, list[float]]:
     sides = {
         "memcpy": lambda: memcpy(message, count),
         "ring": lambda: through_ring(message, count),
+        **({"ring_many": lambda: through_ring(message, count, at_once=16)} if size <= 4096 else {}),
         "queue_tensor": lambda: through_queue(message, few, torch.from_numpy),
         "queue_bytes": lambda: through_queue(message, few, np.ndarray.tobytes),
     }
@@ -130,9 +134,12 @@ def table(rows: list[dict]) -> str:
         "| message | side | messages/s, median | min - max | GB/s | ring over memcpy, quartiles |",
         "|---|---|---|---|---|---|",
     ]
-    sides = {"memcpy": "memcpy", "ring": "ring", "queue_tensor": "Queue, tensor", "queue_bytes": "Queue, bytes"}
+    sides = {"memcpy": "memcpy", "ring": "ring", "ring_many": "ring, 16 at once"}
+    sides |= {"queue_tensor": "Queue, tensor", "queue_bytes": "Queue, bytes"}
     for row in rows:
         for side, name in sides.items():
+            if side not in row:
+                continue
             r = row[side]
             ratio = f"{row['ring_over_memcpy']:.2f}, {row['quartiles'][0]:.2f} - {row['quartiles'][1]:.2f}"
             lines.append(
@@ -142,15 +149,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """The processor's name, if Linux tells."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main(args: Args) -> None:
-    setting = {"processor": processor(), "cores": os.cpu_count(), "load average before": round(os.getloadavg()[0], 2)}
+    setting = {"processor": cpu_name(), "cores": os.cpu_count(), "load average before": round(os.getloadavg()[0], 2)}
     setting |= {"repeats": args.repeats, "python": platform.python_version(), "torch": torch.__version__}
     rows = [summarise(name, size, measure(size, args)) for name, size in SIZES.items()]
     setting["load average after"] = round(os.getloadavg()[0], 2)  # its own two processes make up to 2 of it

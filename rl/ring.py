@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
 
@@ -62,6 +62,7 @@ LOCK_HOLDERS = {READING: "a reader", TURN: "another writer"}
 CHECK_SECONDS = 0.2  # how often a reader looks for the records of dead readers
 
 
+Batch = list[tuple[list[memoryview], int]]  # records to be written: parts and size of each
 Taken = tuple[int, int, int, int, bool]  # a record of this reader's: position, size, checksum, line of the table, redelivered
 
 
@@ -206,16 +207,38 @@ class Ring:
         """Writes the parts (any buffers), end to end, as one record. Raises RecordTooLarge, or RingTimeout if there is neither
         room nor a turn in so many seconds: nothing is written then."""
         parts = [_flat(part) for part in parts]
-        size = sum(map(len, parts))
+        self._put([(parts, self._checked(sum(map(len, parts))))], timeout)
+
+    def put_many(self, records: Iterable, timeout: float = 600.0) -> None:
+        """Writes each of the buffers as a record of its own, small ones several at a time: one lock and one commit for all of
+        them. Raises as `put` does, for a record that is too large before anything is written; after a RingTimeout the first
+        of them are there, none in part."""
+        parts = [_flat(record) for record in records]
+        sizes = [self._checked(len(part)) for part in parts]
+        batch, filled, limit = [], 0, min(CHUNK, self.capacity // 4)  # so that it fits into an empty ring, wherever the head is
+        for part, size in zip(parts, sizes, strict=True):
+            if batch and filled + _taken_by(size) > limit:
+                self._put(batch, timeout)
+                batch, filled = [], 0
+            batch.append(([part], size))
+            filled += _taken_by(size)
+        if batch:
+            self._put(batch, timeout)
+
+    def _checked(self, size: int) -> int:
         if size > self.max_record:
             raise RecordTooLarge(f"a record of {size:,} bytes does not fit; this ring takes up to {self.max_record:,}")
+        return size
+
+    def _put(self, batch: Batch, timeout: float) -> None:
         # Those who wait must not be overtaken for ever, so a large record queues behind them. A small one may pass while half
         # of the ring is free: no record needs more, and else the queue would never end when several write all the time.
+        size = sum(_taken_by(size) for _, size in batch)
         waiting = self._words[WAITING]
-        if (waiting and size > CHUNK) or not self._write(parts, size, self.capacity // 2 if waiting else 0):
-            self._write_in_turn(parts, size, timeout)
+        if (waiting and size > CHUNK) or not self._write(batch, self.capacity // 2 if waiting else 0):
+            self._write_in_turn(batch, size, timeout)
 
-    def _write_in_turn(self, parts: list[memoryview], size: int, timeout: float) -> None:
+    def _write_in_turn(self, batch: Batch, size: int, timeout: float) -> None:
         """Queues for room: a ticket's byte is locked as long as its holder waits, and those before go first."""
         deadline = time.monotonic() + timeout
         with self._locked(TURN, deadline):
@@ -225,35 +248,39 @@ class Ring:
             self._words[WAITING] = 1
 
         def written() -> bool:
-            return not (ticket and _is_locked(self.fd, QUEUE, ticket)) and self._write(parts, size)
+            return not (ticket and _is_locked(self.fd, QUEUE, ticket)) and self._write(batch)
 
         try:
-            _wait(written, deadline, lambda: f"no room for a record of {size:,} bytes in {timeout} s; {self.state()}")
+            _wait(written, deadline, lambda: f"no room for {size:,} bytes in {timeout} s; {self.state()}")
         finally:
             _unlock(self.fd, QUEUE + ticket)
             if _try_lock(self.fd, TURN):  # else whoever comes or goes right now sees to it, or the next one
                 self._words[WAITING] = _is_locked(self.fd, QUEUE, 0)
                 _unlock(self.fd, TURN)
 
-    def _write(self, parts: list[memoryview], size: int, spare: int = 0) -> bool:
-        """Writes and commits one record, if nobody else is writing and there is room for it and `spare` bytes more."""
+    def _write(self, batch: Batch, spare: int = 0) -> bool:
+        """Writes and commits the records, if nobody else is writing and there is room for them and `spare` bytes more."""
         if not _try_lock(self.fd, WRITING):
             return False
         try:
             words = self._words
-            head = words[HEAD]
-            start, end = head, head + _taken_by(size)
-            left = self.capacity - head % self.capacity
-            if end - head > left:  # records do not wrap
-                start, end = start + left, end + left
+            end, places = words[HEAD], []
+            for _, size in batch:
+                left = self.capacity - end % self.capacity
+                taken = _taken_by(size)
+                places.append(end if taken <= left else end + left)  # records do not wrap
+                end = places[-1] + taken
             if end + spare > self._limit:
                 self._limit = self._tail() + self.capacity
                 if end + spare > self._limit:
                     return False
-            if start > head:
-                self._write_header(head, FILLER | (left - ALIGN), 0)
-            self._write_header(start, size, self._copy(parts, size, start))
-            words[WRITTEN] += 1
+            before = words[HEAD]
+            for (parts, size), start in zip(batch, places, strict=True):
+                if start > before:
+                    self._write_header(before, FILLER | (start - before - ALIGN), 0)
+                self._write_header(start, size, self._copy(parts, size, start))
+                before = start + _taken_by(size)
+            words[WRITTEN] += len(batch)
             self._barrier()
             words[HEAD] = end  # the commit
             return True

@@ -1,6 +1,7 @@
 """Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
 
-slow: both roles take their time. learner, generator: that role raises after some steps, `killed-...`: it is killed.
+slow: both roles take their time; slow-decoding: the generators more than the learners. learner, generator: that role raises
+after some steps; killed-...: it is killed.
 """
 
 import os
@@ -31,15 +32,15 @@ def strike(who: str, after: int) -> None:
 
 def rough_learn(*arguments):
     strike("learner", 4)
-    if how == "slow":
+    if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.2))
     return learn(*arguments)
 
 
 def rough_poll(*arguments, **keywords):
     strike("generator", 60)
-    if how == "slow":
-        time.sleep(random.uniform(0, 0.04))
+    if how.startswith("slow"):
+        time.sleep(random.uniform(0, 0.04 if how == "slow" else 0.12))
     return poll(*arguments, **keywords)
 
 

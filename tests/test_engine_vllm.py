@@ -171,11 +171,11 @@ def scores(out: Path) -> dict[int, dict]:
 
 
 def test_train_sync_learns_with_vllm(demo_model, tmp_path):
-    flags = ["--total-training-steps", "40", "--test-freq", "40", "--lr-scheduler-type", "constant", "--val-max-samples", "200"]
+    flags = ["--total-training-steps", "15", "--test-freq", "15", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
     run_script("train_sync.py", "--engine", "vllm", *flags, "--output-dir", tmp_path)
     metrics = scores(tmp_path)
-    assert metrics[40]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.2
-    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 41)) < 1e-4
+    assert metrics[15]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.15
+    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 16)) < 1e-4
 
 
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):

@@ -119,3 +119,8 @@ def test_vllm_imports():
     code = "from vllm import LLM, SamplingParams"
     done = subprocess.run([sys.executable, "-c", code], env=env, timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_pre_commit_lints_with_the_same_ruff():
+    (pinned,) = [line.removeprefix("ruff==") for line in lines("requirements-dev.txt") if line.startswith("ruff==")]
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()

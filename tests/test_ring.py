@@ -136,7 +136,7 @@ def test_it_does_what_a_queue_does(data):
     readers = [join(writer.address), join(writer.address)]
     unread, abandoned, held, number = collections.deque(), {}, {}, 0
     for step in data.draw(
-        st.lists(st.tuples(st.sampled_from("pppggrrx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
+        st.lists(st.tuples(st.sampled_from("ppmggrrx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
     ):
         action, size, which = step
         reader = readers[which]
@@ -149,6 +149,12 @@ def test_it_does_what_a_queue_does(data):
                 unread.append(content)
             except RingTimeout:
                 assert used + 2 * (size + 128) > writer.capacity, "full, but there was room"
+        elif action == "m":  # several small ones in one commit
+            contents = [NOISE[number + i : number + i + size // 16] for i in range(3)]
+            number += 3
+            with contextlib.suppress(RingTimeout):
+                writer.put_many(contents, timeout=0)
+                unread.extend(contents)
         elif action == "g":
             reader._next_check = 0.0
             try:
@@ -191,6 +197,11 @@ def test_parts_of_any_kind(ring):
 def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is(ring):
     with pytest.raises(RecordTooLarge, match=f"{ring.max_record:,}"):
         ring.put(bytes(ring.max_record), b"x")
+    with pytest.raises(RecordTooLarge, match=f"{ring.max_record:,}"):
+        ring.put_many([b"x", bytes(ring.max_record + 1)])
+    assert drain(ring) == [], "nothing was written"
+    ring.put_many(NOISE[i : i + 50_000] for i in range(20))
+    assert drain(ring) == [NOISE[i : i + 50_000] for i in range(20)]
     for size in (ring.max_record, 100, ring.max_record - 1000, ring.max_record, 300_000, ring.max_record):
         ring.put(NOISE[:size], timeout=0)
         assert drain(ring) == [NOISE[:size]]
@@ -202,7 +213,7 @@ def test_full_and_empty(ring):
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
     assert ring.occupancy == 1
-    with pytest.raises(RingTimeout, match=r"no room for a record of 1 bytes in 0.05 s; 100% of 1 MiB"):
+    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% of 1 MiB"):
         ring.put(b"x", timeout=0.05)
     assert ring.counts == {"written": 2, "released": 0, "redelivered": 0, "damaged": 0}
     assert len(drain(ring)) == 2
@@ -570,22 +581,28 @@ def kill_at_every_step(run, check) -> int:
 
 @in_a_small_process
 def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
-    """Each time from the same state, just before a wrap, so that a filler is written too."""
-    ring, content = Ring.create(8192), NOISE[:3000]
-    outcomes = set()
+    """Each time from the same state, just before a wrap, so that a filler is written too; with one record, and with three in
+    one commit."""
+    writer_killed_at_every_instruction([NOISE[:3000]])
+    writer_killed_at_every_instruction([NOISE[:500], NOISE[1:501], NOISE[2:502]])
+
+
+def writer_killed_at_every_instruction(contents: list[bytes]) -> None:
+    ring, outcomes = Ring.create(8192), set()
 
     def check(finished: bool) -> None:
         found = drain(ring)
-        assert found in ([], [content]) and (found or not finished)
+        assert found in ([], contents) and (found or not finished)
         outcomes.add(len(found))
         assert ring.occupancy == 0
-        while ring._words[ring_module.HEAD] % 8192 != 64 * 100:
+        while ring._words[ring_module.HEAD] % 8192 != 64 * 104:
             ring.put()
             drain(ring)
 
     check(False)
-    steps = kill_at_every_step(lambda: ring.put(content, timeout=1), check)
-    assert outcomes == {0, 1} and steps > 100
+    write = (lambda: ring.put(*contents, timeout=1)) if len(contents) == 1 else (lambda: ring.put_many(contents, timeout=1))
+    assert kill_at_every_step(write, check) > 100
+    assert outcomes == {0, len(contents)}
 
 
 @in_a_small_process

@@ -25,8 +25,8 @@ def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
 
 @pytest.mark.timeout(300)
 def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
-    metrics = train("train_async.py", tmp_path, 3, "--generators", 2, "--total-training-steps", "40", "--test-freq", "40")
-    before, after = (accuracy(metrics)[step] for step in (0, 40))
+    metrics = train("train_async.py", tmp_path, 3, "--generators", 2, "--total-training-steps", "20", "--test-freq", "20")
+    before, after = (accuracy(metrics)[step] for step in (0, 20))
     assert after > before + 0.2
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4, "batch 1 is fresh"
     assert {"ledger/generator_0/generate", "ledger/generator_1/generate"} <= set().union(*metrics.values())
@@ -43,6 +43,6 @@ def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
-    metrics = train("train_one_step_off.py", tmp_path, 2, "--total-training-steps", "40", "--test-freq", "40")
-    before, after = (accuracy(metrics)[step] for step in (0, 40))
+    metrics = train("train_one_step_off.py", tmp_path, 2, "--total-training-steps", "20", "--test-freq", "20")
+    before, after = (accuracy(metrics)[step] for step in (0, 20))
     assert after > before + 0.2

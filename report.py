@@ -1,0 +1,290 @@
+"""Compares runs: plots, tables and conclusions out of their metrics, as Markdown and HTML with PNG files beside them.
+
+    python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
+    python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
+
+Runs whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest to highest.
+Unfinished and damaged logs are read as far as they go. A conclusion stands beside the numbers it rests on; where they are too
+few to carry one, it says so. Left out: anything that is not in the metrics (docs/metrics.md). Needs no torch.
+"""
+
+import html
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+from rl.conclusions import IDLE, REWARD, THROUGHPUT, conclude, overview, speedup
+from rl.errors import UserError
+from rl.runlog import Group, Log, find_runs, group_runs, is_accuracy, load, smoothed
+
+LINES = {  # file: title, and for each panel its metric and label
+    "throughput": ("Throughput", {THROUGHPUT: "tokens/s per rank"}),
+    "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
+    "lengths": (
+        "Response lengths",
+        {"response_length/mean": "mean response, tokens", "response_length/clip_ratio": "clipped share"},
+    ),
+    "log_probs": (
+        "Rollout against learner",
+        {
+            "training/rollout_probs_diff_mean": "mean difference of probability",
+            "rollout_corr/log_ppl_abs_diff": "log-prob difference of a response, nats",
+        },
+    ),
+    "memory": (
+        "Memory",
+        {"perf/max_memory_allocated_gb": "device, peak GiB", "perf/cpu_memory_used_gb": "rank 0, peak resident GiB"},
+    ),
+    "mfu": ("MFU", {"perf/mfu/actor": "MFU of the update"}),
+}
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Directories of runs, directories that hold runs, metrics.jsonl files or TensorBoard event files."""
+    output: str = "report"
+    """Directory for report.md, report.html and the plots."""
+    title: str = "Report"
+    """Heading of the pages."""
+    speedup: str | None = None
+    """Compare wall clock to the same reward against this group (its name in the report) or run (its directory)."""
+    smooth: int = 10
+    """Steps of which a reward curve shows the mean."""
+
+
+# ------------------------------------------------------------------------------------------------------- plots
+
+
+def draw(axes, groups: list[Group], curve: Callable) -> bool:
+    """A line for each group, of curve(log) [n, 2]: the mean over its runs as far as all go, the band from lowest to highest,
+    each run thin behind it. Returns whether there was anything."""
+    for i, group in enumerate(groups):
+        curves = [c for log in group.logs if len(c := curve(log))]
+        if not curves:
+            continue
+        marker = {"marker": "o", "ms": 3} if min(map(len, curves)) < 15 else {}
+        for c in curves if len(curves) > 1 else []:
+            axes.plot(*c.T, color=f"C{i}", lw=0.6, alpha=0.4)
+        grid = np.unique(np.concatenate([c[:, 0] for c in curves]))
+        grid = grid[(grid >= max(c[0, 0] for c in curves)) & (grid <= min(c[-1, 0] for c in curves))]
+        if len(grid):
+            values = np.stack([np.interp(grid, *c.T) for c in curves])  # [runs, n]
+            axes.plot(grid, values.mean(0), color=f"C{i}", lw=1.6, label=group.label, **marker)
+            axes.fill_between(grid, values.min(0), values.max(0), color=f"C{i}", alpha=0.15, lw=0)
+        else:
+            axes.lines[-1].set_label(group.label)  # the runs have no step in common
+    axes.grid(alpha=0.3)
+    return bool(axes.lines)
+
+
+def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.ndarray]:
+    """What `draw` takes: the metric over the axis divided by `scale`, as means of `width` values, fewer in a short run."""
+
+    def of(log: Log) -> np.ndarray:
+        points = log.points(name, axis) / (scale, 1)
+        return smoothed(points, min(width, max(1, len(points) // 4)))
+
+    return of
+
+
+def plot_lines(groups: list[Group], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
+    """A panel for each (metric, label, axis, steps to average). Writes nothing, and returns False, if there is no number."""
+    figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=75)
+    unit, seconds = ("hours", 3600) if max(log.seconds for g in groups for log in g.logs) > 7200 else ("seconds", 1)
+    drawn = False
+    for axes, (name, label, axis, width) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        drew = draw(axes, groups, curve(name, axis, width, seconds if axis == "seconds" else 1))
+        axes.set(xlabel={"responses": "responses trained", "seconds": unit}.get(axis, axis), ylabel=label)
+        if drew and not drawn:
+            axes.legend(fontsize=7)
+        drawn = drawn or drew
+        if not drew:
+            axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
+    if drawn:
+        figure.tight_layout()
+        figure.savefig(target)
+    return drawn
+
+
+def shares(group: Group) -> dict[str, dict[str, float]]:
+    """The ledger: {role: {phase: share of its ranks' time}}, over all ranks, steps and runs of the group."""
+    out: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for log in group.logs:
+        for name in sorted({n for row in log.rows for n in row if n.startswith("ledger/") and n.count("/") == 2}):
+            _, rank, phase = name.split("/")
+            out[rank.rpartition("_")[0]][phase].append(log.over_time(name))
+    return {role: {phase: float(np.mean(v)) for phase, v in phases.items()} for role, phases in out.items()}
+
+
+def plot_bars(bars: dict[str, dict[str, float]], target: Path, label: str) -> bool:
+    """A stacked bar for each of {bar: {part: length}}."""
+    if not bars:
+        return False
+    figure = Figure(figsize=(8.8, 1.2 + 0.4 * len(bars)), dpi=75)
+    axes = figure.subplots()
+    left = np.zeros(len(bars))
+    for part in dict.fromkeys(part for parts in bars.values() for part in parts):
+        width = np.array([parts.get(part, 0.0) for parts in bars.values()])
+        axes.barh(list(bars), width, left=left, label=part)
+        left += width
+    axes.set(xlabel=label)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(target)
+    return True
+
+
+def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
+    """Writes every plot that the runs have numbers for; returns the page's blocks, which name what is missing."""
+    made, absent = [], []
+
+    def add(file: str, title: str, drawn: bool) -> None:
+        made.extend([("heading", title), ("image", f"{file}.png", title)]) if drawn else absent.append(title.lower())
+
+    accuracies = sorted({n for g in groups for log in g.logs for row in log.rows for n in row if is_accuracy(n)})
+    wanted = [("reward", "Reward", REWARD, f"reward, mean of up to {smooth} steps", smooth)]
+    wanted += [(f"accuracy_{i}", f"Validation accuracy: {n}", n, "accuracy", 1) for i, n in enumerate(accuracies, 1)]
+    for file, title, name, label, width in wanted:
+        panels = [(name, label, axis, width) for axis in ("step", "responses", "seconds")]
+        add(file, title, plot_lines(groups, directory / f"{file}.png", panels))
+    if not accuracies:
+        absent.append("validation accuracy")
+    bars = {}
+    for group in groups:
+        step = group.each(lambda log: np.mean(t) if len(t := log.points("timing_s/step")[:, 1]) else None)
+        for role, of in shares(group).items() if step else []:
+            bars[f"{group.label}, {role}"] = {phase: share * np.mean(step) for phase, share in of.items()}
+    add(
+        "step_time",
+        "Step time by the ledger",
+        plot_bars(bars, directory / "step_time.png", "seconds of a mean step"),
+    )
+    for file, (title, panels) in LINES.items():
+        add(file, title, plot_lines(groups, directory / f"{file}.png", [(n, lab, "step", 1) for n, lab in panels.items()]))
+    ages = {group.label: of for group in groups if (of := staleness(group))}
+    add(
+        "staleness",
+        "Staleness",
+        plot_bars(ages, directory / "staleness.png", "share of trained tokens, by age in versions"),
+    )
+    return made + ([("text", f"Not recorded by any of these runs: {', '.join(absent)}.")] if absent else [])
+
+
+def staleness(group: Group) -> dict[str, float]:
+    """{age in versions: mean share of a step's tokens}; an age that a step does not name is none of its tokens'."""
+    rows = [row for log in group.logs for row in log.rows if "staleness/mean" in row]
+    ages = sorted({n for row in rows for n in row if n.startswith("staleness/age_")})
+    return {n.removeprefix("staleness/age_"): float(np.mean([row.get(n, 0.0) for row in rows])) for n in ages}
+
+
+# ------------------------------------------------------------------------------------------------------- pages
+
+
+def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
+    """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words). The first
+    group is what the others are compared with."""
+    logs = [log for group in groups for log in group.logs]
+    blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
+    words = "Several runs: mean (lowest - highest). Seconds run from the first step's beginning, start-up left out."
+    hardware = [log.config["hardware"] for log in logs if "hardware" in log.config]
+    machines = sorted({f"{h.get('device_name')} ({h.get('cpu')}, {h.get('cores')} cores)" for h in hardware})
+    words += f" Ran on {'; '.join(machines)}." if machines else ""
+    if len(machines) > 1:
+        words += " These are different machines: their seconds and tokens/s do not compare."
+    blocks += [("text", words), ("heading", "Conclusions")]
+    blocks += [("table", [["of", "conclusion", "the numbers it rests on"], *map(list, conclude(groups))])]
+    if args.speedup:
+        table = speedup(groups, groups[0], args.smooth)
+        words = f"The reward is the mean of {args.smooth} steps; levels are those that every run reaches and none starts above."
+        blocks += [("heading", "Wall clock to the same reward"), ("table", table), ("text", words)]
+    blocks += plots(groups, directory, args.smooth)
+    noted = [[str(log.path), note] for log in logs for note in log.notes]
+    return blocks + ([("heading", "Of the records"), ("table", [["run", "note"], *noted])] if noted else [])
+
+
+def find_base(groups: list[Group], name: str) -> Group:
+    """The group of that label, or that holds that run."""
+    for group in groups:
+        if name == group.label or Path(name).resolve() in [log.path.resolve() for log in group.logs]:
+            return group
+    labels = ", ".join(repr(group.label) for group in groups)
+    raise UserError(f"--speedup {name}: no such group. Give one of {labels}, or the directory of one of the runs.")
+
+
+def markdown(blocks: list[tuple]) -> str:
+    escape = lambda cell: cell.replace("|", "\\|").replace("<", "&lt;")  # noqa: E731
+    out = []
+    for kind, content, *more in blocks:
+        if kind == "table":
+            lines = ["| " + " | ".join(map(escape, row)) + " |" for row in content]
+            out.append("\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]]))
+        else:
+            form = {"title": "# {}", "heading": "## {}", "text": "{}", "image": "![{1}]({0})"}[kind]
+            out.append(form.format(escape(content), *more))
+    return "\n\n".join(out) + "\n"
+
+
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left;
+vertical-align: top } th { background: #f4f4f4 } img { max-width: 100% }"""
+
+
+def page(blocks: list[tuple]) -> str:
+    """HTML that asks the network for nothing; the plots lie beside it."""
+    out = []
+    for kind, content, *more in blocks:
+        if kind == "table":
+            row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+            out.append("<table>" + row(content[0], "th") + "".join(row(cells, "td") for cells in content[1:]) + "</table>")
+        elif kind == "image":
+            out.append(f'<p><img src="{html.escape(content)}" alt="{html.escape(more[0])}"></p>')
+        else:
+            tag = {"title": "h1", "heading": "h2", "text": "p"}[kind]
+            out.append(f"<{tag}>{html.escape(content)}</{tag}>")
+    title = html.escape(next(b[1] for b in blocks if b[0] == "title"))
+    head = f'<meta charset="utf-8"><link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(out) + "\n</body></html>\n"
+
+
+def main(args: Args) -> None:
+    if args.smooth < 1:
+        raise UserError(f"--smooth must be at least 1, it is {args.smooth}.")
+    logs = [load(path) for path in find_runs(args.runs)]
+    for log in logs:
+        for note in log.notes:
+            print(f"{log.path}: {note}", file=sys.stderr)
+    recorded = [log for log in logs if log.rows]
+    if not recorded:
+        raise UserError(f"{', '.join(map(str, args.runs))}: no step was recorded, so there is nothing to report yet.")
+    groups = group_runs(recorded)
+    base = find_base(groups, args.speedup) if args.speedup else groups[0]  # the one that the others are compared with
+    groups.sort(key=lambda group: group is not base)
+    directory = Path(args.output)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {directory}: cannot be made ({error.strerror}). Choose another.") from error
+    blocks = compose(groups, args, directory)
+    empty = [[str(log.path), note] for log in logs if not log.rows for note in log.notes]
+    blocks += [("heading", "Runs without a step"), ("table", [["run", "note"], *empty])] if empty else []
+    (directory / "report.md").write_text(markdown(blocks), encoding="utf-8")
+    (directory / "report.html").write_text(page(blocks), encoding="utf-8")
+    if args.speedup:
+        print(markdown([blocks[i + 1] for i, b in enumerate(blocks) if b[1] == "Wall clock to the same reward"]))
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(recorded), "run"), (len(groups), "group"))]
+    print(f"{' in '.join(counts)}: {directory / 'report.html'}, {directory / 'report.md'}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UserError as error:
+        sys.exit(f"error: {error}")  # exit code 1

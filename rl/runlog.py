@@ -1,0 +1,212 @@
+"""What runs left behind, read back: metrics.jsonl or TensorBoard event files, as far as they go, and runs of a kind together.
+
+Needs no torch. A damaged record is read around, and says so in `Log.notes`.
+"""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rl.errors import UserError
+
+NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
+
+
+@dataclass
+class Log:
+    """One run as far as it was recorded. Rows hold finite numbers only, in the order of their steps."""
+
+    path: Path
+    config: dict
+    rows: list[dict[str, float]]
+    notes: list[str] = field(default_factory=list)  # what is wrong with the record
+
+    def __post_init__(self):
+        times = [row for row in self.rows if "time" in row]
+        self.began = times[0]["time"] - times[0].get("timing_s/step", 0.0) if times else 0.0
+        self.flags, self.script = self.config.get("flags", {}), self.config.get("script", "")
+
+    @property
+    def steps(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def seconds(self) -> float:
+        return max((row["time"] - self.began for row in self.rows if "time" in row), default=0.0)
+
+    @property
+    def responses_per_step(self) -> int | None:
+        """Responses that one step trains; None where config.json does not say."""
+        f = self.flags
+        if "rollout_n" not in f:
+            return None
+        prompts = f.get("train_batch_size") or f.get("ppo_mini_batch_size", 0) * f.get("require_batches", 1)
+        return prompts * f["rollout_n"] or None
+
+    @property
+    def state(self) -> str:
+        total = None if self.flags.get("total_epochs") else self.flags.get("total_training_steps")
+        return "" if total is None else "finished" if self.steps >= total else f"stopped at {self.steps} of {total}"
+
+    def points(self, name: str, axis: str = "step") -> np.ndarray:
+        """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
+        result came in."""
+        out = []
+        for row in self.rows:
+            step = row.get("training/validated_step", row["step"]) if name.startswith("val-") else row["step"]
+            per_step = self.responses_per_step
+            x = {"step": step, "responses": step * per_step if per_step else None}.get(axis)
+            if axis == "seconds" and "time" in row:
+                x = row["time"] - self.began
+            if name in row and x is not None:
+                out.append((x, row[name]))
+        return np.array(out, dtype=float).reshape(-1, 2)
+
+    def over_time(self, name: str) -> float | None:
+        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded."""
+        known = [(row[name], row.get("timing_s/step", 1.0)) for row in self.rows if name in row]
+        total = sum(seconds for _, seconds in known)
+        return sum(share * seconds for share, seconds in known) / total if total else None
+
+
+@dataclass
+class Group:
+    label: str
+    logs: list[Log]
+
+    def each(self, number: Callable[[Log], float | None]) -> list[float]:
+        """number(log) of each run that has one."""
+        return [value for log in self.logs if (value := number(log)) is not None]
+
+
+def event_files(directory: Path) -> list[Path]:
+    """A run's TensorBoard files: in its directory, or in tensorboard/ there."""
+    pattern = "events.out.tfevents*"
+    return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
+
+
+def is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or bool(event_files(directory))
+
+
+def find_runs(wheres: tuple[str, ...]) -> list[Path]:
+    """Each argument as it is, or the runs within it. Raises UserError for what is none."""
+    found = []
+    for where in map(Path, wheres):
+        if not where.exists():
+            raise UserError(f"{where}: there is no such file. Give a run's directory (runs/<name>) or its metrics.jsonl.")
+        inside = [] if where.is_file() or is_run(where) else [d for d in sorted(where.rglob("*")) if d.is_dir() and is_run(d)]
+        found += [d for d in inside if not is_run(d.parent)] or [where]
+    if not found:
+        raise UserError("no run is named. Give directories of runs (runs/<name>), or a directory that holds some (runs/).")
+    return list(dict.fromkeys(found))
+
+
+def load(path: Path) -> Log:
+    """Reads metrics.jsonl, or TensorBoard event files where there is none."""
+    directory = path if path.is_dir() else path.parent
+    file = path if path.is_file() else directory / "metrics.jsonl"
+    if "tfevents" in file.name:
+        raw, notes = read_events([file]), []
+    elif file.exists():
+        raw, notes = read_lines(file)
+    elif events := event_files(directory):
+        raw, notes = read_events(events), []
+    else:
+        raise UserError(f"{path}: neither metrics.jsonl nor TensorBoard event files are there. Give a run's directory.")
+    rows, missing = {}, Counter()
+    for row in raw:
+        missing.update(name for name, value in row.items() if not _is_number(value))
+        rows[row["step"]] = {name: value for name, value in row.items() if _is_number(value)}
+    if len(rows) < len(raw):
+        notes.append(f"{len(raw) - len(rows)} steps were recorded twice, as after a restart: the later record counts")
+    notes += [
+        f"{name} is NaN or infinite at {count} of {len(raw)} steps, which are left out" for name, count in missing.items()
+    ]
+    if not rows:
+        notes.append("no step was recorded")
+    return Log(path, read_config(directory, notes), [rows[step] for step in sorted(rows)], notes)
+
+
+def read_lines(file: Path) -> tuple[list[dict], list[str]]:
+    rows, bad = [], []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            row = {}
+        if isinstance(row, dict) and _is_number(row.get("step")):
+            rows.append(row)
+        elif row is not None:
+            bad.append(str(number))
+    shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
+    return rows, [f"{file.name} line {shown}: cut off or no record of a step, left out"] if bad else []
+
+
+def read_events(files: list[Path]) -> list[dict]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows: dict[int, dict] = defaultdict(dict)
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                rows[event.step] |= {"step": event.step, "time": event.wall_time, name: event.value}
+    return list(rows.values())
+
+
+def read_config(directory: Path, notes: list[str]) -> dict:
+    file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
+    if not file.exists():
+        notes.append("no config.json: the run stands alone, and its samples cannot be counted")
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        notes.append("config.json cannot be read: the run stands alone, and its samples cannot be counted")
+        return {}
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def group_runs(logs: list[Log]) -> list[Group]:
+    """Runs that differ in seed and names only, together; each labelled by its script and by what tells it from the others."""
+
+    def marks(log: Log) -> dict:
+        hardware = log.config.get("hardware", {})
+        flags = {f"--{name.replace('_', '-')}": value for name, value in log.flags.items() if name not in NAMES}
+        return flags | {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role, if split
+
+    kinds: dict[str, list[Log]] = defaultdict(list)
+    for log in logs:
+        kinds[json.dumps([log.script, marks(log)], sort_keys=True) if log.flags else str(log.path)].append(log)
+    groups = []
+    for members in kinds.values():
+        first = members[0]
+        rivals = [marks(others[0]) for others in kinds.values() if others[0].script == first.script]
+        differ = [(n, value) for n, value in marks(first).items() if any(other.get(n) != value for other in rivals)]
+        label = " ".join([first.script, *(f"{name} {value}" for name, value in differ)])
+        groups.append(Group(label if first.flags else first.path.name, members))
+    for label, count in Counter(group.label for group in groups).items():
+        for number, group in enumerate([g for g in groups if g.label == label] if count > 1 else [], 1):
+            group.label += f" ({number})"
+    return groups
+
+
+def is_accuracy(name: str) -> bool:
+    return name.startswith("val-core/") and "/acc/" in name
+
+
+def smoothed(points: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the last `width` values, from the first full window on. points [n, 2] -> [n - width + 1, 2]."""
+    if len(points) < width:
+        return points[:0]
+    means = np.convolve(points[:, 1], np.ones(width) / width, "valid")
+    return np.stack([points[width - 1 :, 0], means], axis=1)
