@@ -10,6 +10,7 @@ losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.
 ppo_mini_batch_size * require_batches groups.
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ import losses
 from rl import checkpoint, dist
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs
+from rl.checkpoint import CheckpointArgs, Saver
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -99,6 +100,7 @@ def generate(
     board, subscriber = Board(split), Subscriber(split, engine)
     tickets = Tickets(split.store, args, total_steps * args.required)
     validation_rows = None  # of the validation under way
+    validated, snapshot = json.loads(split.store.get("validated")), 0
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
         state = board.read()
@@ -109,6 +111,9 @@ def generate(
         stop, swap, fresh = team.agree([state.stop, swap, fresh])
         if stop:
             break
+        if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
+            snapshot = state.snapshot
+            outbox.send_snapshot(snapshot, generator.unfinished() if team.leads else [])
 
         # New weights, between two engine steps.
         if swap:
@@ -116,13 +121,13 @@ def generate(
                 version = state.version if engine.version < 0 else engine.version + 1
                 subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, pool, subscriber.bytes)
-            if args.validates(engine.version, total_steps):
+            if args.validates(engine.version, total_steps) and args.step_of(engine.version, total_steps) != validated:
                 generator.start_validation(val_prompts, range(team.place.rank, len(val_prompts), team.place.world_size))
                 validation_rows = []
 
         # Fresh tickets, one engine step, and what is finished with it.
         for ticket in fresh:
-            generator.start(ticket)
+            generator.start(ticket, tickets.so_far(ticket))
         for key, work in generator.poll(wait=2e-3):
             if key >= VALIDATION:
                 validation_rows += generator.rows(key, work)
@@ -136,9 +141,9 @@ def generate(
     pool.close()
 
 
-def next_batch(step: int, inbox: Inbox, intake: Intake, board: Board) -> Batch:
-    """Waits for the groups of the step: the oldest of those that have come in."""
-    while True:
+def next_batch(step: int, inbox: Inbox, intake: Intake, board: Board) -> Batch | None:
+    """Waits for the groups of the step: the oldest of those that have come in. None if the run has to stop."""
+    while not dist.stopping():
         while inbox.groups:
             intake.add(inbox.groups.popleft())
         groups = intake.take(step)
@@ -146,6 +151,7 @@ def next_batch(step: int, inbox: Inbox, intake: Intake, board: Board) -> Batch:
         if groups is not None:
             return Batch.of(groups)
         inbox.receive()
+    return None
 
 
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
@@ -225,23 +231,39 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     kl_control = KLControl(args)
     publisher, board = Publisher(learner, split, rollout_dtype(args, args.dtype)), Board(split)
     inbox, intake = Inbox(open_ring(split, args.ring_mb), split), Intake(args, args.filter_groups, args.max_num_gen_batches)
-    run, watch = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_async"), Watch(split)
+    watch = Watch(split)
 
-    # Where it goes on from, if it does. Tickets that were under way are given out anew.
-    done, again, resumed = 0, [], checkpoint.find(args, args.output_dir, args.experiment_name)
-    if resumed:
-        done, state, groups = checkpoint.load(resumed, learner)
-        kl_control.coef = state["kl_coef"]
-        again = intake.restore(state["intake"], groups, state["drawn"])
+    # Where it goes on from, if it does. Tickets that were under way go on, those of which nothing is left begin again.
+    done, validated, again, unfinished, drawn_before = 0, None, [], [], 0
+    origin = checkpoint.find(args, args.output_dir, args.experiment_name)
+    if origin and origin.checkpoint:
+        done = origin.step
+        state, groups, unfinished = checkpoint.load(origin, learner, args, "train_async")
+        kl_control.coef, validated, drawn_before = state["kl_coef"], state["validated"], state["drawn"]
+        watch.restore(state["watch"])
+        again = intake.restore(state["intake"], groups, drawn_before)
     if ranks.is_main:
-        in_hand = intake.trained + intake.dropped.total() + len(intake.waiting)
-        open_tickets(split.store, in_hand + len(again), in_hand, again)
+        open_tickets(split.store, drawn_before, drawn_before - len(again), again, unfinished)
+        split.store.set("validated", json.dumps(validated))
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_async", origin)
+    saver = Saver(args, run.dir, "train_async", learner, prompts.tokenizer, origin)
+
+    def save(step: int) -> None:
+        with run.timer("save_checkpoint"):
+            board.update(snapshot=step)
+            unfinished = inbox.unfinished_at(step)
+            groups = [*intake.waiting.values(), *inbox.groups]
+            state = {"kl_coef": kl_control.coef, "intake": intake.state(), "watch": watch.state(), "validated": validated}
+            saver.save(step, state | {"drawn": drawn(split.store)}, groups, unfinished)
+
     publisher.publish(args.version_at(done + 1))
     board.update(version=args.version_at(done + 1), dropped=intake.dropped.total())
     for step in range(done + 1, total_steps + 1):
         version = args.version_at(step)
         with run.timer("wait"):
             batch = next_batch(step, inbox, intake, board)
+        if batch is None:
+            saver.leave(step - 1, save)
 
         metrics = learn(args, learner, kl_control, batch, args.ppo_mini_batch_size, run)
 
@@ -262,13 +284,13 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
             wait_for = step if last and args.test_freq else None
             validation = inbox.validation(run, args.log_val_generations, wait_for)
         if validation:
+            validated = validation["training/validated_step"]
+            saver.validated(validated, validation)
             run.say(watch.words())
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with run.timer("save_checkpoint"):
-                state = {"kl_coef": kl_control.coef, "intake": intake.state(), "drawn": drawn(split.store)}
-                groups = [*intake.waiting.values(), *inbox.groups]
-                saved = checkpoint.save(run.dir, step, learner, prompts.tokenizer, state, groups, args.max_ckpt_to_keep)
+        run.log_tickets(step, batch.tickets, **intake.take_gone())
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
+        if last or (args.save_freq and step % args.save_freq == 0):
+            save(step)
 
     # The end: every ticket that was started has been trained, was dropped, or is still somewhere.
     publisher.wait()
@@ -279,7 +301,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
         intake.add(group)
     run.say(intake.account(inbox.unfinished(), started(split.store)))
     run.say(watch.words())
-    run.finish(saved)
+    run.finish(saver.finish(total_steps))
 
 
 def main(args: Args, split: dist.Split) -> None:

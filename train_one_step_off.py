@@ -10,6 +10,7 @@ and responses that outlive a publish (train_async.py).
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ import losses
 from rl import checkpoint, dist
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs
+from rl.checkpoint import CheckpointArgs, Saver
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -118,16 +119,17 @@ def generate(
     generator = team.generator_type(engine, prompts, order, pool, prompts.tokenizer, args, args.seed)
     outbox = Outbox(open_ring(split, args.ring_mb), split)
     board, subscriber = Board(split), Subscriber(split, engine)
-    first_batch, ticket = json.loads(split.store.get("start"))
-    for k in range(first_batch, total_steps + 2):  # the last two versions are only validated
-        version = max(0, k - 1)
+    start = json.loads(split.store.get("start"))
+    ticket = start["ticket"]
+    for k in range(start["batch"], total_steps + 2):  # the last two versions are only validated
+        version = max(start["version"], k - 1)
         if version > engine.version:
             with generator.timer("wait"):
                 board.wait_for(version)
             with generator.timer("update_weights"):
                 subscriber.receive(version)
             outbox.report(generator.timer, pool, subscriber.bytes)
-            if args.validates(version, total_steps):
+            if args.validates(version, total_steps) and version != start["validated"]:
                 rows = validate_on_all_ranks(generator, val_prompts, team.place)
                 outbox.send_rows(version, rows if split.ranks.is_main else [])
         if k < total_steps:
@@ -224,28 +226,43 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     kl_control = KLControl(args)
     publisher, board = Publisher(learner, split, rollout_dtype(args, args.dtype)), Board(split)
     inbox = Inbox(open_ring(split, args.ring_mb), split)
-    run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_one_step_off")
     watch = Watch(split)
 
-    # Where it goes on from, if it does: with the batch that was made for the step after the checkpoint's.
-    done, start, resumed = 0, [0, 0], checkpoint.find(args, args.output_dir, args.experiment_name)
-    if resumed:
-        done, state, groups = checkpoint.load(resumed, learner)
-        kl_control.coef, start = state["kl_coef"], [done + 1, state["batch"]["next_ticket"]]
+    # Where it goes on from, if it does: with the batch that was ready for the step after the checkpoint's.
+    done, start = 0, {"batch": 0, "ticket": 0, "version": 0, "validated": None}
+    origin = checkpoint.find(args, args.output_dir, args.experiment_name)
+    if origin and origin.checkpoint:
+        done = origin.step
+        state, groups, _ = checkpoint.load(origin, learner, args, "train_one_step_off")
+        kl_control.coef, start = state["kl_coef"], state["start"]
+        watch.restore(state["watch"])
         inbox.groups.extend(groups)
-        inbox.batches.append(state["batch"])
+        inbox.batches.extend([state["batch"]] if groups else [])
     if ranks.is_main:
         split.store.set("start", json.dumps(start))
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_one_step_off", origin)
+    saver = Saver(args, run.dir, "train_one_step_off", learner, prompts.tokenizer, origin)
+    made, validated = {"next_ticket": start["ticket"]}, start["validated"]
+
+    def save(step: int, groups: Sequence[Group] = ()) -> None:
+        """With the batch of the next step, if there is one. What the generators have begun will be made again, the same."""
+        with run.timer("save_checkpoint"):
+            start = {"batch": step + bool(groups), "ticket": made["next_ticket"], "version": step, "validated": validated}
+            state = {"kl_coef": kl_control.coef, "watch": watch.state(), "start": start, "batch": made}
+            saver.save(step, state, groups)
+
     publisher.publish(done)
     board.update(version=done)
     for step in range(done + 1, total_steps + 1):
+        first_ticket = made["next_ticket"]
         with run.timer("wait"):
             groups, made = next_batch(inbox)
+        stopping = dist.stopping()
+        if step - 1 > saver.step and (stopping or (args.save_freq and (step - 1) % args.save_freq == 0)):
+            save(step - 1, groups)
+        if stopping:
+            saver.leave(step - 1, save)
         batch, metrics = Batch.of(groups), made["metrics"]
-        if args.save_freq and step > done + 1 and (step - 1) % args.save_freq == 0:
-            with run.timer("save_checkpoint"):  # of the step before, now that nothing is under way
-                state = {"kl_coef": kl_control.coef, "batch": made}
-                checkpoint.save(run.dir, step - 1, learner, prompts.tokenizer, state, groups, args.max_ckpt_to_keep)
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 
@@ -257,20 +274,20 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
         metrics |= staleness_metrics(batch, version=step - 1) | watch.metrics(inbox.reports, run.timer)
         metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "ring/occupancy": inbox.occupancy}
-        last = step == total_steps
         with run.timer("testing"):
-            wait_for = step if last and args.test_freq else None
+            wait_for = step if step == total_steps and args.test_freq else None
             validation = inbox.validation(run, args.log_val_generations, wait_for)
         if validation:
+            validated = validation["training/validated_step"]
+            saver.validated(validated, validation)
             run.say(watch.words())
-        if last:
-            with run.timer("save_checkpoint"):
-                state = {"kl_coef": kl_control.coef, "batch": None}
-                saved = checkpoint.save(run.dir, step, learner, prompts.tokenizer, state, [], args.max_ckpt_to_keep)
+        run.log_tickets(step, batch.tickets, filtered=sorted({*range(first_ticket, made["next_ticket"])} - {*batch.tickets}))
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
+    if total_steps > saver.step:
+        save(total_steps)
     publisher.wait()
     run.say(watch.words())
-    run.finish(saved)
+    run.finish(saver.finish(total_steps))
 
 
 def main(args: Args, split: dist.Split) -> None:

@@ -8,20 +8,20 @@ The algorithm stands in `main`, top to bottom: generate -> score -> advantage ->
 losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import tyro
 
 import losses
-from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
-from rl.batch import Batch, MicroBatch, micro_batches
 from rl import checkpoint, dist
+from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
+from rl.batch import Batch, Group, MicroBatch, micro_batches
+from rl.checkpoint import CheckpointArgs, Saver
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
-from rl.generator import Generator, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
+from rl.generator import Generator, all_events, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
@@ -74,20 +74,21 @@ class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, Metrics
                 raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
 
 
-def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[Batch, int, dict[str, float]]:
-    """Every rank serves its share of the tickets from `ticket` on; then every rank holds the whole batch. Groups that teach
-    nothing are replaced by fresh tickets with --filter-groups. Returns the batch, the next ticket, and metrics."""
+def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
+    """Every rank serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups that teach
+    nothing are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
     kept, flat, rounds = [], [], 0
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
+        give_up = dist.stop_requested if args.rollout_tp == 1 else bool  # ranks that share an engine must stay together
+        mine = generator.generate(tickets[ranks.rank :: ranks.world_size], give_up)
         for group in gather_groups(mine):
             (kept if group.teaches or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
-    return Batch.of(kept + flat[:missing]), ticket, metrics
+    return kept + flat[:missing], ticket, metrics
 
 
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
@@ -180,27 +181,39 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     kl_control = KLControl(args)
 
     # Where it goes on from, if it does.
-    ticket, done, resumed = 0, 0, checkpoint.find(args, args.output_dir, args.experiment_name)
-    if resumed:
-        done, state, _ = checkpoint.load(resumed, learner)
-        ticket, kl_control.coef, pool.events = state["ticket"], state["kl_coef"], Counter(state["events"])
+    ticket, done, origin = 0, 0, checkpoint.find(args, args.output_dir, args.experiment_name)
+    if origin and origin.checkpoint:
+        done = origin.step
+        state, *_ = checkpoint.load(origin, learner, args, "train_sync")
+        ticket, kl_control.coef = state["ticket"], state["kl_coef"]
+        pool.events.update(state["events"] if ranks.is_main else {})
     engine.update(learner.weights(), version=done)
     team = Team(ranks, args.rollout_tp)
     generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
-    run = Run(args, dist.describe_hardware(), total_steps, enabled=ranks.is_main, script="train_sync", checkpoint=resumed)
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_sync", origin)
+    saver = Saver(args, run.dir, "train_sync", learner, tokenizer, origin)
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):
             rows = validate_on_all_ranks(generator, val_prompts, team.place)
         run.log_generations(step, rows[: args.log_val_generations])
-        return validation_metrics(rows)
+        metrics = validation_metrics(rows)
+        saver.validated(step, metrics)
+        return metrics
+
+    def save(step: int) -> None:
+        with run.timer("save_checkpoint"):
+            saver.save(step, {"ticket": ticket, "kl_coef": kl_control.coef, "events": all_events(pool)})
 
     if args.test_freq and args.val_before_train and not done:
         run.log(0, validate(0))
     for step in range(done + 1, total_steps + 1):
         with run.timer("gen"):
-            batch, ticket, metrics = generate(args, generator, team.place, ticket)
-            engine.sleep()
+            groups, next_ticket, metrics = generate(args, generator, team.place, ticket)
+        if dist.stopping():
+            saver.leave(step - 1, save)  # this batch, whole or not, will be made again
+        engine.sleep()
+        batch, tickets, ticket = Batch.of(groups), range(ticket, next_ticket), next_ticket
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 
@@ -208,18 +221,19 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         with run.timer("update_weights"):
             engine.update(learner.weights(), version=step)
 
-        metrics |= event_metrics(pool) | learner.perf_metrics(batch.total_lengths(), run.timer.seconds, ranks.world_size)
+        metrics |= event_metrics(all_events(pool)) | learner.perf_metrics(
+            batch.total_lengths(), run.timer.seconds, ranks.world_size
+        )
         metrics |= {"training/global_step": step, "training/epoch": order(ticket - 1)[0]}
         last = step == total_steps
         if args.test_freq and (last or step % args.test_freq == 0):
             metrics |= validate(step)
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with run.timer("save_checkpoint"):
-                state = {"ticket": ticket, "kl_coef": kl_control.coef, "events": pool.events}
-                saved = checkpoint.save(run.dir, step, learner, tokenizer, state, [], args.max_ckpt_to_keep)
+        run.log_tickets(step, batch.tickets, filtered=sorted({*tickets} - {*batch.tickets}))
         run.log(step, metrics | gather_ledgers("rank", run.timer))
+        if last or (args.save_freq and step % args.save_freq == 0):
+            save(step)
     pool.close()
-    run.finish(saved)
+    run.finish(saver.finish(total_steps))
 
 
 if __name__ == "__main__":

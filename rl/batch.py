@@ -105,6 +105,7 @@ class Batch:
     Per token, [N]: the tokens of one response are contiguous. Per response, [B].
     """
 
+    tickets: list[int]  # of its groups
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
@@ -131,6 +132,7 @@ class Batch:
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.responses]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs])
         return Batch(
+            tickets=[g.ticket for g in groups],
             prompts=[g.prompt_ids for _, g, _ in pairs],
             lengths=lengths,
             group=torch.tensor([i for i, _, _ in pairs]),

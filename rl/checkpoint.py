@@ -1,21 +1,28 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped, beside the model as a Hugging Face directory.
 
     runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
-    runs/<name>/step_000020/training/   master weights and optimizer moments, a shard a learner; state.json; groups
+    runs/<name>/step_000020/training/   master weights and optimizer moments, a file a learner; state.json; groups
     runs/<name>/step_000020/manifest.json   every file's size and checksum
+    runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
 
-A checkpoint is written beside its place and renamed: a kill leaves the last good one. The manifest is checked before anything is
-loaded. torch.distributed.checkpoint writes the tensors, as safetensors: nothing is pickled, and another number of learners can
-read them.
+A checkpoint is written beside its place, in the background, and renamed: a kill leaves the last good one. The manifest is
+checked before anything is loaded. torch.distributed.checkpoint writes the tensors, as safetensors: nothing on disk is pickled,
+and another number of learners can read them. All learners must see the same file system.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed
 import torch.distributed.checkpoint as dcp
 import xxhash
 from huggingface_hub import save_torch_state_dict
@@ -23,10 +30,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import dist
 from rl.batch import Group, join_records, split_records
-from rl.errors import UserError
+from rl.errors import Stopped, UserError
 from rl.learner import Learner
+from rl.metrics import Origin
 
-MANIFEST, TRAINING, STATE, GROUPS = "manifest.json", "training", "state.json", "groups.bin"
+MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
+GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
+STEPS = "step_" + "[0-9]" * 6
+# A run cannot go on under other values: the order of the prompts and the counting of versions hang on these.
+FIXED = ("seed", "shuffle", "ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step")
 
 
 @dataclass
@@ -34,78 +46,214 @@ class CheckpointArgs:
     save_freq: int = 0
     """Save a checkpoint every so many steps; there is always one after the last."""
     max_ckpt_to_keep: int = 3
-    """Checkpoints to keep of a run, the newest ones; 0 keeps all."""
+    """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
     resume_mode: str = "auto"
-    """auto goes on from the last good checkpoint of the run --experiment-name, and after a restart by torchrun; disable starts
-    anew; or the path of a checkpoint."""
+    """auto goes on where the run --experiment-name stopped, and after a restart by torchrun; disable starts anew; or the path
+    of a checkpoint."""
 
 
-def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Path | None:
-    """The checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the one that was asked for
-    cannot be used."""
+def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
+    """Where the run goes on from, the same on every rank; None to start anew. Raises UserError if the checkpoint that was asked
+    for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    text = dist.all_gather_bytes(str(found or "").encode())[0].decode()
-    return Path(text) if text else None
+    text = dist.from_main(json.dumps([str(found.run_dir), str(found.checkpoint or "")]) if found else "")
+    if not text:
+        return None
+    run_dir, checkpoint = json.loads(text)
+    return Origin(Path(run_dir), Path(checkpoint) if checkpoint else None)
 
 
-def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Path | None:
+def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     if args.resume_mode == "disable":
         return None
-    if args.resume_mode != "auto":
-        return check_path(Path(args.resume_mode))
-    runs = [output_dir / experiment_name] if experiment_name else []
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, whatever its name
-        job = os.environ.get("TORCHELASTIC_RUN_ID")
-        configs = sorted(output_dir.glob("*/config.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-        runs += [path.parent for path in configs if json.loads(path.read_text()).get("job") == job]
-    return next((checkpoint for run in runs if (checkpoint := newest(run))), None)
+    runs = []
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, wherever it began
+        configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        runs = [path.parent for path in configs if json.loads(path.read_text()).get("job") == dist.job()][:1]
+    if not runs and args.resume_mode != "auto":
+        path = _check_path(Path(args.resume_mode))
+        return Origin(path.parent, path)
+    if not runs and experiment_name:
+        runs = [output_dir / experiment_name]
+    for run_dir in runs:
+        if (run_dir / "config.json").exists():
+            return Origin(run_dir, newest(run_dir))
+    return None
 
 
-def save(
-    run_dir: Path, step: int, learner: Learner, tokenizer: PreTrainedTokenizerBase, state: dict, groups: list[Group], keep: int
-) -> Path:
-    """Writes the checkpoint of a step; all learners take part. state: anything that JSON can hold; groups: samples that have
-    come in and are not trained yet. Raises OSError (disk full, no permission), and then nothing is left of it."""
-    target = run_dir / f"step_{step:06d}"
-    work = target.with_name(f"{target.name}.partial")
-    if learner.ranks.is_main:
-        shutil.rmtree(work, ignore_errors=True)
-        (work / TRAINING).mkdir(parents=True)
-    dist.barrier()
-    _export_hf(learner, tokenizer, work)
-    dcp.save(learner.state_tensors(), storage_writer=dcp.HuggingFaceStorageWriter(str(work / TRAINING), save_distributed=True))
-    ranks = dist.all_gather_bytes(json.dumps(learner.rank_state()).encode())
-    if learner.ranks.is_main:
-        record = {"step": step, "state": state, "learner": learner.state(), "ranks": [json.loads(r) for r in ranks]}
-        (work / TRAINING / STATE).write_text(json.dumps(record))
-        (work / TRAINING / GROUPS).write_bytes(join_records([group.to_bytes() for group in groups]))
-        _write_manifest(work)
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(work, target)
-        _forget_old(run_dir, keep)
-    dist.barrier()
-    return target
-
-
-def load(path: Path, learner: Learner) -> tuple[int, dict, list[Group]]:
-    """Brings the learner to where the checkpoint was written; returns (step, state, groups)."""
+def load(origin: Origin, learner: Learner, args: CheckpointArgs, script: str) -> tuple[dict, list[Group], list[Group]]:
+    """Brings the learner to where the checkpoint was written; returns (state, groups, unfinished groups) as they were saved.
+    Raises UserError if it is of another script, or of other flags than a run can go on with. A collective."""
+    path = origin.checkpoint
     record = json.loads((path / TRAINING / STATE).read_text())
+    now = _fixed(args, script)
+    for name, value in record["fixed"].items():
+        if name in now and now[name] != value:
+            what = "by the script" if name == "script" else f"with --{name.replace('_', '-')}"
+            raise UserError(
+                f"{path} was written {what} {value}, now it is {now[name]}. Go on with what it was, or start anew with "
+                "--resume-mode disable."
+            )
     tensors = learner.state_tensors()
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path / TRAINING)))
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path / TRAINING)))
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        reason = _root(error)
+        raise UserError(f"{path} does not fit the model: {reason}. Give the --model that it was trained from.") from error
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
-    groups = [Group.from_bytes(r) for r in split_records((path / TRAINING / GROUPS).read_bytes())]
-    return record["step"], record["state"], groups
+    return record["state"], _read_groups(path / TRAINING / GROUPS), _read_groups(path / TRAINING / UNFINISHED)
+
+
+class Saver:
+    """Writes a run's checkpoints. `save` copies what changes, on all learners together, and returns; the rest is done by a
+    thread while training goes on."""
+
+    def __init__(
+        self,
+        args: CheckpointArgs,
+        run_dir: Path,
+        script: str,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        origin: Origin | None,
+    ):
+        """run_dir: the first learner's counts. Checkpoints of later steps than the origin's, of a future that will not be, are
+        renamed. A collective."""
+        self.args, self.learner, self.tokenizer, self.script = args, learner, tokenizer, script
+        self.run_dir = Path(dist.from_main(str(run_dir)))
+        # A group of its own: what the thread sends must not meet what training sends.
+        self._group = torch.distributed.new_group(backend="gloo") if learner.ranks.world_size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._scores: dict[int, float] = {}  # validation by step
+        self.step = origin.step if origin else 0  # that was saved last
+        self.fault = ""  # of the last save; empty if it is whole
+        if origin and learner.ranks.is_main:
+            for path in self.run_dir.glob(STEPS):
+                if int(path.name.removeprefix("step_")) > origin.step:
+                    aside = path.with_name(f"{path.name}.superseded")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(path, aside)
+
+    def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
+        """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
+
+        state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
+        being generated. A checkpoint that cannot be written (disk full, no permission) leaves nothing behind; training goes
+        on and `finish` tells.
+        """
+        self.wait()
+        self.step = step
+        target = self.run_dir / f"step_{step:06d}"
+        work = target.with_name(f"{target.name}.partial")
+        fault = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
+        if fault := dist.from_main(fault):
+            self._give_up(step, work, fault)
+            return
+        ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
+        record = {"step": step, "state": state, "fixed": _fixed(self.args, self.script), "learner": self.learner.state()}
+        record["ranks"] = [json.loads(rank) for rank in ranks]
+        files = {
+            STATE: json.dumps(record).encode(),
+            GROUPS: join_records([group.to_bytes() for group in groups]),
+            UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
+        }
+        weights = _full_weights(self.learner)
+        writer = dcp.HuggingFaceStorageWriter(str(work / TRAINING), save_distributed=True)
+        written = dcp.async_save(self.learner.state_tensors(), storage_writer=writer, process_group=self._group)
+        arguments = (step, work, target, written, weights, files)
+        self._thread = threading.Thread(target=self._complete, args=arguments, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last save is complete, or has failed."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self, step: int) -> Path:
+        """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
+        self.wait()
+        if self.fault:
+            raise UserError(
+                f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.fault}. "
+                f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
+                "the newest that is there."
+            )
+        return self.run_dir / f"step_{step:06d}"
+
+    def leave(self, step: int, save: Callable[[int], None]) -> NoReturn:
+        """After SIGTERM: has that step saved if it is not yet, waits for it, and raises Stopped."""
+        if step > self.step:
+            save(step)
+        kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
+        raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
+
+    def validated(self, step: int, metrics: dict[str, float]) -> None:
+        """Tells how the weights after that step did: of the saved steps the best is kept as `best`."""
+        scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
+        if scores:
+            self._scores[step] = sum(scores) / len(scores)
+            if not self._thread:
+                self._keep_best()
+
+    def _complete(self, step: int, work: Path, target: Path, written, weights: dict, files: dict[str, bytes]) -> None:
+        fault = _attempt(written.result)
+        if self.learner.ranks.is_main and not fault:
+            fault = _attempt(lambda: self._export(work, target, weights, files))
+        try:
+            faults = [record.decode() for record in dist.all_gather_bytes(fault.encode(), self._group)]
+        except RuntimeError as error:  # another learner is gone: the job is at its end
+            faults = [_root(error)]
+        self.fault = next(filter(None, faults), "")
+        if self.fault:
+            self._give_up(step, work, self.fault)
+        else:
+            self._keep_best()
+
+    def _export(self, work: Path, target: Path, weights: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
+        self.learner.config.save_pretrained(work)
+        self.learner.policy.model.generation_config.save_pretrained(work)
+        self.tokenizer.save_pretrained(work)
+        save_torch_state_dict(weights, work)  # in shards of 5 GB
+        for name, content in files.items():
+            (work / TRAINING / name).write_bytes(content)
+        _write_manifest(work)
+        if target.exists():  # of a run that went on from an older checkpoint
+            _remove(target)
+        os.rename(work, target)
+        _sync_directory(self.run_dir)
+        saved = sorted(self.run_dir.glob(STEPS))
+        for path in saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []:
+            _remove(path)
+
+    def _give_up(self, step: int, work: Path, fault: str) -> None:
+        self.fault = fault
+        if self.learner.ranks.is_main:
+            shutil.rmtree(work, ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} could not be written: {fault}. Training goes on.", file=sys.stderr)
+
+    def _keep_best(self) -> None:
+        """Links the Hugging Face files of the best saved step into `best`."""
+        if not self.learner.ranks.is_main:
+            return
+        best, record = self.run_dir / "best", {"score": -1.0}
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads((best / "best.json").read_text())
+        for step, score in self._scores.items():
+            source = self.run_dir / f"step_{step:06d}"
+            if score > record["score"] and (source / MANIFEST).exists():
+                record = {"step": step, "score": score}
+                _attempt(lambda source=source, record=record: _link_best(source, best, record))
 
 
 def newest(run_dir: Path) -> Path | None:
     """The run's newest checkpoint whose files are all as they were written; says which ones are not."""
-    for path in sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True):
-        if (path / MANIFEST).exists():
-            fault = damage(path)
-            if fault is None:
-                return path
-            print(f"checkpoint {path} is damaged ({fault}); taking the one before it", flush=True)
+    for path in sorted(run_dir.glob(STEPS), reverse=True):
+        fault = damage(path)
+        if fault is None:
+            return path
+        print(f"warning: checkpoint {path} is damaged ({fault}); the one before it is taken", file=sys.stderr, flush=True)
     return None
 
 
@@ -127,27 +275,78 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def check_path(path: Path) -> Path:
+def _check_path(path: Path) -> Path:
     """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
     if not (path / MANIFEST).exists():
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
     if fault := damage(path):
         raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {fault}. Take another, or --resume-mode auto.")
-    return path
+    return path.resolve()
 
 
-def _export_hf(learner: Learner, tokenizer: PreTrainedTokenizerBase, work: Path) -> None:
-    """Weights in the model's own dtype, config, tokenizer and chat template, on rank 0; all ranks take part."""
+def _fixed(args: CheckpointArgs, script: str) -> dict:
+    flags = asdict(args)
+    names = FIXED if "trigger_parameter_sync_step" in flags else ("seed", "shuffle")
+    return {"script": script} | {name: flags[name] for name in names}
+
+
+def _full_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """A copy of the weights in the model's own precision, on the first learner. A collective."""
     dtype = learner.config.dtype or torch.float32
-    weights = {}
+    out = {}
     for name, tensor in learner.weights():
         if learner.ranks.is_main:
-            weights[name] = tensor.to("cpu", dtype, copy=True).contiguous()
-    if learner.ranks.is_main:
-        learner.config.save_pretrained(work)
-        learner.policy.model.generation_config.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        save_torch_state_dict(weights, work)  # in shards of 5 GB
+            out[name] = tensor.to("cpu", dtype, copy=True).contiguous()
+    return out
+
+
+def _attempt(act: Callable[[], object]) -> str:
+    """Does it; returns what went wrong, or ""."""
+    try:
+        act()
+    except Exception as error:
+        return _root(error)
+    return ""
+
+
+def _root(error: BaseException) -> str:
+    """One line on an error; of torch.distributed.checkpoint's, which gather every rank's with its traceback, the first."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _read_groups(file: Path) -> list[Group]:
+    return [Group.from_bytes(record) for record in split_records(file.read_bytes())]
+
+
+def _make_anew(work: Path) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    (work / TRAINING).mkdir(parents=True)
+
+
+def _remove(path: Path) -> None:
+    """Takes the name away first: what is left by a kill is no checkpoint any more."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _link_best(source: Path, best: Path, record: dict) -> None:
+    work = best.with_name("best.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and file.name != MANIFEST:
+            try:
+                os.link(file, work / file.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, work / file.name)
+    (work / "best.json").write_text(json.dumps(record))
+    if best.exists():
+        _remove(best)
+    os.rename(work, best)
 
 
 def _write_manifest(work: Path) -> None:
@@ -161,12 +360,15 @@ def _write_manifest(work: Path) -> None:
         json.dump(record, handle)
         handle.flush()
         os.fsync(handle.fileno())
+    _sync_directory(work)
 
 
-def _forget_old(run_dir: Path, keep: int) -> None:
-    saved = sorted(run_dir.glob("step_" + "[0-9]" * 6))
-    for path in saved[: len(saved) - keep] if keep else []:
-        shutil.rmtree(path, ignore_errors=True)
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _digest_file(file: Path) -> str:

@@ -4,10 +4,13 @@ Everything else asks this file for a device, a memory figure or a collective, an
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,8 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rl.errors import UserError
+from rl.errors import Stopped, UserError
 
+STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -96,8 +100,10 @@ def init(timeout_minutes: float = 30) -> Ranks:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = _claim_device(local_rank)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(BACKENDS[device.type], timeout=timedelta(minutes=timeout_minutes), **alone)
+    timeout = timedelta(minutes=timeout_minutes)
+    store = _open_store(timeout) if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _take_signals(store)
     return Ranks(rank, world_size, local_rank, device)
 
 
@@ -111,7 +117,7 @@ def init_split(generators: int, timeout_minutes: float = 30) -> Split:
             "start at least two with `torchrun --standalone --nproc-per-node 2 ...`."
         )
     timeout = timedelta(minutes=timeout_minutes)
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank = _open_store(timeout), int(os.environ["RANK"])
     local_rank, node, nodes = int(os.environ["LOCAL_RANK"]), rank // local_world, world // local_world
     device = _claim_device(local_rank)
     learners = local_world - generators
@@ -128,6 +134,7 @@ def init_split(generators: int, timeout_minutes: float = 30) -> Split:
     if role == "generator" or ranks.is_main:
         place = 0 if role == "learner" else 1 + ranks.rank
         bridge = _make_bridge(dist.PrefixStore("bridge", store), place, 1 + nodes * generators, device, timeout)
+    _take_signals(store)
     return Split(role, ranks, nodes * learners, nodes * generators, node, nodes, store, bridge)
 
 
@@ -142,6 +149,17 @@ def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device,
     return Bridge(dist.ProcessGroupGloo(store, place, size, timeout), torch.device("cpu"))
 
 
+def job() -> str | None:
+    """What stays the same over torchrun's restarts of this node's ranks, and is no other job's. None without torchrun."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
+
+
+def _open_store(timeout: timedelta) -> dist.Store:
+    """The store of torchrun, apart from what an attempt before torchrun's restart has left in it."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def _claim_device(local_rank: int) -> torch.device:
     kind = device_type()
     if kind == "cpu":
@@ -153,20 +171,28 @@ def _claim_device(local_rank: int) -> torch.device:
 
 def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split] = init) -> None:
     """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
-    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks."""
+    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM."""
     code = 0
     try:
+        if "RANK" in os.environ:
+            _die_with_parent()
         place = join()
         main(place)
         dist.destroy_process_group()
     except KeyboardInterrupt:
         code = 130
+    except Stopped as stopped:
+        code = 128 + signal.SIGTERM
+        if str(stopped):
+            print(stopped, file=sys.stderr, flush=True)
     except UserError as error:
         code = 1
         if _first_to_fail():
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         code = 1
+        if stop_requested():  # the others have left already
+            os._exit(128 + signal.SIGTERM)
         if "onnection" in str(error):  # torchrun knows who went and why, and ends this rank before it can say less
             time.sleep(5)
         if _first_to_fail():
@@ -180,14 +206,63 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
     os._exit(code)
 
 
+def stop_requested() -> bool:
+    """Whether this rank has received SIGTERM, a cluster's notice that the machine will be taken away."""
+    return _sigterm.is_set()
+
+
+def stopping() -> bool:
+    """Whether any rank of the default group has. A collective."""
+    return bool(all_reduce_sum(torch.tensor([float(stop_requested())])))
+
+
+_sigterm = threading.Event()
+
+
+def _take_signals(store: dist.Store) -> None:
+    """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
+    failed; then, and when the others have left, this rank ends at once."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    first = int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
+    store.set(f"pid/{os.environ.get('RANK', 0)}", str(os.getpid()))
+    neighbours = [int(store.get(f"pid/{rank}")) for rank in range(first, first + local_world)]
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:  # a thread, because the main one may sit in a collective that never ends
+        while signal.SIGTERM not in os.read(read, 64):
+            pass
+        _sigterm.set()
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline and all(map(_is_alive, neighbours)):
+            time.sleep(0.1)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _die_with_parent() -> None:
+    """A torchrun that is killed takes its ranks along (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _first_to_fail() -> bool:
     """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
     if "RANK" not in os.environ:
         return True
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return store.add(f"failed/{attempt}", 1) == 1
+        return _open_store(timedelta(seconds=5)).add("failed", 1) == 1
     except Exception:  # the store is gone, and with it whoever could have said more
         return True
 
@@ -195,16 +270,16 @@ def _first_to_fail() -> bool:
 # ---------------------------------------------------------------------------------------------------- collectives
 
 
-def all_gather_bytes(record: bytes) -> list[bytes]:
-    """Every rank's bytes, in rank order, on every rank (over gloo, nothing pickled)."""
+def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's bytes, in rank order, on every rank of the group (over gloo, nothing pickled)."""
     if dist.get_world_size() == 1:
         return [record]
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(record)]))
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(record)]), group)
     longest = int(max(sizes))
     padded = torch.frombuffer(bytearray(record.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group)
     return [g[: int(n)].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
 
 
@@ -213,6 +288,11 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def from_main(text: str) -> str:
+    """Rank 0's text on every rank."""
+    return all_gather_bytes(text.encode())[0].decode()
 
 
 def barrier() -> None:

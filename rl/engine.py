@@ -83,17 +83,18 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
+    so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and goes on
 
 
 @dataclass(frozen=True)
 class Output:
-    """A finished response. The three lists are equally long, the end-of-sequence token included."""
+    """A response. The three lists are equally long, the end-of-sequence token included."""
 
     id: object
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]
 
 
 class Engine(Protocol):
@@ -104,6 +105,9 @@ class Engine(Protocol):
 
     def step(self) -> list[Output]:
         """Samples one token for every running request; returns those that finished."""
+
+    def unfinished(self) -> list[Output]:
+        """What every request that was added and has not finished has become so far, to go on elsewhere as its `so_far`."""
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
@@ -133,7 +137,8 @@ class ScriptedEngine:
     def add(self, request: Request) -> None:
         token_ids, log_probs = self.script(request)
         limit = request.sampling.max_tokens
-        self._running.append((request, token_ids[:limit], log_probs[:limit], []))
+        versions = list(request.so_far.versions) if request.so_far else []
+        self._running.append((request, token_ids[:limit], log_probs[:limit], versions))
 
     def step(self) -> list[Output]:
         for _, _, _, versions in self._running:
@@ -142,6 +147,9 @@ class ScriptedEngine:
         self._running = [r for r in self._running if len(r[3]) < len(r[1])]
         reason = {True: "stop", False: "length"}
         return [Output(r.id, t, lp, v, reason[t[-1] == self.eos_token_id]) for r, t, lp, v in done]
+
+    def unfinished(self) -> list[Output]:
+        return [Output(r.id, t[: len(v)], lp[: len(v)], list(v), "unfinished") for r, t, lp, v in self._running]
 
     def update(self, weights, version: int, recompute_kv: bool = False) -> None:
         for _ in weights:
@@ -260,6 +268,16 @@ class Running:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    @staticmethod
+    def of(request: Request) -> "Running":
+        before = request.so_far
+        return Running(request, *(map(list, (before.token_ids, before.log_probs, before.versions)) if before else ()))
+
+    @property
+    def in_kv(self) -> tuple[int, ...]:
+        """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
+        return (*self.request.prompt_ids, *self.token_ids[:-1])
+
     def output(self, reason: str) -> Output:
         return Output(self.request.id, self.token_ids, self.log_probs, self.versions, reason)
 
@@ -327,6 +345,10 @@ class TransformersEngine:
             finished += self._sample(hidden.squeeze(1), 0)
         return finished
 
+    def unfinished(self) -> list[Output]:
+        rows = [*self.running, *(Running.of(request) for request in self.waiting)]
+        return [Output(r.request.id, list(r.token_ids), list(r.log_probs), list(r.versions), "unfinished") for r in rows]
+
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         missing = set(self._parameters)
@@ -379,18 +401,22 @@ class TransformersEngine:
         return self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)[0]
 
     def _admit(self) -> list[Output]:
-        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens."""
-        first, groups, tokens = len(self.running), {}, 0  # groups: prompt -> its slots
+        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Those that
+        go on from somewhere have theirs; they are admitted apart from the others."""
+        first, groups, tokens = len(self.running), {}, 0  # groups: what to prefill -> its slots
         while self.waiting and len(self.running) < self.max_num_seqs:
-            prompt = tuple(self.waiting[0].prompt_ids)
-            if prompt not in groups and groups and tokens + len(prompt) > self.max_num_batched_tokens:
+            row = Running.of(self.waiting[0])
+            if groups and bool(row.token_ids) != bool(self.running[first].token_ids):
                 break
-            tokens += len(prompt) if prompt not in groups else 0
+            if row.in_kv not in groups and groups and tokens + len(row.in_kv) > self.max_num_batched_tokens:
+                break
+            tokens += len(row.in_kv) if row.in_kv not in groups else 0
             slot = len(self.running)
-            groups.setdefault(prompt, []).append(slot)
-            request = self.waiting.popleft()
-            self.running.append(Running(request))
-            random = np.random.Generator(np.random.Philox(request.seed)).random(request.sampling.max_tokens, np.float32)
+            groups.setdefault(row.in_kv, []).append(slot)
+            self.waiting.popleft()
+            self.running.append(row)
+            random = np.random.Generator(np.random.Philox(row.request.seed))
+            random = random.random(row.request.sampling.max_tokens, np.float32)
             self.uniform[slot, : len(random)] = torch.from_numpy(random)
         if not groups:
             return []
@@ -401,10 +427,14 @@ class TransformersEngine:
         follower = torch.tensor([slot for slots in groups.values() for slot in slots[1:]], dtype=torch.long)
         if len(leader):
             self._kv().copy_slots(leader.to(self.device), follower.to(self.device), max(map(len, groups)))
+        rows = self.running[first:]
+        if rows[0].token_ids:
+            self.token[first : len(self.running)] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
+            self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
+            return []
         by_slot = torch.empty(len(slots), dtype=torch.long)
         by_slot[torch.tensor(slots) - first] = torch.tensor(order)
-        lengths = [len(r.request.prompt_ids) - 1 for r in self.running[first:]]
-        self.position[first : len(self.running)] = torch.tensor(lengths).to(self.device)
+        self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) - 1 for r in rows]).to(self.device)
         return self._sample(hidden[by_slot.to(self.device)], first)
 
     def _prefill(self, sequences: list[tuple[int, ...]], slots: list[int]) -> torch.Tensor:
@@ -415,7 +445,7 @@ class TransformersEngine:
         return hidden[layout.cu_seqlens[1:].long() - 1]
 
     def _recompute_kv(self) -> None:
-        sequences = [(*r.request.prompt_ids, *r.token_ids[:-1]) for r in self.running]
+        sequences = [r.in_kv for r in self.running]
         start = 0
         while start < len(sequences):
             end, tokens = start, 0

@@ -56,6 +56,7 @@ class Pending:
     versions: list[int] = field(default_factory=list)
 
     def version_per_token(self, tokens: int, version: int) -> list[int]:
+        """Of the tokens that were sampled here."""
         out: list[int] = []
         for count, before in zip(self.counts, self.versions, strict=True):
             out += [before] * (count - len(out))
@@ -120,6 +121,13 @@ class VLLMEngine:
         if not self._pending:
             return []
         return [self._output(out) for out in self.engine.step() if out.finished]
+
+    def unfinished(self) -> list[Output]:
+        states = self.engine.output_processor.request_states
+        return [
+            self._joined(pending, states[pending.inner_id].logprobs_processor.logprobs, "unfinished")
+            for pending in self._pending.values()
+        ]
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
@@ -194,15 +202,15 @@ class VLLMEngine:
 
     def _hand_over(self, key: str, request: Request) -> str:
         """Gives the request to vLLM; returns vLLM's own name for it."""
-        s = request.sampling
+        s, so_far = request.sampling, request.so_far.token_ids if request.so_far else []
         params = vllm.SamplingParams(
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            max_tokens=s.max_tokens,
+            max_tokens=s.max_tokens - len(so_far),
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
-            seed=request.seed,
+            seed=request.seed ^ len(so_far),  # the stream of a response that goes on would else begin again
             logprobs=0,  # the sampled token's
             flat_logprobs=True,  # no dict and no object a token
             detokenize=False,
@@ -210,7 +218,7 @@ class VLLMEngine:
             skip_clone=True,
         )
         # KV blocks are shared between equal prompts, but never across weights.
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._updates}"}
+        prompt = {"prompt_token_ids": [*request.prompt_ids, *so_far], "cache_salt": f"v{self._updates}"}
         return self.engine.add_request(key, prompt, params)
 
     def _renew_waiting(self) -> None:
@@ -225,9 +233,14 @@ class VLLMEngine:
         pending, completion = self._pending.pop(out.request_id), out.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
-        token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
-        versions = pending.version_per_token(len(token_ids), self.version)
-        return Output(pending.request.id, token_ids, log_probs, versions, completion.finish_reason)
+        return self._joined(pending, completion.logprobs, completion.finish_reason)
+
+    def _joined(self, pending: Pending, sampled, reason: str) -> Output:
+        """What was sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with."""
+        versions = pending.version_per_token(len(sampled.token_ids), self.version)
+        so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
+        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason)
 
 
 def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:

@@ -1,8 +1,15 @@
-"""The one exception whose message is meant for the user's eyes."""
+"""The exceptions whose messages are meant for the user's eyes."""
 
 
 class UserError(Exception):
     """Something the user can mend: the message says what is wrong, where (file, row, flag) and what to do.
 
     The scripts print it without a traceback and exit with code 1.
+    """
+
+
+class Stopped(Exception):
+    """The run has been told to stop (SIGTERM) and has left nothing undone; the message, if any, says where it goes on from.
+
+    The scripts print it and exit with code 143.
     """

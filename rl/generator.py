@@ -6,8 +6,9 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -67,15 +68,22 @@ class Generator:
     def is_validating(self) -> bool:
         return any(key >= VALIDATION for key in self.working)
 
-    def start(self, ticket: int) -> None:
-        """Gives the engine the ticket's prompt, n times."""
+    def start(self, ticket: int, so_far: Group | None = None) -> None:
+        """Gives the engine the ticket's prompt, n times. so_far: what `unfinished` said of it when a run was stopped."""
         _, index = self.order(ticket)
-        self._add(ticket, self.prompts[index], self.args.rollout_n, self.sampling)
-        if self.args.needs_greedy:
-            work = self.working[ticket]
-            work.greedy = True
-            sampling = dataclasses.replace(self.sampling, temperature=0.0)
-            self.engine.add(Request((ticket, work.n), work.prompt.ids, sampling, 0))
+        work = Work(self.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
+        self._add(ticket, work, self.sampling, so_far.responses if so_far else ())
+
+    def unfinished(self) -> list[Group]:
+        """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
+        outputs = {output.id: output for output in self.engine.unfinished()}
+        groups = []
+        for ticket, work in self.working.items():
+            if ticket < VALIDATION:
+                numbers = range(work.n + work.greedy)
+                responses = [_response(work.outputs.get(i) or outputs[ticket, i]) for i in numbers]
+                groups.append(Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses))
+        return groups
 
     def poll(self, wait: float = 0.0) -> list[tuple[int, Work]]:
         """One engine step, then the prompts all of whose responses are finished and scored, by key. With nothing to step it
@@ -99,12 +107,12 @@ class Generator:
         done = [key for key in dict.fromkeys(key for (key, _), _ in scored) if self.working[key].done]
         return [(key, self.working.pop(key)) for key in done]
 
-    def generate(self, tickets: Iterable[int]) -> list[Group]:
-        """The finished, scored groups of the tickets, in ticket order."""
+    def generate(self, tickets: Iterable[int], give_up: Callable[[], bool] = lambda: False) -> list[Group]:
+        """The finished, scored groups of the tickets, in ticket order; only those that are finished by then if it gives up."""
         for ticket in tickets:
             self.start(ticket)
         groups = []
-        while self.working:
+        while self.working and not give_up():
             groups += [self.group(ticket, work) for ticket, work in self.poll(wait=1.0)]
         return sorted(groups, key=lambda g: g.ticket)
 
@@ -116,16 +124,8 @@ class Generator:
             if i == work.n:
                 baseline = score.score + penalty
                 break
-            responses.append(
-                Response(
-                    token_ids=np.array(output.token_ids, np.int32),
-                    log_probs=np.array(output.log_probs, np.float32),
-                    versions=np.array(output.versions, np.int32),
-                    finish_reason=output.finish_reason,
-                    score=score.score + penalty,
-                    extra={**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})},
-                )
-            )
+            extra = {**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})}
+            responses.append(_response(output, score.score + penalty, extra))
         return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
 
     def start_validation(self, prompts: PromptDataset, indices: Iterable[int]) -> None:
@@ -133,7 +133,7 @@ class Generator:
         a = self.args
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
         for index in indices:
-            self._add(VALIDATION + index, prompts[index], a.val_n, sampling)
+            self._add(VALIDATION + index, Work(prompts[index], a.val_n), sampling)
 
     def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
         """The rows of the given validation prompts, with nothing else under way."""
@@ -159,10 +159,22 @@ class Generator:
             "acc": float(score.extra.get("acc", score.score)),
         }
 
-    def _add(self, key: int, prompt: Prompt, n: int, sampling: SamplingParams) -> None:
-        self.working[key] = Work(prompt, n)
-        for i in range(n):
-            self.engine.add(Request((key, i), prompt.ids, sampling, request_seed(self.seed, key, i)))
+    def _add(self, key: int, work: Work, sampling: SamplingParams, so_far: Sequence[Response] = ()) -> None:
+        """Starts the prompt's responses, or lets them go on from what they are `so_far`."""
+        self.working[key], ids = work, work.prompt.ids
+        requests = [Request((key, i), ids, sampling, request_seed(self.seed, key, i)) for i in range(work.n)]
+        if work.greedy:
+            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0))
+        for request, before in zip_longest(requests, so_far):
+            if before is None or not len(before.token_ids):
+                self.engine.add(request)
+                continue
+            parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
+            output = Output(request.id, *parts, before.finish_reason)
+            if output.finish_reason == "unfinished":
+                self.engine.add(dataclasses.replace(request, so_far=output))
+            else:
+                self._submit(output)
 
     def _submit(self, output: Output) -> None:
         key, number = output.id
@@ -179,6 +191,17 @@ class Generator:
         if not a.overlong_buffer_len:
             return 0.0
         return overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
+
+
+def _response(output: Output, score: float = 0.0, extra: dict[str, float] | None = None) -> Response:
+    return Response(
+        token_ids=np.array(output.token_ids, np.int32),
+        log_probs=np.array(output.log_probs, np.float32),
+        versions=np.array(output.versions, np.int32),
+        finish_reason=output.finish_reason,
+        score=score,
+        extra=extra or {},
+    )
 
 
 def gather_groups(mine: list[Group]) -> list[Group]:
@@ -210,8 +233,15 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def event_metrics(pool: ScoringPool) -> dict[str, float]:
-    """reward/events/<kind>: how many responses could not be scored so far, over all ranks."""
-    kinds = ("timeout", "error", "bad_value", "died")
-    counts = dist.all_reduce_sum(torch.tensor([float(pool.events[kind]) for kind in kinds]))
-    return {f"reward/events/{kind}": int(count) for kind, count in zip(kinds, counts, strict=True)}
+EVENTS = ("timeout", "error", "bad_value", "died")
+
+
+def all_events(pool: ScoringPool) -> dict[str, int]:
+    """How many responses could not be scored so far, by kind, over all ranks. A collective."""
+    counts = dist.all_reduce_sum(torch.tensor([float(pool.events[kind]) for kind in EVENTS]))
+    return {kind: int(count) for kind, count in zip(EVENTS, counts, strict=True)}
+
+
+def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
+    """reward/events/<kind>, whose counts are these."""
+    return {f"reward/events/{kind}": events.get(kind, 0) for kind in EVENTS}

@@ -230,7 +230,6 @@ class Learner:
             whole = parameter.to_local() if self.ranks.world_size == 1 else parameter.to(self.ranks.device).full_tensor()
             yield name, whole.to(self.ranks.device)
 
-
     # -- what a checkpoint holds
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

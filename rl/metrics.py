@@ -6,6 +6,7 @@ a crash loses nothing; NaN and infinities are written as null, which every JSON 
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -95,28 +96,45 @@ class Timers:
         self._started = time.perf_counter()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a run goes on from."""
+
+    run_dir: Path
+    checkpoint: Path | None  # None: from the beginning, in the directory of a run that had not saved anything
+
+    @property
+    def step(self) -> int:
+        """The last step that was saved."""
+        return int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
+
+
 class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
     def __init__(
-        self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str, checkpoint: Path | None = None
+        self, args: MetricsArgs, hardware: dict, total_steps: int, enabled: bool, script: str, origin: Origin | None = None
     ):
-        """checkpoint: where the run goes on from, in the directory of that run; else a new directory is made."""
+        """origin: the run that goes on, in its directory; else a new one is made. Raises UserError if there can be none."""
         self.timer = Timers()
         self.enabled = enabled
-        self.dir = Path(args.output_dir)
+        self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
         record = _strict(describe_run(args, hardware, script))
         name, first_step = "config.json", 0
-        if checkpoint:
-            self.dir, first_step = checkpoint.parent, int(checkpoint.name.removeprefix("step_")) + 1
-            _forget_from(self.dir / "metrics.jsonl", first_step)
+        if origin:
+            first_step = origin.step + 1 if origin.checkpoint else 0
             name = f"config_from_{first_step:06d}.json"
         else:
             default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        self._lock = _lock(self.dir)
+        if origin:
+            for file in ("metrics.jsonl", "tickets.jsonl"):
+                _forget_from(self.dir / file, first_step)
         (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
+        self._tickets = open(self.dir / "tickets.jsonl", "a")  # noqa: SIM115  (open as long as the run)
         self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
         self._tensorboard = self._wandb = None
         if "tensorboard" in args.logger:
@@ -126,6 +144,8 @@ class Run:
         if "wandb" in args.logger:
             self._wandb = _start_wandb(args, self.dir)
         self._console = _ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
+        if origin:
+            self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
@@ -143,6 +163,12 @@ class Run:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(metrics, step=step)
+
+    def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
+        """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
+        if self.enabled:
+            self._tickets.write(json.dumps({"step": step, "trained": trained, **others}) + "\n")
+            self._tickets.flush()
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Writes val_generations/step_<step>.md: one table row per response."""
@@ -168,6 +194,7 @@ class Run:
         if self._console:
             self._console.close()
         self._jsonl.close()
+        self._tickets.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
@@ -234,14 +261,28 @@ def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
     return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}
 
 
+def _lock(directory: Path):
+    """Holds the run's directory until this process ends. Raises UserError if another process does."""
+    handle = open(directory / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{directory} belongs to a run that is still going on. Choose another --experiment-name.") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
 def _forget_from(jsonl: Path, step: int) -> None:
-    """Removes the lines of this step and later ones, and one that was cut off: they will come again."""
-    lines = jsonl.read_text().splitlines() if jsonl.exists() else []
-    kept = []
-    for line in lines:
+    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and drops one that was cut
+    off."""
+    kept, moved = [], []
+    for line in jsonl.read_text().splitlines() if jsonl.exists() else []:
         with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] < step:
-                kept.append(line + "\n")
+            (kept if json.loads(line)["step"] < step else moved).append(line + "\n")
+    if moved:
+        with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "a") as file:
+            file.writelines(moved)
     partial = jsonl.with_suffix(".partial")
     partial.write_text("".join(kept))
     os.replace(partial, jsonl)
@@ -273,7 +314,7 @@ def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
     return {
         "script": script,
         "command": sys.argv,
-        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "job": dist.job(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "flags": dataclasses.asdict(args),
         "python": platform.python_version(),
@@ -284,14 +325,19 @@ def describe_run(args: MetricsArgs, hardware: dict, script: str) -> dict:
 
 
 def _start_wandb(args: MetricsArgs, directory: Path):
+    """Begins the run there, or goes on with it: its id stands in the run's directory."""
     import wandb
 
+    id_file = directory / "wandb_id"
+    run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
     where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
     try:
-        return wandb.init(config=dataclasses.asdict(args), **where)
+        run = wandb.init(config=dataclasses.asdict(args), id=run_id, resume="allow", **where)
     except wandb.errors.Error as error:
         remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
         raise UserError(f"--logger wandb: {error} {remedy}") from error
+    id_file.write_text(run_id)
+    return run
 
 
 def _strict(value):

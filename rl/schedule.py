@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -99,6 +99,7 @@ class State:
 
     version: int  # of the newest weights that are ready to be received
     dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
+    snapshot: int = 0  # the step whose checkpoint wants to know what is under way
     stop: bool = False
 
 
@@ -136,7 +137,9 @@ class Tickets:
     def __init__(self, store: Store, args: ScheduleArgs, total: int):
         self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
         self.reserved: int | None = None
-        self.again: list[int] = json.loads(store.get("tickets/again"))  # under way when the run was stopped: they go first
+        opened = json.loads(store.get("tickets/opened"))
+        self.again: list[int] = opened["again"]  # under way when the run was stopped: they go first
+        self._unfinished: set[int] = set(opened["unfinished"])  # those of them of which something is left
 
     def take(self, most: int, version: int, state: State) -> list[int]:
         """Up to so many tickets that may start under the weights of `version`; none if newer weights are ready, which would
@@ -156,6 +159,9 @@ class Tickets:
         self.store.add("tickets/started", 1)
         return ticket
 
+    def so_far(self, ticket: int) -> Group | None:
+        """What had become of the ticket's responses when the run was stopped."""
+        return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
     def _draw(self) -> int:
         if self.again:
@@ -166,11 +172,19 @@ class Tickets:
         return self.store.add("tickets/drawn", 1) - 1
 
 
-def open_tickets(store: Store, drawn: int = 0, started: int = 0, again: Iterable[int] = ()) -> None:
-    """Sets the counters of a run that begins, or goes on with these; to be called once, before any generator draws."""
+def open_tickets(
+    store: Store, drawn: int = 0, started: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()
+) -> None:
+    """Sets the counters of a run that begins, or goes on with these; to be called once. Generators wait for it.
+
+    again: tickets that were drawn and are nowhere; unfinished: those of them whose responses go on.
+    """
     store.add("tickets/drawn", drawn)
     store.add("tickets/started", started)
-    store.set("tickets/again", json.dumps(list(again)))
+    of = {group.ticket: group for group in unfinished}
+    for ticket, group in of.items():
+        store.set(f"tickets/unfinished/{ticket}", group.to_bytes())
+    store.set("tickets/opened", json.dumps({"again": list(again), "unfinished": list(of)}))
 
 
 def drawn(store: Store) -> int:
@@ -191,6 +205,7 @@ class Intake:
         self.waiting: dict[int, Group] = {}
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
+        self.gone: dict[str, list[int]] = {}  # the same tickets, since the last step
         self._low, self._high = 0, set()  # tickets dealt with: all below, and these
         self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.required if filter_groups else 0
@@ -225,6 +240,11 @@ class Intake:
         self.trained += len(groups)
         self._flat_left = self._flat_limit
         return groups
+
+    def take_gone(self) -> dict[str, list[int]]:
+        """The tickets that were dropped since the last call, by reason."""
+        gone, self.gone = self.gone, {}
+        return gone
 
     @property
     def newest(self) -> int:
@@ -282,6 +302,7 @@ class Intake:
 
     def _drop(self, ticket: int, reason: str) -> None:
         self.dropped[reason] += 1
+        self.gone.setdefault(reason, []).append(ticket)
         self._settle(ticket)
 
     def _settle(self, ticket: int) -> None:

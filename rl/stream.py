@@ -9,12 +9,12 @@ from collections import Counter, deque
 from rl import dist
 from rl.batch import Group, join_records, split_records
 from rl.errors import UserError
-from rl.generator import validation_metrics
+from rl.generator import event_metrics, validation_metrics
 from rl.metrics import Run, Timers
 from rl.rewards import ScoringPool
 from rl.ring import RecordTooLarge, Ring, RingTimeout
 
-GROUP, BATCH, ROWS, REPORT, GOODBYE = b"G", b"B", b"V", b"R", b"E"
+GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, GOODBYE = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 
 
 def open_ring(split: dist.Split, megabytes: int) -> Ring | None:
@@ -63,6 +63,12 @@ class Outbox:
         self._send_json(REPORT, content)
         timer.restart()
 
+    def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
+        """What is under way here, for the checkpoint of that step."""
+        for group in unfinished:
+            self._send(UNFINISHED, group.to_bytes())
+        self._send_json(SNAPSHOT, {"step": step})
+
     def goodbye(self, unfinished: list[int]) -> None:
         """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
         self._send_json(GOODBYE, {"unfinished": unfinished})
@@ -98,6 +104,8 @@ class Inbox:
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
         self.goodbyes: list[dict] = []
+        self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
+        self._snapshots: list[dict] = []
         self._rows: dict[int, list[dict]] = {}  # step -> one record a generator
 
     def receive(self, seconds: float = 0.1) -> None:
@@ -115,14 +123,30 @@ class Inbox:
                 self._sort(record[:1], record[1:])
 
     def _sort(self, kind: bytes, body: bytes) -> None:
-        if kind == GROUP:
-            self.groups.append(Group.from_bytes(body))
+        if kind in (GROUP, UNFINISHED):
+            group = Group.from_bytes(body)
+            if kind == GROUP:
+                self.groups.append(group)
+                self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
+            else:
+                self._unfinished[group.ticket] = group
             return
         content = json.loads(body)
         if kind == ROWS:
             self._rows.setdefault(content["step"], []).append(content)
         else:
-            {BATCH: self.batches, REPORT: self.reports, GOODBYE: self.goodbyes}[kind].append(content)
+            places = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, GOODBYE: self.goodbyes}
+            places[kind].append(content)
+
+    def unfinished_at(self, step: int) -> list[Group]:
+        """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
+        in `groups`."""
+        while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+            self.receive()
+        out = list(self._unfinished.values())
+        self._unfinished.clear()
+        self._snapshots.clear()
+        return out
 
     @property
     def occupancy(self) -> float:
@@ -154,6 +178,7 @@ class Watch:
         self.split = split
         self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
         self._events: dict[int, dict] = {}  # of each generator's scoring
+        self._events_before: Counter[str] = Counter()  # of the run that goes on here
 
     def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
         """Metrics of what was reported since the last call; empties the list."""
@@ -170,10 +195,21 @@ class Watch:
             seconds = max(report["publish_seconds"] for report in reports)
             out["fully_async/rollouter/idle_ratio"] = waited / total
             out |= {"publish/seconds": seconds, "publish/gb_per_s": reports[-1]["publish_gb"] / seconds}
-        for kind in ("timeout", "error", "bad_value", "died"):
-            out[f"reward/events/{kind}"] = sum(events.get(kind, 0) for events in self._events.values())
         reports.clear()
-        return out
+        return out | event_metrics(self.events)
+
+    @property
+    def events(self) -> Counter:
+        """Of all scoring since the run began."""
+        return sum(map(Counter, self._events.values()), self._events_before)
+
+    def state(self) -> dict:
+        """For a checkpoint."""
+        return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
+
+    def restore(self, state: dict) -> None:
+        self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
+        self._events_before = Counter(state["events"])
 
     def _count(self, role: str, share: float, elapsed: float) -> None:
         self._waited[role] += share * elapsed
