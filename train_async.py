@@ -10,7 +10,6 @@ losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.
 ppo_mini_batch_size * require_batches groups.
 """
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +70,11 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
         step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
+    def validated_by(self, version: int, total_steps: int) -> int | None:
+        """The last step whose weights are validated up to this version; None if there is none."""
+        versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
+        return next((self.step_of(v, total_steps) for v in versions), None)
+
     def check(self) -> None:
         """Raises UserError for flags that cannot work."""
         self.check_algorithm()
@@ -100,7 +104,7 @@ def generate(
     board, subscriber = Board(split), Subscriber(split, engine)
     tickets = Tickets(split.store, args, total_steps * args.required)
     validation_rows = None  # of the validation under way
-    validated, snapshot = json.loads(split.store.get("validated")), 0
+    validated, snapshot = int(split.store.get("validated")), 0
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
         state = board.read()
@@ -121,7 +125,7 @@ def generate(
                 version = state.version if engine.version < 0 else engine.version + 1
                 subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, pool, subscriber.bytes)
-            if args.validates(engine.version, total_steps) and args.step_of(engine.version, total_steps) != validated:
+            if args.validates(engine.version, total_steps) and args.step_of(engine.version, total_steps) > validated:
                 generator.start_validation(val_prompts, range(team.place.rank, len(val_prompts), team.place.world_size))
                 validation_rows = []
 
@@ -134,7 +138,7 @@ def generate(
             else:
                 outbox.send_group(generator.group(key, work))
         if validation_rows is not None and not generator.is_validating:
-            outbox.send_rows(args.step_of(engine.version, total_steps), validation_rows)
+            outbox.send_rows(args.step_of(engine.version, total_steps), validation_rows, parts=split.generators)
             validation_rows = None
         outbox.flush()
     outbox.goodbye(unfinished=[key for key in generator.working if key < VALIDATION and team.leads])
@@ -234,17 +238,18 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     watch = Watch(split)
 
     # Where it goes on from, if it does. Tickets that were under way go on, those of which nothing is left begin again.
-    done, validated, again, unfinished, drawn_before = 0, None, [], [], 0
+    done, again, unfinished, drawn_before = 0, [], [], 0
     origin = checkpoint.find(args, args.output_dir, args.experiment_name)
     if origin and origin.checkpoint:
         done = origin.step
         state, groups, unfinished = checkpoint.load(origin, learner, args, "train_async")
-        kl_control.coef, validated, drawn_before = state["kl_coef"], state["validated"], state["drawn"]
+        kl_control.coef, drawn_before = state["kl_coef"], state["drawn"]
         watch.restore(state["watch"])
+        inbox.restore(state["inbox"])
         again = intake.restore(state["intake"], groups, drawn_before)
     if ranks.is_main:
         open_tickets(split.store, drawn_before, drawn_before - len(again), again, unfinished)
-        split.store.set("validated", json.dumps(validated))
+        split.store.set("validated", str(inbox.validated))
     run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_async", origin)
     saver = Saver(args, run.dir, "train_async", learner, prompts.tokenizer, origin)
 
@@ -253,7 +258,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
             board.update(snapshot=step)
             unfinished = inbox.unfinished_at(step)
             groups = [*intake.waiting.values(), *inbox.groups]
-            state = {"kl_coef": kl_control.coef, "intake": intake.state(), "watch": watch.state(), "validated": validated}
+            state = {"kl_coef": kl_control.coef, "intake": intake.state(), "inbox": inbox.state(), "watch": watch.state()}
             saver.save(step, state | {"drawn": drawn(split.store)}, groups, unfinished)
 
     publisher.publish(args.version_at(done + 1))
@@ -280,16 +285,17 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
         metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "training/epoch": order(intake.newest)[0]}
         metrics |= {"fully_async/count/current_param_version": version, "ring/occupancy": inbox.occupancy}
-        with run.timer("testing"):
-            wait_for = step if last and args.test_freq else None
+        saves = last or (args.save_freq and step % args.save_freq == 0)
+        with run.timer("testing"):  # what is validated while a checkpoint is taken could not be validated again
+            newest = version + 1 if last else args.version_at(step + 1) - 1
+            wait_for = args.validated_by(newest, total_steps) if saves else None
             validation = inbox.validation(run, args.log_val_generations, wait_for)
         if validation:
-            validated = validation["training/validated_step"]
-            saver.validated(validated, validation)
+            saver.validated(validation)
             run.say(watch.words())
         run.log_tickets(step, batch.tickets, **intake.take_gone())
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))
-        if last or (args.save_freq and step % args.save_freq == 0):
+        if saves:
             save(step)
 
     # The end: every ticket that was started has been trained, was dropped, or is still somewhere.

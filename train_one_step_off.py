@@ -129,9 +129,10 @@ def generate(
             with generator.timer("update_weights"):
                 subscriber.receive(version)
             outbox.report(generator.timer, pool, subscriber.bytes)
-            if args.validates(version, total_steps) and version != start["validated"]:
+            if args.validates(version, total_steps) and version > start["validated"]:
                 rows = validate_on_all_ranks(generator, val_prompts, team.place)
-                outbox.send_rows(version, rows if split.ranks.is_main else [])
+                if split.ranks.is_main:
+                    outbox.send_rows(version, rows)
         if k < total_steps:
             groups, ticket, metrics = make_batch(args, generator, team.place, ticket)
             if split.ranks.is_main:
@@ -229,7 +230,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     watch = Watch(split)
 
     # Where it goes on from, if it does: with the batch that was ready for the step after the checkpoint's.
-    done, start = 0, {"batch": 0, "ticket": 0, "version": 0, "validated": None}
+    done, start = 0, {"batch": 0, "ticket": 0, "version": 0, "validated": -1}
     origin = checkpoint.find(args, args.output_dir, args.experiment_name)
     if origin and origin.checkpoint:
         done = origin.step
@@ -238,18 +239,20 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
         watch.restore(state["watch"])
         inbox.groups.extend(groups)
         inbox.batches.extend([state["batch"]] if groups else [])
+        inbox.restore(state["inbox"])
     if ranks.is_main:
         split.store.set("start", json.dumps(start))
     run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_one_step_off", origin)
     saver = Saver(args, run.dir, "train_one_step_off", learner, prompts.tokenizer, origin)
-    made, validated = {"next_ticket": start["ticket"]}, start["validated"]
+    made = {"next_ticket": start["ticket"]}
 
     def save(step: int, groups: Sequence[Group] = ()) -> None:
         """With the batch of the next step, if there is one. What the generators have begun will be made again, the same."""
         with run.timer("save_checkpoint"):
-            start = {"batch": step + bool(groups), "ticket": made["next_ticket"], "version": step, "validated": validated}
-            state = {"kl_coef": kl_control.coef, "watch": watch.state(), "start": start, "batch": made}
-            saver.save(step, state, groups)
+            start = {"batch": step + bool(groups), "ticket": made["next_ticket"], "version": step}
+            start["validated"] = inbox.validated
+            state = {"kl_coef": kl_control.coef, "watch": watch.state(), "inbox": inbox.state()}
+            saver.save(step, state | {"start": start, "batch": made}, groups)
 
     publisher.publish(done)
     board.update(version=done)
@@ -278,8 +281,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
             wait_for = step if step == total_steps and args.test_freq else None
             validation = inbox.validation(run, args.log_val_generations, wait_for)
         if validation:
-            validated = validation["training/validated_step"]
-            saver.validated(validated, validation)
+            saver.validated(validation)
             run.say(watch.words())
         run.log_tickets(step, batch.tickets, filtered=sorted({*range(first_ticket, made["next_ticket"])} - {*batch.tickets}))
         run.log(step, metrics | validation | gather_ledgers("learner", run.timer))

@@ -197,8 +197,8 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         with run.timer("testing"):
             rows = validate_on_all_ranks(generator, val_prompts, team.place)
         run.log_generations(step, rows[: args.log_val_generations])
-        metrics = validation_metrics(rows)
-        saver.validated(step, metrics)
+        metrics = validation_metrics(rows) | {"training/validated_step": step}
+        saver.validated(metrics)
         return metrics
 
     def save(step: int) -> None:

@@ -129,6 +129,8 @@ class Saver:
         self.step = origin.step if origin else 0  # that was saved last
         self.fault = ""  # of the last save; empty if it is whole
         if origin and learner.ranks.is_main:
+            for path in [*self.run_dir.glob("*.partial"), *self.run_dir.glob("*.removed")]:  # what a kill has left
+                shutil.rmtree(path, ignore_errors=True)
             for path in self.run_dir.glob(STEPS):
                 if int(path.name.removeprefix("step_")) > origin.step:
                     aside = path.with_name(f"{path.name}.superseded")
@@ -189,11 +191,11 @@ class Saver:
         kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
         raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
 
-    def validated(self, step: int, metrics: dict[str, float]) -> None:
-        """Tells how the weights after that step did: of the saved steps the best is kept as `best`."""
+    def validated(self, metrics: dict[str, float]) -> None:
+        """Tells how the weights after training/validated_step did: of the saved steps the best is kept as `best`."""
         scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
         if scores:
-            self._scores[step] = sum(scores) / len(scores)
+            self._scores[metrics["training/validated_step"]] = sum(scores) / len(scores)
             if not self._thread:
                 self._keep_best()
 

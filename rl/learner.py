@@ -230,7 +230,7 @@ class Learner:
             whole = parameter.to_local() if self.ranks.world_size == 1 else parameter.to(self.ranks.device).full_tensor()
             yield name, whole.to(self.ranks.device)
 
-    # -- what a checkpoint holds
+    # -- what a checkpoint holds beside the reference policy, which is the model that training began with
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The sharded tensors that training changes: master weights and AdamW's moments, by name. Made where an optimizer has
@@ -261,9 +261,9 @@ class Learner:
             of_parameter["step"].fill_(state["adam_step"])
         self.skipped = state["skipped"]
         self.schedule.last_epoch = state["schedule"]
-        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_lr(), strict=True):
-            group["lr"] = lr
-        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        lr = self.schedule.base_lrs[0] * self.schedule.lr_lambdas[0](state["schedule"])
+        self.schedule.load_state_dict({"last_epoch": state["schedule"], "_last_lr": [lr], "lr_lambdas": [None]})
+        self.optimizer.param_groups[0]["lr"] = lr
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
 

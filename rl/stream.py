@@ -47,9 +47,9 @@ class Outbox:
             self.send_group(group)
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
 
-    def send_rows(self, step: int, rows: list[dict]) -> None:
-        """This generator's part of the validation of that step's weights."""
-        self._send_json(ROWS, {"step": step, "rows": rows})
+    def send_rows(self, step: int, rows: list[dict], parts: int = 1) -> None:
+        """Validation of that step's weights, in so many parts from as many generators."""
+        self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
 
     def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
         """What this generator did since the last report, its last act being a publish; restarts the timer."""
@@ -106,7 +106,8 @@ class Inbox:
         self.goodbyes: list[dict] = []
         self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
         self._snapshots: list[dict] = []
-        self._rows: dict[int, list[dict]] = {}  # step -> one record a generator
+        self.validated = -1  # the newest step whose validation has come whole
+        self._rows: dict[int, list[dict]] = {}  # validations: step -> its parts that have come
 
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
@@ -133,7 +134,10 @@ class Inbox:
             return
         content = json.loads(body)
         if kind == ROWS:
-            self._rows.setdefault(content["step"], []).append(content)
+            parts = self._rows.setdefault(content["step"], [])
+            parts.append(content)
+            if len(parts) == content["parts"]:
+                self.validated = max(self.validated, content["step"])
         else:
             places = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, GOODBYE: self.goodbyes}
             places[kind].append(content)
@@ -153,22 +157,32 @@ class Inbox:
         """Of this node's ring, 0 to 1."""
         return self.ring.occupancy if self.ring else 0.0
 
+    def state(self) -> dict:
+        """For a checkpoint: validations, besides `groups`."""
+        whole = [parts for parts in self._rows.values() if len(parts) == parts[0]["parts"]]
+        return {"validated": self.validated, "rows": whole}
+
+    def restore(self, state: dict) -> None:
+        self.validated = state["validated"]
+        self._rows = {parts[0]["step"]: parts for parts in state["rows"]}
+
     def unfinished(self) -> list[int]:
         """Tickets that the generators gave up when they said goodbye."""
         return [ticket for goodbye in self.goodbyes for ticket in goodbye["unfinished"]]
 
     def validation(self, run: Run, table_rows: int, wait_for: int | None = None) -> dict[str, float]:
-        """The metrics of a validation that all generators have finished, with the step whose weights it was of; empty if there
-        is none. With `wait_for`, waits for that step's (a collective). Writes the first `table_rows` rows as a table."""
-        while True:
-            step = next((s for s, parts in self._rows.items() if len(parts) == self.generators), None)
-            if step is not None:
-                rows = [row for part in self._rows.pop(step) for row in part["rows"]]
-                rows.sort(key=lambda row: row["index"])
-                run.log_generations(step, rows[:table_rows])
-            if wait_for is None or step == wait_for:
-                return {} if step is None else validation_metrics(rows) | {"training/validated_step": step}
+        """The metrics of the newest validation that has come whole since the last call, with the step whose weights it was of;
+        empty if there is none. With `wait_for`, waits until that step's has come (a collective). Writes the first `table_rows`
+        rows as a table."""
+        while wait_for is not None and wait_for > self.validated:
             self.receive()
+        metrics = {}
+        for step in [step for step, parts in self._rows.items() if len(parts) == parts[0]["parts"]]:
+            rows = [row for part in self._rows.pop(step) for row in part["rows"]]
+            rows.sort(key=lambda row: row["index"])
+            run.log_generations(step, rows[:table_rows])
+            metrics = validation_metrics(rows) | {"training/validated_step": step}
+        return metrics
 
 
 class Watch:
