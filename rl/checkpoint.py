@@ -71,7 +71,7 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if json.loads(path.read_text()).get("job") == dist.job()][:1]
     if not runs and args.resume_mode != "auto":
-        path = _check_path(Path(args.resume_mode))
+        path = check_path(Path(args.resume_mode))
         return Origin(path.parent, path)
     if not runs and experiment_name:
         runs = [output_dir / experiment_name]
@@ -102,7 +102,7 @@ def load(origin: Origin, learner: Learner, args: CheckpointArgs, script: str) ->
         raise UserError(f"{path} does not fit the model: {reason}. Give the --model that it was trained from.") from error
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
-    return record["state"], _read_groups(path / TRAINING / GROUPS), _read_groups(path / TRAINING / UNFINISHED)
+    return record["state"], read_groups(path / TRAINING / GROUPS), read_groups(path / TRAINING / UNFINISHED)
 
 
 class Saver:
@@ -277,7 +277,7 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _check_path(path: Path) -> Path:
+def check_path(path: Path) -> Path:
     """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
     if not (path / MANIFEST).exists():
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
@@ -318,7 +318,8 @@ def _root(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _read_groups(file: Path) -> list[Group]:
+def read_groups(file: Path) -> list[Group]:
+    """The groups in GROUPS or UNFINISHED."""
     return [Group.from_bytes(record) for record in split_records(file.read_bytes())]
 
 

@@ -3,8 +3,9 @@
     python tests/kills.py --script train_async.py --kills 60
     python tests/kills.py --script train_one_step_off.py --kills 40
 
-A learner, a generator or torchrun itself gets SIGKILL: while ranks start, between steps, and while a checkpoint is written. What
-torchrun survives it restarts itself; when it is killed the same command is given again. tests/test_checkpoint.py runs a few.
+A learner, a generator or torchrun itself gets SIGKILL: while ranks start, between steps, and while a checkpoint is written.
+What torchrun survives it restarts itself; when it is killed the same command is given again. tests/test_checkpoint.py runs a
+few.
 """
 
 import json
@@ -130,7 +131,7 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
-    from rl.checkpoint import GROUPS, TRAINING, UNFINISHED, _read_groups
+    from rl.checkpoint import GROUPS, TRAINING, UNFINISHED, read_groups
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [*range(1, steps + 1)], "a step is missing or appears twice"
@@ -142,7 +143,7 @@ def audit(run: Path, steps: int) -> str:
     )
     assert max((trained + dropped).values()) == 1, "a ticket was trained or dropped twice"
     last = run / f"step_{steps:06d}" / TRAINING
-    flying = {group.ticket for name in (GROUPS, UNFINISHED) for group in _read_groups(last / name)}
+    flying = {group.ticket for name in (GROUPS, UNFINISHED) for group in read_groups(last / name)}
     assert not flying & {*trained, *dropped}
     lost = {*range(max(trained) + 1)} - {*trained, *dropped} - flying
     assert not lost, f"tickets {sorted(lost)} are nowhere"

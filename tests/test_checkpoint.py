@@ -1,0 +1,304 @@
+"""Nothing is lost: runs that are stopped, killed and damaged in every way go on as if nothing had happened."""
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kills
+import numpy as np
+import pytest
+from conftest import ROOT, run_script
+from safetensors.torch import load_file
+from test_batch import make_group
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl import checkpoint
+from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.errors import UserError
+
+FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
+MEASURED = (
+    "timing_s/",
+    "perf/",
+    "ledger/",
+    "time",
+    "publish/",
+    "ring/",
+    "fully_async/trainer/idle",
+    "fully_async/rollouter/idle",
+)
+
+
+def go(script: str, out: Path, *flags, ranks: int | None = 1, check: bool = True, **options):
+    return run_script(script, "--output-dir", out, "--experiment-name", "run", *flags, ranks=ranks, check=check, **options)
+
+
+def rows(run: Path) -> list[dict]:
+    """What was logged, less what was measured with a clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def weights(run: Path, step: int = 20) -> dict[str, bytes]:
+    tensors = load_file(run / f"step_{step:06d}" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def take_back(run: Path, target: Path, step: int = 10) -> Path:
+    """A copy of the run as a kill after the checkpoint of that step would have left it; returns its directory."""
+    shutil.copytree(run, target / "run")
+    for later in target.glob("run/step_*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    return target / "run"
+
+
+def same(run: Path, other: Path) -> None:
+    assert rows(run) == rows(other) and len(rows(run)) >= 20
+    assert weights(run) == weights(other)
+    assert (run / "tickets.jsonl").read_text() == (other / "tickets.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def sync(demo_model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sync")
+    go("train_sync.py", out, *FLAGS, ranks=None)
+    return out / "run"
+
+
+def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
+    command = [sys.executable, "train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=25)
+    stopped = max(row["step"] for row in rows(tmp_path / "run"))
+    assert process.returncode == 143 and 3 <= stopped < 20
+    assert f"SIGTERM: stopped after step {stopped}; it goes on from {tmp_path}/run/step_{stopped:06d}" in told
+    resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
+    assert f"goes on after step {stopped} of 20" in resumed.stdout
+    same(tmp_path / "run", sync)
+
+
+def test_sync_on_2_ranks_goes_on_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
+    go("train_sync.py", tmp_path / "whole", *FLAGS, ranks=2)
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
+    go("train_sync.py", tmp_path / "resumed", *FLAGS, ranks=2)
+    same(run, tmp_path / "whole" / "run")
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "fewer")
+    go("train_sync.py", tmp_path / "fewer", *FLAGS, ranks=1)
+    both = [next(row for row in rows(r) if row["step"] == 11) for r in (run, tmp_path / "whole" / "run")]
+    assert both[0]["critic/score/mean"] == both[1]["critic/score/mean"]  # the same weights gave the same responses
+    assert both[0]["actor/grad_norm"] == pytest.approx(both[1]["actor/grad_norm"], rel=1e-4)
+
+
+def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
+    go("train_one_step_off.py", tmp_path / "whole", *FLAGS, ranks=2)
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
+    go("train_one_step_off.py", tmp_path / "resumed", *FLAGS, ranks=2)
+    whole = tmp_path / "whole" / "run"
+    for row in (both := [rows(run), rows(whole)])[0] + both[
+        1
+    ]:  # the step at whose end a validation has come hangs on the clock
+        for name in [name for name in row if name.startswith(("val-", "training/validated"))]:
+            del row[name]
+    assert both[0] == both[1] and weights(run) == weights(whole)
+    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def stream(demo_model, tmp_path_factory) -> Path:
+    """A run of train_async.py with much in flight, stopped by SIGTERM."""
+    out = tmp_path_factory.mktemp("stream")
+    flags = ["--total-training-steps", "12", "--test-freq", "0", "--save-freq", "2", "--max-ckpt-to-keep", "0"]
+    flags += ["--staleness-threshold", "4", "--max-num-seqs", "24"]
+    go("train_async.py", out, *flags, ranks=2)
+    return out / "run"
+
+
+def pieces(path: Path) -> dict[int, list]:
+    """Responses by ticket, of what waited and what was under way at a checkpoint."""
+    names = (checkpoint.GROUPS, checkpoint.UNFINISHED)
+    groups = [group for name in names for group in checkpoint.read_groups(path / checkpoint.TRAINING / name)]
+    return {group.ticket: group.responses for group in groups}
+
+
+def test_responses_under_way_go_on_in_a_real_run(stream, tmp_path):
+    """On one generator more than before, too."""
+    run = take_back(stream, tmp_path, step=4)
+    before = pieces(run / "step_000004")
+    started = [r for responses in before.values() for r in responses if r.finish_reason == "unfinished" and len(r.token_ids)]
+    assert started, "nothing was under way: the test would show nothing"
+    flags = ["--total-training-steps", "12", "--test-freq", "0", "--save-freq", "1", "--max-ckpt-to-keep", "0"]
+    flags += ["--staleness-threshold", "4", "--max-num-seqs", "24", "--generators", "2"]
+    done = go("train_async.py", tmp_path, *flags, ranks=3)
+    assert "goes on after step 4 of 12" in done.stdout and " 0 dropped" in done.stdout
+    seen = 0
+    for step in range(5, 12):
+        for ticket, responses in pieces(run / f"step_{step:06d}").items():
+            for old, new in zip(before.get(ticket, ()), responses, strict=False):
+                n = len(old.token_ids)
+                assert np.array_equal(new.token_ids[:n], old.token_ids)
+                assert np.array_equal(new.log_probs[:n], old.log_probs) and np.array_equal(new.versions[:n], old.versions)
+                seen += bool(n) and old.finish_reason == "unfinished"
+    assert seen, "no response that was under way was seen again"
+    lines = (run / "tickets.jsonl").read_text().splitlines()
+    assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
+
+
+def test_a_response_that_goes_on_elsewhere_is_the_same(models):
+    """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""
+    requests = [Request((0, i), [3, 4, 5, 6], SamplingParams(max_tokens=12, ignore_eos=True), seed=i) for i in range(4)]
+    whole = run_engine(models["qwen3"], requests)
+    for steps in range(11):
+        engine = new_engine(models["qwen3"])
+        for request in requests:
+            engine.add(request)
+        for _ in range(steps):
+            assert not engine.step()
+        so_far = {output.id: output for output in engine.unfinished()}
+        assert {len(output.token_ids) for output in so_far.values()} == {steps + bool(steps)}, "the first step samples two"
+        again = [dataclasses.replace(r, so_far=so_far[r.id] if steps else None) for r in requests]
+        for output in run_engine(
+            models["qwen3"], [*again, Request("other", [7], SamplingParams(max_tokens=3), seed=9)]
+        ).values():
+            if output.id != "other":
+                assert output.token_ids == whole[output.id].token_ids
+                assert output.log_probs == pytest.approx(whole[output.id].log_probs, abs=1e-5)
+                assert output.log_probs[: len(so_far[output.id].token_ids)] == so_far[output.id].log_probs
+                assert output.versions == so_far[output.id].versions + [5] * (12 - len(so_far[output.id].token_ids))
+
+
+def new_engine(path: str) -> TransformersEngine:
+    engine = TransformersEngine(path, max_length=32, max_num_seqs=8)
+    engine.update(engine.model.named_parameters(), version=5)
+    return engine
+
+
+def run_engine(path: str, requests: list[Request]) -> dict:
+    engine, out = new_engine(path), {}
+    for request in requests:
+        engine.add(request)
+    while engine.num_unfinished:
+        out |= {output.id: output for output in engine.step()}
+    return out
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("script", "number"), [("train_async.py", 6), ("train_one_step_off.py", 4)])
+def test_kills_lose_nothing(script, number, demo_model):
+    """tests/kills.py by hand: more of them."""
+    seed = random.randrange(10**6)
+    print(f"--seed {seed}")
+    shutil.rmtree(kills.main(kills.Args(script, number, seed=seed)).parent)
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tmp_path):
+    run, names = (
+        tmp_path / "run",
+        sorted(p.relative_to(sync / "step_000020") for p in sync.glob("step_000020/**/*") if p.is_file()),
+    )
+    assert {"manifest.json", "model.safetensors", "training/state.json", "config.json"} <= set(map(str, names))
+    shutil.copytree(sync, run)
+    assert checkpoint.newest(run) == run / "step_000020"
+    for name in names:
+        file = run / "step_000020" / name
+        kept = file.read_bytes()
+        for harm in (flip, truncate, Path.unlink):
+            if not kept and harm != Path.unlink:
+                continue  # an empty file has nothing to flip
+            harm(file)
+            assert name.name in checkpoint.damage(run / "step_000020"), (name, harm)
+            assert checkpoint.newest(run) == run / "step_000010"
+            with pytest.raises(UserError, match=r"manifest\.json is missing|the checkpoint is damaged"):
+                checkpoint.check_path(run / "step_000020")
+            file.write_bytes(kept)
+    assert checkpoint.damage(run / "step_000020") is None
+
+
+def test_what_cannot_be_gone_on_from_is_refused(sync, tmp_path):
+    cases = [
+        (["--resume-mode", tmp_path / "nowhere"], "no checkpoint is there (manifest.json is missing)"),
+        (["--resume-mode", sync / "step_000010", "--seed", "1"], "was written with --seed 0, now it is 1"),
+    ]
+    for flags, message in cases:
+        done = run_script("train_sync.py", "--output-dir", tmp_path / "out", *flags, check=False)
+        assert done.returncode == 1 and done.stderr.count("error: ") == 1 and message in done.stderr
+
+
+def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
+    for path in (sync / "step_000020", sync / "best"):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
+        assert model.config.vocab_size >= len(tokenizer)
+    best = json.loads((sync / "best" / "best.json").read_text())
+    scores = {
+        row["training/validated_step"]: row["val-core/demo/acc/mean@1"]
+        for row in rows(sync)
+        if "val-core/demo/acc/mean@1" in row
+    }
+    assert best == {"step": 20, "score": scores[20]}, "of the saved steps 10 and 20, only 20 was validated"
+    assert weights(sync) == {n: t.numpy().tobytes() for n, t in load_file(sync / "best" / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("way", ["too little room"])
+def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(way, demo_model, tmp_path):
+    """A limit on the size of files makes writing fail as a full disk does."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
+    flags = [
+        "--total-training-steps",
+        "3",
+        "--save-freq",
+        "1",
+        "--test-freq",
+        "0",
+        "--output-dir",
+        tmp_path,
+        "--experiment-name",
+        "run",
+    ]
+    command = list(map(str, [sys.executable, "train_sync.py", *flags]))
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    for step in (1, 2, 3):
+        assert f"warning: the checkpoint of step {step} could not be written: " in done.stderr
+    assert "error: --output-dir" in done.stderr and "the last checkpoint, of step 3, could not be written" in done.stderr
+    assert len(rows(tmp_path / "run")) == 3 and not list(tmp_path.glob("run/step_*"))
+
+
+def test_nothing_unpickles():
+    """What is read from disk and wire is JSON, raw arrays and safetensors."""
+    sources = [*ROOT.glob("rl/*.py"), *ROOT.glob("*.py")]
+    for word in ("pickle.load", "torch.load(", "_object_list(", "gather_object(", "allow_pickle=True", "yaml.load("):
+        assert not [path.name for path in sources if word in path.read_text()], word
+
+
+def test_groups_survive_the_file(tmp_path):
+    groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
+    file = tmp_path / "groups"
+    file.write_bytes(checkpoint.join_records([group.to_bytes() for group in groups]))
+    assert [g.to_bytes() for g in checkpoint.read_groups(file)] == [g.to_bytes() for g in groups]
