@@ -306,7 +306,7 @@ def _attempt(act: Callable[[], object]) -> str:
     """Does it; returns what went wrong, or ""."""
     try:
         act()
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:  # that one is no Exception
         return _root(error)
     return ""
 
