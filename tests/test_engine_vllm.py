@@ -98,6 +98,13 @@ def test_update_in_flight(measured, how):
     assert got["versions"] and got["finished early"] == 0 and got["finished"] == 4
 
 
+def test_a_response_goes_on_elsewhere(measured):
+    """As after a restart: what was sampled stays, with its log-probs and versions, and the rest fits behind it."""
+    got = measured("everything")["elsewhere"]
+    assert got["kept"] == [0, 6] and got["error"] < 1e-4
+    assert got["begins the same"] and got["log-probs"] and got["versions"]
+
+
 def test_no_kv_of_other_weights_is_shared(measured):
     """Neither with requests that come after an update nor with those that waited while it happened."""
     got = measured("everything")["prefix"]

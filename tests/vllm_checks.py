@@ -6,6 +6,7 @@ Each function starts one engine, measures, and returns numbers; the judgement is
 than measuring, so it is imported once and every function runs in a fork: name -> [function, model directory, ranks].
 """
 
+import dataclasses
 import json
 import os
 import socket
@@ -94,6 +95,7 @@ def everything(path: str) -> dict:
     engine, old, new = start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
     out = {"sampling": sampling(engine, old)}
     out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
+    out["elsewhere"] = elsewhere(engine, new)
     out["prefix"] = prefix_cache(engine, old, new)
     out["refusals"] = refusals(engine, old)
     return out
@@ -158,6 +160,29 @@ def in_flight(engine, old, new, recompute: bool) -> dict:
         errors["new"] = max(errors["new"], (got[6:] - expected).abs().max().item())
     versions = all(output.versions == [0] * 6 + [1] * 14 for output in outputs.values())
     return errors | {"finished early": len(early), "finished": len(outputs), "versions": versions}
+
+
+def elsewhere(engine, model) -> dict:
+    """Responses that are interrupted, some before they have begun, and go on as new requests."""
+    engine.update(model.named_parameters(), version=3)
+    requests = requests_for(n=3, max_tokens=20, ignore_eos=True)  # 12 of them, and 8 slots
+    for request in requests:
+        engine.add(request)
+    for _ in range(6):
+        engine.step()
+    so_far = {output.id: output for output in engine.unfinished()}
+    drain(engine, [])
+    engine.update(model.named_parameters(), version=4)
+    again = [dataclasses.replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None) for r in requests]
+    outputs = drain(engine, again)
+    kept = [len(so_far[r.id].token_ids) for r in requests]
+    return {
+        "kept": sorted(set(kept)),
+        "error": error(outputs, model),
+        "begins the same": all(outputs[k].token_ids[: len(s.token_ids)] == s.token_ids for k, s in so_far.items()),
+        "log-probs": all(outputs[k].log_probs[: len(s.token_ids)] == s.log_probs for k, s in so_far.items()),
+        "versions": all(outputs[r.id].versions == [3] * n + [4] * (20 - n) for r, n in zip(requests, kept, strict=True)),
+    }
 
 
 def prefix_cache(engine, old, new) -> dict:
