@@ -155,7 +155,7 @@ def main(args: Args) -> Path:
     rng, steps = random.Random(args.seed), args.steps_between * args.kills + 5
     out = Path(tempfile.mkdtemp(prefix="kills-"))
     run, memory = out / "run", set(os.listdir("/dev/shm"))
-    flags = ["--output-dir", str(out), "--experiment-name", "run", "--total-training-steps", str(steps), "--save-freq", "1"]
+    flags = ["--output-dir", str(out), "--experiment-name", "run", "--total-training-steps", str(steps), "--save-freq", "2"]
     flags += ["--test-freq", "0", "--seed", "0"]
     if args.script == "train_async.py":  # much in flight, and responses that see several versions
         flags += ["--staleness-threshold", "2", "--max-num-seqs", "64", "--max-staleness", "2"]
