@@ -24,7 +24,7 @@ from rl.errors import UserError
 from rl.runlog import Group, Log, find_runs, group_runs, is_accuracy, load, smoothed
 
 LINES = {  # file: title, and for each panel its metric and label
-    "throughput": ("Throughput", {THROUGHPUT: "tokens/s per rank"}),
+    "throughput": ("Throughput", {THROUGHPUT: "prompt and response tokens/s, of all ranks together"}),
     "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
     "lengths": (
         "Response lengths",

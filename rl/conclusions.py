@@ -12,7 +12,7 @@ import numpy as np
 from rl.runlog import Group, Log, is_accuracy, smoothed
 
 MIN_STEPS, MIN_SEEDS = 20, 3
-REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
+REWARD, THROUGHPUT = "critic/score/mean", "tokens/s"
 IDLE = {"generator": "fully_async/rollouter/idle_ratio", "learner": "fully_async/trainer/idle_ratio"}
 LEVELS = (0.5, 0.75, 0.9, 1.0)  # of the way that all runs have gone, for the speed-up
 Row = tuple[str, str, str]
@@ -43,7 +43,7 @@ def last_reward(log: Log, steps: int) -> float | None:
 
 def overview(groups: list[Group], smooth: int) -> list[list[str]]:
     """The table of groups, its header first."""
-    head = ["group", "runs", "steps", "seconds", f"reward, last {smooth} steps", "accuracy, first", "last", "tokens/s per rank"]
+    head = ["group", "runs", "steps", "seconds", f"reward, last {smooth} steps", "accuracy, first", "last", "tokens/s"]
     out = [[*head, "state"]]
     for group in groups:
         out.append(
@@ -192,7 +192,7 @@ def between(groups: list[Group]) -> list[Row]:
         return []
     numbers = [("reward of the last steps", REWARD, lambda log: last_reward(log, MIN_STEPS), ".3f")]
     numbers += [(f"last {name}", name, lambda log, n=name: _last(log, n), ".3f") for name in accuracy_names(groups[0])]
-    numbers += [("tokens/s per rank", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
+    numbers += [("tokens/s", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
     out = []
     for what, name, number, form in numbers:
         for group in groups[1:]:

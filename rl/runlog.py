@@ -29,6 +29,9 @@ class Log:
     def __post_init__(self):
         times = [row for row in self.rows if "time" in row]
         self.began = times[0]["time"] - times[0].get("timing_s/step", 0.0) if times else 0.0
+        for row in self.rows:  # of all ranks together, for runs on equal machines: perf/throughput is a rank's, as in verl
+            if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
+                row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
         self.flags, self.script = self.config.get("flags", {}), self.config.get("script", "")
 
     @property

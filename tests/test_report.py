@@ -155,14 +155,16 @@ def test_clipping_mismatch_and_trouble_are_told():
 
 def test_groups_are_compared_only_with_several_runs_each():
     def group(name, speeds):
-        return Group(name, [Log(Path(name), {}, rows(40, **{"perf/throughput": s})) for s in speeds])
+        return Group(
+            name, [Log(Path(name), {}, rows(40, **{"perf/total_num_tokens": s, "perf/time_per_step": 1.0})) for s in speeds]
+        )
 
     def told(a, b):
         return [t for _, t, rests in conclude([group("base", a), group("other", b)]) if "tokens/s" in rests]
 
-    assert told([100], [200]) == ["tokens/s per rank: too few runs to compare; 3 of each are the least"]
-    assert told([100, 101, 102], [200, 202, 204]) == ["tokens/s per rank higher in every run: 2.00 times as much"]
-    assert told([100, 101, 250], [200, 202, 204]) == ["tokens/s per rank: the runs overlap, no difference is shown"]
+    assert told([100], [200]) == ["tokens/s: too few runs to compare; 3 of each are the least"]
+    assert told([100, 101, 102], [200, 202, 204]) == ["tokens/s higher in every run: 2.00 times as much"]
+    assert told([100, 101, 250], [200, 202, 204]) == ["tokens/s: the runs overlap, no difference is shown"]
 
 
 def test_ends_at_different_steps_do_not_compare():
@@ -190,11 +192,16 @@ def test_speedup_says_when_it_cannot_tell():
 
 
 def test_the_overview_gives_mean_and_spread(tmp_path):
-    logs = [load(write(tmp_path / str(s), rows(40, slope=s, **{"perf/throughput": 10 * s}), seed=s)) for s in (1, 2, 3)]
+    logs = [
+        load(
+            write(tmp_path / str(s), rows(40, slope=s, **{"perf/total_num_tokens": 10 * s, "perf/time_per_step": 1.0}), seed=s)
+        )
+        for s in (1, 2, 3)
+    ]
     header, row = overview(group_runs(logs), 1)
     cells = dict(zip(header, row, strict=True))
     assert cells["runs"] == "3" and cells["state"] == "finished" and cells["accuracy, first"] == "-"
-    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells["tokens/s per rank"] == "20 (10 - 30)"
+    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells["tokens/s"] == "20 (10 - 30)"
 
 
 # ------------------------------------------------------------------------------------------------------ odd logs
