@@ -153,6 +153,10 @@ def test_clipping_mismatch_and_trouble_are_told():
     assert not any("agree" in t for _, t, _ in conclude([alone(rows(40, **more), dtype="bfloat16")]))
 
 
+def speed(tokens: float) -> dict[str, float]:
+    return {"perf/total_num_tokens": 2 * tokens, "perf/time_per_step": 2.0}
+
+
 def test_groups_are_compared_only_with_several_runs_each():
     def group(name, speeds):
         return Group(
@@ -192,12 +196,7 @@ def test_speedup_says_when_it_cannot_tell():
 
 
 def test_the_overview_gives_mean_and_spread(tmp_path):
-    logs = [
-        load(
-            write(tmp_path / str(s), rows(40, slope=s, **{"perf/total_num_tokens": 10 * s, "perf/time_per_step": 1.0}), seed=s)
-        )
-        for s in (1, 2, 3)
-    ]
+    logs = [load(write(tmp_path / str(s), rows(40, slope=s, **speed(10 * s)), seed=s)) for s in (1, 2, 3)]
     header, row = overview(group_runs(logs), 1)
     cells = dict(zip(header, row, strict=True))
     assert cells["runs"] == "3" and cells["state"] == "finished" and cells["accuracy, first"] == "-"
