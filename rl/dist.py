@@ -252,9 +252,13 @@ def _is_alive(pid: int) -> bool:
 
 
 def _die_with_parent() -> None:
-    """A torchrun that is killed takes its ranks along (Linux)."""
+    """A torchrun that is killed takes its ranks along (Linux), from here on and if it was killed before."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        with open("/proc/1/cmdline", "rb") as file:
+            launcher = file.read()
+        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # of a container, that may be 1
+            os._exit(1)
 
 
 def _first_to_fail() -> bool:

@@ -120,7 +120,7 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
     os.kill(pid, signal.SIGKILL)
     if victim == "torchrun":
         job.process.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + timeout  # ranks that are still importing end when they are done with it
         while left := job.members():
             if time.monotonic() > deadline:
                 raise SystemExit(f"torchrun was killed and left {left}")
