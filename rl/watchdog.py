@@ -115,7 +115,8 @@ class Watchdog:
 
     def finish(self) -> None:
         """Leaves an answer: that a rank is silent which has ended is no sign of a hang."""
-        self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": self.name, "place": "has come to its end"}))
+        with contextlib.suppress(DistError):  # whoever held the store has ended before
+            self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": self.name, "place": "has come to its end"}))
 
     def _watch(self) -> None:
         seen, speaks = _done, False
@@ -173,14 +174,18 @@ class Watchdog:
         }
 
     def _collect(self) -> tuple[list[dict], dict[str, int]]:
-        """The answers in rank order, and of the ranks that gave none name and process."""
-        deadline, answers = time.monotonic() + ANSWER_SECONDS, {}
+        """The answers in rank order, and of the ranks that gave none name and process (0: it has not come so far)."""
+        deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in self.ranks:
                 if rank not in answers and self.store.check([f"watchdog/answer/{rank}"]):
                     answers[rank] = json.loads(self.store.get(f"watchdog/answer/{rank}"))
-        silent = dict(json.loads(self.store.get(f"watchdog/who/{rank}")) for rank in self.ranks if rank not in answers)
+        for rank in self.ranks:
+            if rank not in answers:
+                known = self.store.check([f"watchdog/who/{rank}"])
+                name, pid = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", 0)
+                silent[name] = pid
         return [answers[rank] for rank in sorted(answers)], silent
 
 
@@ -197,7 +202,7 @@ def report(timeout: float, answers: list[dict], silent: dict[str, int]) -> str:
     alive = [answer for answer in answers if "stacks" in answer]
     by_time = sorted(alive, key=lambda answer: -answer["idle"])
     lines = ["", f"==== The job hangs: {by_time[0]['name']} has not got on for {timeout:g} s (--hang-timeout). ===="]
-    lines += [f"{name} is silent: its process {pid} {_condition(pid)}." for name, pid in silent.items()]
+    lines += [f"{name} is silent: {_condition(pid)}." for name, pid in silent.items()]
     lines += _apart(alive)
     lines.append("Who stands still, the longest first:")
     for answer in by_time:
@@ -236,8 +241,11 @@ def stacks() -> str:
 
 
 def _condition(pid: int) -> str:
+    if not pid:
+        return "it has not begun to join"
     state = _state(pid)
-    return STATES.get(state, "keeps Python's lock") if state else "has gone, or is on another node"
+    known = STATES.get(state, "keeps Python's lock") if state else "has gone, or is on another node"
+    return f"its process {pid} {known}"
 
 
 def _state(pid: int) -> str | None:

@@ -61,9 +61,11 @@ def table(text: str) -> dict[str, str]:
     return dict(line.strip().split(": ", 1) for line in lines[: lines.index("")])
 
 
-def exit_codes(text: str) -> dict[int, int]:
-    """By rank, as torchrun lists them."""
-    return {int(rank): int(code) for rank, code in re.findall(r"rank +: (\d+) .*\n\s*exitcode +: (-?\d+)", text)}
+def check_exit_codes(text: str, ranks: int) -> None:
+    """As torchrun lists them: a rank that leaves last may meet its SIGTERM on the way out."""
+    codes = re.findall(r"rank +: \d+ .*\n\s*exitcode +: (-?\d+)", text)
+    assert len(codes) == ranks and set(codes) <= {str(EXIT_CODE), str(-signal.SIGTERM)}, text
+    assert f"failed (exitcode: {EXIT_CODE})" in text, "the first one, which torchrun calls the cause"
 
 
 @pytest.mark.timeout(240)
@@ -82,7 +84,7 @@ def test_a_reader_that_stops_reading():
     assert re.search(r"hung_ranks.py:\d+ in ring: time.sleep\(FOREVER\)", of["learner 0"])
     assert re.search(r"hung_ranks.py:\d+ in ring: time.sleep\(2e-3\)|outbox.flush", of["generator 0"])
     assert code == 1, "torchrun's own code for every failure"
-    assert exit_codes(text) == {0: EXIT_CODE, 1: EXIT_CODE}
+    check_exit_codes(text, ranks=2)
 
 
 @pytest.mark.timeout(240)
@@ -98,7 +100,8 @@ def test_a_learner_stuck_in_a_collective():
         assert re.search(rf"^last collective: .*\b{number} of the learners, gloo:all_reduce", of[name], re.M)
     assert re.search(r"dist.py:\d+ in all_reduce_sum: dist.all_reduce\(tensor\)", of["learner 0"])
     assert re.search(r"hung_ranks.py:\d+ in collective: time.sleep\(FOREVER\)", of["learner 1"])
-    assert code == 1 and exit_codes(text) == {0: EXIT_CODE, 1: EXIT_CODE, 2: EXIT_CODE}
+    assert code == 1
+    check_exit_codes(text, ranks=3)
 
 
 @pytest.mark.timeout(240)
@@ -107,7 +110,7 @@ def test_a_rank_that_is_stopped_is_named():
     assert re.search(r"^generator 0 is silent: its process \d+ is stopped \(SIGSTOP\)\.$", text, re.M)
     assert list(parts(text)) == ["learner 0"] and "in a record in the ring (" in table(text)["learner 0"]
     assert "of the report: 1 of 2 ranks" in text
-    assert code == 1 and exit_codes(text)[0] == EXIT_CODE
+    assert code == 1 and f"exitcode  : {EXIT_CODE} " in text
 
 
 @pytest.mark.timeout(240)
@@ -120,9 +123,7 @@ def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while(
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
     code, text = end(process, mark, before)
-    assert "got on 7 times" in text[: text.index("The job hangs")], (
-        "4 seconds of work and 4 stopped, where it may stand still for 2"
-    )
+    assert "got on 7 times" in text[: text.index("The job hangs")], "4 s of work and 4 s stopped"
     assert list(parts(text)) == ["rank 0"] and "in what never comes (" in table(text)["rank 0"]
     assert code == EXIT_CODE
 
@@ -139,7 +140,8 @@ def test_a_training_run_that_hangs(demo_model, tmp_path, monkeypatch):
     assert "waits for newer weights" in who["generator 0"]
     assert re.search(r"^groups for the next step: \d+ of 8$", of["learner 0"], re.M)
     assert "in strike: time.sleep(1e6)" in of["learner 0"] and "in generate: " in of["generator 0"]
-    assert code == 1 and exit_codes(text) == {0: EXIT_CODE, 1: EXIT_CODE} and "failed:\n" not in text
+    assert code == 1 and "failed:\n" not in text
+    check_exit_codes(text, ranks=2)
 
 
 def test_every_script_has_the_flag_and_hands_it_on():
@@ -156,9 +158,10 @@ def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():
 
     at_7 = [7, "gather"]
     answers = [answer("a", 9, world=at_7, bridge=[1, ""]), answer("b", 12, world=at_7), answer("c", 3, world=[6, "sum"])]
-    text = report(11.5, [*answers, {"name": "d", "place": "has come to its end"}], {"e": 2**30})
+    text = report(11.5, [*answers, {"name": "d", "place": "has come to its end"}], {"e": 2**30, "f": 0})
     assert "The job hangs: b has not got on for 11.5 s" in text
     assert "\na and b came to collective 7 of world, gather; c has not (it was in 6)\n" in text and "1 of bridge;" not in text
     assert list(table(text)) == ["b", "a", "c"] and table(text)["a"] == "for 9 s, in wait (70 s); waits for room (9 s)"
     assert "---- d (has come to its end)\n" in text and "nothing" not in text
-    assert f"e is silent: its process {2**30} has gone, or is on another node." in text
+    assert f"\ne is silent: its process {2**30} has gone, or is on another node.\n" in text
+    assert "\nf is silent: it has not begun to join.\n" in text
