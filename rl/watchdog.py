@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 import platform
-import signal
+import subprocess
 import sys
 import threading
 import time
@@ -135,9 +135,9 @@ class Watchdog:
             answers, silent = self._collect()
             print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
             self.store.set("watchdog/told", "")
-            for pid in silent.values():
-                if _state(pid):  # torchrun would wait half a minute for a process that is stopped
-                    os.kill(pid, signal.SIGKILL)
+            if stuck := [str(pid) for pid in silent.values() if _state(pid)]:
+                # Torchrun would wait half a minute for a process that is stopped; and calls the first one to go the cause.
+                subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
         else:
             with contextlib.suppress(DistError):
                 self.store.wait(["watchdog/told"], timedelta(seconds=2 * ANSWER_SECONDS))

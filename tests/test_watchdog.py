@@ -110,7 +110,7 @@ def test_a_rank_that_is_stopped_is_named():
     assert re.search(r"^generator 0 is silent: its process \d+ is stopped \(SIGSTOP\)\.$", text, re.M)
     assert list(parts(text)) == ["learner 0"] and "in a record in the ring (" in table(text)["learner 0"]
     assert "of the report: 1 of 2 ranks" in text
-    assert code == 1 and f"exitcode  : {EXIT_CODE} " in text
+    assert code == 1 and f"failed (exitcode: {EXIT_CODE})" in text
 
 
 @pytest.mark.timeout(240)
