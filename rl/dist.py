@@ -147,7 +147,14 @@ def _watch(name: str, hang_timeout: float) -> None:
         raise UserError(f"--hang-timeout must be 0 or more, it is {hang_timeout}.")
     if hang_timeout:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        watchdog.start(name, rank, world_size, hang_timeout, _job_store(timedelta(minutes=1)))
+        store = _open_store(timedelta(minutes=1)) if "RANK" in os.environ else dist.HashStore()
+        watchdog.start(name, rank, world_size, hang_timeout, store)
+
+
+def _open_store(timeout: timedelta) -> dist.Store:
+    """The store of torchrun, apart from what an attempt before torchrun's restart has left in it."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _limit(hang_timeout: float) -> timedelta:
@@ -228,18 +235,12 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
 
 def _first_to_fail() -> bool:
     """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
+    if "RANK" not in os.environ:
+        return True
     try:
-        return _job_store(timedelta(seconds=5)).add(watchdog.FAILED, 1) == 1
+        return _open_store(timedelta(seconds=5)).add(watchdog.FAILED, 1) == 1
     except Exception:  # the store is gone, and with it whoever could have said more
         return True
-
-
-def _job_store(timeout: timedelta) -> dist.Store:
-    """A new connection to what all ranks of the job share, as long as torchrun does not start them anew."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives

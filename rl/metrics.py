@@ -75,10 +75,11 @@ class Timers:
         again, self._last = name == self._last, name
         if not again:  # a loop that waits opens the same block again and again: that is no progress
             watchdog.progress()
+        watchdog.enter(name)
         try:
-            with watchdog.doing(name):
-                yield
+            yield
         finally:
+            watchdog.leave()
             if not again:
                 watchdog.progress()
             elapsed = time.perf_counter() - started

@@ -185,10 +185,10 @@ class Ring:
 
     def state(self) -> str:
         """One line for whoever asks what the ring is doing."""
-        counts = self.counts
-        records, told = counts["written"] - counts["released"], ", ".join(f"{count} {name}" for name, count in counts.items())
-        used = f"{self.occupancy * self.capacity:,.0f} of {self.capacity:,} bytes ({self.occupancy:.0%})"
-        return f"{used} in use by {records} records, {len(self._held())} of them held by readers; {told}"
+        counts, part = self.counts, self.occupancy
+        used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {counts['written'] - counts['released']} records"
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        return f"{used} ({part * self.capacity:,.0f} bytes), {len(self._held())} records held; {told}"
 
     def close(self) -> None:
         """Leaves the ring; records still held go to other readers."""

@@ -58,12 +58,20 @@ _watchdog: "Watchdog | None" = None
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Names what the main thread does or waits for in the block."""
-    global _left
-    _open.append((what, time.monotonic()))
+    enter(what)
     try:
         yield
     finally:
-        _left, _ = _open.pop()
+        leave()
+
+
+def enter(what: str) -> None:
+    _open.append((what, time.monotonic()))
+
+
+def leave() -> None:
+    global _left
+    _left, _ = _open.pop()
 
 
 def waits_for(what: str, still: bool) -> None:

@@ -64,7 +64,7 @@ def table(text: str) -> dict[str, str]:
 def check_exit_codes(text: str, ranks: int) -> None:
     """As torchrun lists them: a rank that leaves last may meet its SIGTERM on the way out."""
     codes = re.findall(r"rank +: \d+ .*\n\s*exitcode +: (-?\d+)", text)
-    assert len(codes) == ranks and set(codes) <= {str(EXIT_CODE), str(-signal.SIGTERM)}, text
+    assert len(codes) == ranks and set(codes) <= {str(EXIT_CODE), str(-signal.SIGTERM), str(128 + signal.SIGTERM)}, text
     assert f"failed (exitcode: {EXIT_CODE})" in text, "the first one, which torchrun calls the cause"
 
 
@@ -77,9 +77,8 @@ def test_a_reader_that_stops_reading():
     state = r"for \d+ s, in (wait \(0 s\)|the code after wait); waits for room in the ring \(\d+ s\)"
     assert re.fullmatch(state, who["generator 0"])
     for part in of.values():  # both sides see the ring that is full
-        line = r"^ring: ([\d,]+) of 1,048,576 bytes \(\d+%\) in use by (\d+) records, 0 of them held by readers; "
-        used, records = re.search(line, part, re.M).groups()
-        assert int(used.replace(",", "")) > 0.7 * (1 << 20) and int(records) == 3
+        line = r"^ring: (\d+)% of 1 MiB in use by 3 records \([\d,]+ bytes\), 0 records held; \d+ written, \d+ released"
+        assert int(re.search(line, part, re.M)[1]) > 70
     assert re.search(r"^records that wait for room in the ring: \d+$", of["generator 0"], re.M)
     assert re.search(r"hung_ranks.py:\d+ in ring: time.sleep\(FOREVER\)", of["learner 0"])
     assert re.search(r"hung_ranks.py:\d+ in ring: time.sleep\(2e-3\)|outbox.flush", of["generator 0"])
