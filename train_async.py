@@ -31,11 +31,14 @@ from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
 from rl.stream import Inbox, Outbox, Watch, open_ring
+from rl.watchdog import WatchdogArgs
 from rl.weights import Publisher, Subscriber
 
 
 @dataclass
-class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs):
+class Args(
+    ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs, WatchdogArgs
+):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -329,4 +332,4 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators))
+    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -27,10 +27,11 @@ from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.rewards import RewardArgs, ScoringPool, check_sources
+from rl.watchdog import WatchdogArgs
 
 
 @dataclass
-class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs):
+class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs, WatchdogArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"
@@ -238,4 +239,4 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda ranks: main(args, ranks))
+    dist.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))

@@ -28,7 +28,7 @@ import xxhash
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedTokenizerBase
 
-from rl import dist
+from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.errors import Stopped, UserError
 from rl.learner import Learner
@@ -170,7 +170,8 @@ class Saver:
     def wait(self) -> None:
         """Until the last save is complete, or has failed."""
         if self._thread:
-            self._thread.join()
+            with watchdog.doing("the checkpoint before to be written"):
+                self._thread.join()
             self._thread = None
 
     def finish(self, step: int) -> Path:

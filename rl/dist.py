@@ -6,6 +6,7 @@ Everything else asks this file for a device, a memory figure or a collective, an
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import platform
 import signal
@@ -20,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rl import watchdog
 from rl.errors import Stopped, UserError
 
 STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
@@ -95,47 +97,97 @@ def device_type() -> str:
     return accelerator.type if accelerator and accelerator.type in ("cuda", "npu") else "cpu"
 
 
-def init(timeout_minutes: float = 30) -> Ranks:
-    """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl."""
+def init(hang_timeout: float = 0) -> Ranks:
+    """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
+    hang_timeout: of the watchdog, in seconds; 0 for none."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = _claim_device(local_rank)
-    timeout = timedelta(minutes=timeout_minutes)
-    store = _open_store(timeout) if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _watch(f"rank {rank}", hang_timeout)
+    with watchdog.doing("all ranks to join"):
+        timeout = _limit(hang_timeout)
+        store = _open_store(timeout)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout)
+    show_group("all ranks", dist.group.WORLD)
     _take_signals(store)
     return Ranks(rank, world_size, local_rank, device)
 
 
-def init_split(generators: int, timeout_minutes: float = 30) -> Split:
+def init_split(generators: int, hang_timeout: float = 0) -> Split:
     """Joins this rank's role: on each node the last `generators` ranks generate, the others learn. Raises UserError where
-    that leaves a role empty."""
+    that leaves a role empty. hang_timeout: of the watchdog, in seconds; 0 for none."""
     world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not 0 < generators < local_world:
         raise UserError(
             f"--generators {generators} of {local_world} ranks per node leaves no {'learner' if generators else 'generator'}: "
             "start at least two with `torchrun --standalone --nproc-per-node 2 ...`."
         )
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = _limit(hang_timeout)
     store, rank = _open_store(timeout), int(os.environ["RANK"])
     local_rank, node, nodes = int(os.environ["LOCAL_RANK"]), rank // local_world, world // local_world
     device = _claim_device(local_rank)
     learners = local_world - generators
     role, first, per_node = ("learner", 0, learners) if local_rank < learners else ("generator", learners, generators)
     ranks = Ranks(node * per_node + local_rank - first, nodes * per_node, local_rank, device)
-    dist.init_process_group(
-        BACKENDS[device.type],
-        store=dist.PrefixStore(role, store),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-    )
+    _watch(f"{role} {ranks.rank}", hang_timeout)
+    with watchdog.doing(f"all {role}s to join"):
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=dist.PrefixStore(role, store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+        )
+    show_group(f"the {role}s", dist.group.WORLD)
     bridge = None
     if role == "generator" or ranks.is_main:
         place = 0 if role == "learner" else 1 + ranks.rank
-        bridge = _make_bridge(dist.PrefixStore("bridge", store), place, 1 + nodes * generators, device, timeout)
+        with watchdog.doing("the bridge's ranks to join"):
+            bridge = _make_bridge(dist.PrefixStore("bridge", store), place, 1 + nodes * generators, device, timeout)
+        show_group("the bridge", bridge.group)
     _take_signals(store)
     return Split(role, ranks, nodes * learners, nodes * generators, node, nodes, store, bridge)
+
+
+def _watch(name: str, hang_timeout: float) -> None:
+    if hang_timeout < 0:
+        raise UserError(f"--hang-timeout must be 0 or more, it is {hang_timeout}.")
+    if hang_timeout:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        watchdog.start(name, rank, world_size, hang_timeout, _open_store(timedelta(minutes=1)))
+
+
+def _open_store(timeout: timedelta) -> dist.Store:
+    """A connection to what all ranks of the job share, apart from what an attempt before torchrun's restart has left there."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _limit(hang_timeout: float) -> timedelta:
+    """After which a collective fails by itself: later than the watchdog, which says more. Without one, a week."""
+    return timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)
+
+
+def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
+    """Has the watchdog report the last collective that this rank began in the group."""
+    if not isinstance(group, dist.ProcessGroup):
+        watchdog.show_group(name, lambda: _last_collective(group))
+        return
+    backends = {backend.name(): backend for backend in map(group._get_backend, group._device_types)}
+    for kind, backend in backends.items():
+        own = f"{name} ({kind})" if len(backends) > 1 else name
+        watchdog.show_group(own, lambda backend=backend: _last_collective(backend, group.group_name))
+
+
+def _last_collective(backend, group: str = "") -> tuple[int, str]:
+    """Number and name; the name is that of torch's flight recorder, and empty where there is none."""
+    number = backend._get_sequence_number_for_group()
+    kind = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend.name(), "none")
+    record = json.loads(getattr(torch._C._distributed_c10d, kind, lambda: "{}")()).get("entries", [])
+    names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
+    return number, names[-1] if names else ""
 
 
 def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device, timeout: timedelta) -> Bridge:
@@ -152,12 +204,6 @@ def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device,
 def job() -> str | None:
     """What stays the same over torchrun's restarts of this node's ranks, and is no other job's. None without torchrun."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
-
-
-def _open_store(timeout: timedelta) -> dist.Store:
-    """The store of torchrun, apart from what an attempt before torchrun's restart has left in it."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _claim_device(local_rank: int) -> torch.device:
@@ -178,7 +224,9 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
             _die_with_parent()
         place = join()
         main(place)
-        dist.destroy_process_group()
+        with watchdog.doing("all ranks to end"):
+            dist.destroy_process_group()
+        watchdog.finish()
     except KeyboardInterrupt:
         code = 130
     except Stopped as stopped:
@@ -263,10 +311,8 @@ def _die_with_parent() -> None:
 
 def _first_to_fail() -> bool:
     """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
-    if "RANK" not in os.environ:
-        return True
     try:
-        return _open_store(timedelta(seconds=5)).add("failed", 1) == 1
+        return _open_store(timedelta(seconds=5)).add(watchdog.FAILED, 1) == 1
     except Exception:  # the store is gone, and with it whoever could have said more
         return True
 
@@ -274,6 +320,7 @@ def _first_to_fail() -> bool:
 # ---------------------------------------------------------------------------------------------------- collectives
 
 
+@watchdog.doing("all_gather_bytes")
 def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's bytes, in rank order, on every rank of the group (over gloo, nothing pickled)."""
     if dist.get_world_size() == 1:
@@ -287,6 +334,7 @@ def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> l
     return [g[: int(n)].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
 
 
+@watchdog.doing("all_reduce_sum")
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sums a CPU tensor over the ranks, in place, and returns it."""
     if dist.get_world_size() > 1:

@@ -21,6 +21,7 @@ from rl.attention import ATTENTION, check_supported
 from rl.batch import MicroBatch
 from rl.dist import Ranks, all_reduce_sum, memory_gb, peak_flops
 from rl.metrics import train_flops_per_token
+from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
 
@@ -183,6 +184,7 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
         the entropy is 0, without gradient, or with it."""
+        progress()
         return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
 
     @torch.no_grad()
@@ -191,6 +193,7 @@ class Learner:
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(num_tokens)
         for micro in micros:
+            progress()
             log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, "none")
             out[micro.index] = log_prob.cpu()
         return all_reduce_sum(out)

@@ -11,9 +11,10 @@ import json
 import torch
 import torch.distributed
 
-from rl.dist import Ranks
+from rl.dist import Ranks, show_group
 from rl.engine import Output
 from rl.generator import Generator
+from rl.watchdog import doing
 
 
 class Echo(Generator):
@@ -39,7 +40,10 @@ class Team:
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend="gloo")  # a collective of all engines
             self._group = group if first == self._first else self._group
+        if self._group:
+            show_group(f"engine {self.place.rank}", self._group)
 
+    @doing("the engine's first rank to decide")
     def agree(self, decision: list) -> list:
         """The first rank's decision, which is anything that JSON can hold, on all of them."""
         if self._group is None:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from rl import dist
+from rl import dist, watchdog
 from rl.errors import UserError
 
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
@@ -68,13 +68,21 @@ class Timers:
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         self._inside = 0.0  # seconds of the blocks within the open one
+        self._last = ""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started, before, self._inside = time.perf_counter(), self._inside, 0.0
+        again, self._last = name == self._last, name
+        if not again:  # a loop that waits opens the same block again and again: that is no progress
+            watchdog.progress()
+        watchdog.enter(name)
         try:
             yield
         finally:
+            watchdog.leave()
+            if not again:
+                watchdog.progress()
             elapsed = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inside
             self._inside = before + elapsed

@@ -185,8 +185,10 @@ class Ring:
 
     def state(self) -> str:
         """One line for whoever asks what the ring is doing."""
-        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        return f"{self.occupancy:.0%} of {self.capacity >> 20} MiB in use, {len(self._held())} records held; {counts}"
+        counts, part = self.counts, self.occupancy
+        used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {counts['written'] - counts['released']} records"
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        return f"{used} ({part * self.capacity:,.0f} bytes), {len(self._held())} records held; {told}"
 
     def close(self) -> None:
         """Leaves the ring; records still held go to other readers."""

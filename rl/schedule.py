@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
+from rl import watchdog
 from rl.batch import Batch, Group
 from rl.dist import Split
 from rl.errors import UserError
@@ -121,14 +122,16 @@ class Board:
     def read(self) -> State:
         """The state, at most 2 ms old; waits until there is one."""
         if time.monotonic() - self._read_at > 2e-3:
-            self.state = State(**json.loads(self.store.get("board")))
+            with watchdog.doing("the board in the store"):
+                self.state = State(**json.loads(self.store.get("board")))
             self._read_at = time.monotonic()
         return self.state
 
     def wait_for(self, version: int) -> None:
         """Until the weights of this version, or newer ones, are ready."""
-        while self.read().version < version:
-            time.sleep(2e-3)
+        with watchdog.doing(f"version {version} of the weights"):
+            while self.read().version < version:
+                time.sleep(2e-3)
 
 
 class Tickets:
@@ -147,6 +150,7 @@ class Tickets:
         out: list[int] = []
         while version == state.version and len(out) < most and (ticket := self.next(version, state.dropped)) is not None:
             out.append(ticket)
+        watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
 
     def next(self, version: int, dropped: int) -> int | None:
@@ -203,6 +207,7 @@ class Intake:
     def __init__(self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10):
         self.args = args
         self.waiting: dict[int, Group] = {}
+        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.required}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.gone: dict[str, list[int]] = {}  # the same tickets, since the last step

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter, deque
 
-from rl import dist
+from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.errors import UserError
 from rl.generator import event_metrics, validation_metrics
@@ -22,11 +22,14 @@ def open_ring(split: dist.Split, megabytes: int) -> Ring | None:
     the first."""
     key = f"ring/{split.node}"
     if split.role == "generator":
-        return Ring.attach(split.store.get(key).decode())
-    if split.ranks.rank % (split.learners // split.nodes):
+        with watchdog.doing("the first learner to make the ring"):
+            ring = Ring.attach(split.store.get(key).decode())
+    elif split.ranks.rank % (split.learners // split.nodes):
         return None
-    ring = Ring.create(megabytes << 20)
-    split.store.set(key, ring.address)
+    else:
+        ring = Ring.create(megabytes << 20)
+        split.store.set(key, ring.address)
+    watchdog.show("ring", lambda: Ring.attach(ring.address).state())  # an end of its own: a Ring object is for one thread
     return ring
 
 
@@ -37,6 +40,7 @@ class Outbox:
     def __init__(self, ring: Ring, split: dist.Split):
         self.ring, self.rank = ring, split.ranks.rank
         self._queue: deque[tuple[bytes, bytes]] = deque()
+        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
@@ -72,9 +76,10 @@ class Outbox:
     def goodbye(self, unfinished: list[int]) -> None:
         """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
         self._send_json(GOODBYE, {"unfinished": unfinished})
-        while self._queue:
-            time.sleep(1e-3)
-            self.flush()
+        with watchdog.doing("the last records to be taken"):
+            while self._queue:
+                time.sleep(1e-3)
+                self.flush()
 
     def flush(self) -> None:
         """Hands over what there is room for. Raises UserError for a record for which there never will be."""
@@ -82,10 +87,12 @@ class Outbox:
             try:
                 self.ring.put(*self._queue[0], timeout=0)
             except RingTimeout:
-                return
+                break
             except RecordTooLarge as error:
                 raise UserError(f"a group does not fit into the ring: {error} bytes. Raise --ring-mb.") from None
             self._queue.popleft()
+            watchdog.progress()
+        watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
         self._send(kind, json.dumps({"rank": self.rank, **content}).encode())
@@ -112,18 +119,20 @@ class Inbox:
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
         records, wait = [], seconds
-        while self.ring:
-            try:
-                with self.ring.get(timeout=wait) as record:
-                    records.append(bytes(record.data))
-            except RingTimeout:
-                break
-            wait = 0.0
+        with watchdog.doing("a record in the ring"):
+            while self.ring:
+                try:
+                    with self.ring.get(timeout=wait) as record:
+                        records.append(bytes(record.data))
+                except RingTimeout:
+                    break
+                wait = 0.0
         for share in dist.all_gather_bytes(join_records(records)):
             for record in split_records(share):
                 self._sort(record[:1], record[1:])
 
     def _sort(self, kind: bytes, body: bytes) -> None:
+        watchdog.progress()
         if kind in (GROUP, UNFINISHED):
             group = Group.from_bytes(body)
             if kind == GROUP:
@@ -145,8 +154,9 @@ class Inbox:
     def unfinished_at(self, step: int) -> list[Group]:
         """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
         in `groups`."""
-        while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
-            self.receive()
+        with watchdog.doing("the generators to say what is under way"):
+            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+                self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
         self._snapshots.clear()

@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 import xxhash
 
+from rl import watchdog
 from rl.dist import Split, side_stream
 from rl.engine import Engine
 from rl.learner import Learner
@@ -122,7 +123,8 @@ class Publisher:
     def wait(self) -> None:
         """Until the generators have what was published; raises what went wrong with it."""
         if self._thread:
-            self._thread.join()
+            with watchdog.doing("the generators to take the weights"):
+                self._thread.join()
             self._thread = None
         if self._error:
             raise self._error
@@ -143,6 +145,7 @@ class Publisher:
             digests.add(piece, data)  # while it travels
             if len(under_way) == UNDER_WAY:
                 under_way.popleft()[0].wait()
+                watchdog.progress()
         table = torch.tensor([version, *digests.values()]).to(bridge.device)
         under_way.append((bridge.broadcast(table), table))
         for work, _ in under_way:
@@ -154,7 +157,8 @@ class Subscriber:
 
     def __init__(self, split: Split, engine: Engine):
         self.engine, self.bridge, self.kind = engine, split.bridge, split.ranks.device.type
-        self.plan = Plan.from_json(split.store.get("weights/plan"))
+        with watchdog.doing("the learner to load the model"):
+            self.plan = Plan.from_json(split.store.get("weights/plan"))
         self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
         self._memory = None  # the engine's own, laid out as the stream: what arrives is in place at once
         if engine.adopts_memory and engine.device == self.bridge.device:
@@ -227,11 +231,16 @@ class Subscriber:
             under_way.append((self.bridge.broadcast(data), piece, data))
             if len(under_way) == UNDER_WAY:
                 work, *arrived = under_way.popleft()
-                work.wait()
+                self._wait(work)
                 yield tuple(arrived)
         for work, *arrived in under_way:
-            work.wait()
+            self._wait(work)
             yield tuple(arrived)
+
+    def _wait(self, work) -> None:
+        with watchdog.doing("a piece of the weights"):
+            work.wait()
+        watchdog.progress()
 
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device)

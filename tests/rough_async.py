@@ -1,7 +1,7 @@
 """Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
 
 slow: both roles take their time; slow-decoding: the generators more than the learners. learner, generator: that role raises
-after some steps; killed-...: it is killed.
+after some steps; killed-...: it is killed; hung-learner: it trains no more.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 import tyro
 
 import train_async
-from rl import dist
+from rl import dist, watchdog
 from rl.generator import Generator
 
 how, calls = os.environ["ROUGH"], 0
@@ -27,6 +27,9 @@ def strike(who: str, after: int) -> None:
         print(f"struck at {time.time()}", flush=True)
         if how.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("hung"):
+            watchdog._watchdog.timeout = 3  # only now: nothing before may depend on how busy the machine is
+            time.sleep(1e6)
         raise RuntimeError(f"the {who} has had enough")
 
 
@@ -46,4 +49,4 @@ def rough_poll(*arguments, **keywords):
 
 train_async.learn, Generator.poll = rough_learn, rough_poll
 args = tyro.cli(train_async.Args, args=sys.argv[1:])
-dist.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators))
+dist.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -1,0 +1,265 @@
+"""Ends a job that hangs, once it has said for every rank what that waits for.
+
+    with doing("samples of the generators"):      what the main thread is at; the timers of the ledger say it by themselves
+    waits_for("room in the ring", True)           what the rank waits for while it does something else
+    progress()                                    something was done
+    show("ring", text)                            what a report says besides
+
+Each rank has a thread that looks whether its main thread gets on; it runs while that one sits in a collective, which lets go
+of Python's lock. A rank that has not got on for --hang-timeout raises the alarm in torchrun's store. Every rank answers there
+with its part; the one that raised the alarm prints all parts in one piece, names the ranks that did not answer, and every rank
+exits with EXIT_CODE. Its own exit code torchrun chooses itself: 1, as for every failure, with the ranks' codes in its table.
+
+Getting on is: another timed phase than the one before, a record, a piece of the weights, a micro-batch. Waiting is not,
+however often a loop wakes up to look. Seconds in which the process was stopped do not count.
+
+Left out: a main thread that keeps Python's lock for ever, in C. Its thread cannot speak; the other ranks name it.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, HashStore, Store
+
+EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
+FAILED = "failed"  # the store's counter of ranks that have something to say: only the first one says it
+ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
+STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
+
+
+@dataclass
+class WatchdogArgs:
+    hang_timeout: float = 1800.0
+    """Seconds that a rank may wait without getting on: then every rank reports what it waits for, and the job ends. Must exceed
+    the longest step, as generators wait for its weights, and the start, a download of the model included. 0 switches it off."""
+
+
+# What this process's main thread is at. Written by it, read by the watchdog's thread.
+_open: list[tuple[str, float]] = []  # the blocks it is in, outermost first, and when it came in
+_standing: dict[str, float] = {}  # what it waits for besides, and since when
+_facts: dict[str, Callable[[], str]] = {}
+_groups: dict[str, Callable[[], tuple[int, str]]] = {}
+_left = "the start"  # the last block that it came out of
+_done, _done_at = 0, time.monotonic()  # counts what was done, and when the last of it was
+_watchdog: "Watchdog | None" = None
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Names what the main thread does or waits for in the block."""
+    enter(what)
+    try:
+        yield
+    finally:
+        leave()
+
+
+def enter(what: str) -> None:
+    _open.append((what, time.monotonic()))
+
+
+def leave() -> None:
+    global _left
+    _left, _ = _open.pop()
+
+
+def waits_for(what: str, still: bool) -> None:
+    """Says whether the rank waits for something while it does something else."""
+    if still:
+        _standing.setdefault(what, time.monotonic())
+    else:
+        _standing.pop(what, None)
+
+
+def progress() -> None:
+    """Something was done that others may have waited for."""
+    global _done, _done_at
+    _done, _done_at = _done + 1, time.monotonic()
+
+
+def show(name: str, text: Callable[[], str]) -> None:
+    """Has a report say what `text` returns then. It is called in another thread."""
+    _facts[name] = text
+
+
+def show_group(name: str, last: Callable[[], tuple[int, str]]) -> None:
+    """Has a report say the last collective that this rank began in a process group: its number, and what it is."""
+    _groups[name] = last
+
+
+def start(name: str, rank: int, world_size: int, timeout: float, store: Store) -> None:
+    """Begins to watch this process; name: what the report calls it."""
+    global _watchdog
+    _watchdog = Watchdog(name, rank, world_size, timeout, store)
+
+
+def finish() -> None:
+    """This rank has come to its end."""
+    if _watchdog:
+        _watchdog.finish()
+
+
+class Watchdog:
+    """The thread of one rank. store: shared by all ranks, over a connection of its own: the main thread's is blocked while
+    that waits in it."""
+
+    def __init__(self, name: str, rank: int, world_size: int, timeout: float, store: Store):
+        self.name, self.rank, self.ranks, self.timeout, self.store = name, rank, range(world_size), timeout, store
+        self.tick = min(1.0, timeout / 10)
+        self.idle = 0.0  # seconds in which this thread looked and the main thread had not got on
+        store.set(f"watchdog/who/{rank}", json.dumps([name, os.getpid()]))
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def finish(self) -> None:
+        """Leaves an answer: that a rank is silent which has ended is no sign of a hang."""
+        with contextlib.suppress(DistError):  # whoever held the store has ended before
+            self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": self.name, "place": "has come to its end"}))
+
+    def _watch(self) -> None:
+        seen, speaks = _done, False
+        while not self._alarmed():
+            if self.idle > self.timeout:
+                speaks = self._raise_alarm()
+                break
+            time.sleep(self.tick)
+            self.idle, seen = (self.idle + self.tick if seen == _done else 0.0), _done
+        end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # whatever goes wrong with the report
+        end.name = "watchdog's end"
+        end.start()
+        answer = self._answer()
+        self.store.set(f"watchdog/answer/{self.rank}", json.dumps(answer))
+        if speaks:
+            answers, silent = self._collect()
+            print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
+            self.store.set("watchdog/told", "")
+            if stuck := [str(pid) for pid in silent.values() if _state(pid)]:
+                # Torchrun would wait half a minute for a process that is stopped; and calls the first one to go the cause.
+                subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
+        else:
+            with contextlib.suppress(DistError):
+                self.store.wait(["watchdog/told"], timedelta(seconds=2 * ANSWER_SECONDS))
+        os._exit(EXIT_CODE)
+
+    def _alarmed(self) -> bool:
+        try:
+            return self.store.check(["watchdog/alarm"])
+        except DistError:  # torchrun's store has gone: this rank goes on watching itself
+            self.store, self.ranks = HashStore(), [self.rank]
+            return False
+
+    def _raise_alarm(self) -> bool:
+        """Whether it falls to this rank to speak. If one has failed already, the others leave as soon as it is clear whether
+        with a hang."""
+        if self.store.add(FAILED, 1) == 1:
+            self.store.set("watchdog/alarm", self.name)
+            return True
+        with contextlib.suppress(DistError):
+            self.store.wait(["watchdog/alarm"], timedelta(seconds=ANSWER_SECONDS))
+        return False
+
+    def _answer(self) -> dict:
+        now, blocks = time.monotonic(), list(_open)
+        return {
+            "name": self.name,
+            "place": f"rank {self.rank}, process {os.getpid()} on {platform.node()}",
+            "idle": now - _done_at,
+            "in": " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}",
+            "waits": [f"{what} ({now - since:.0f} s)" for what, since in list(_standing.items())],
+            "collectives": {name: found for name, last in _groups.items() if isinstance(found := _ask(last), tuple)},
+            "facts": {name: _ask(text) for name, text in _facts.items()},
+            "stacks": stacks(),
+        }
+
+    def _collect(self) -> tuple[list[dict], dict[str, int]]:
+        """The answers in rank order, and of the ranks that gave none name and process (0: it has not come so far)."""
+        deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, {}
+        while len(answers) < len(self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for rank in self.ranks:
+                if rank not in answers and self.store.check([f"watchdog/answer/{rank}"]):
+                    answers[rank] = json.loads(self.store.get(f"watchdog/answer/{rank}"))
+        for rank in self.ranks:
+            if rank not in answers:
+                known = self.store.check([f"watchdog/who/{rank}"])
+                name, pid = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", 0)
+                silent[name] = pid
+        return [answers[rank] for rank in sorted(answers)], silent
+
+
+def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]:
+    try:
+        return question()
+    except Exception as error:  # a report that lacks a line is better than none
+        return f"unknown ({error})"
+
+
+def report(timeout: float, answers: list[dict], silent: dict[str, int]) -> str:
+    """What the user reads. answers: of the ranks that gave one, in their order; silent: name and process of those that gave
+    none."""
+    alive = [answer for answer in answers if "stacks" in answer]
+    by_time = sorted(alive, key=lambda answer: -answer["idle"])
+    lines = ["", f"==== The job hangs: {by_time[0]['name']} has not got on for {timeout:g} s (--hang-timeout). ===="]
+    lines += [f"{name} is silent: {_condition(pid)}." for name, pid in silent.items()]
+    lines += _apart(alive)
+    lines.append("Who stands still, the longest first:")
+    for answer in by_time:
+        waits = "".join(f"; waits for {what}" for what in answer["waits"])
+        lines.append(f"  {answer['name']}: for {answer['idle']:.0f} s, in {answer['in']}{waits}")
+    for answer in answers:
+        lines += ["", f"---- {answer['name']} ({answer['place']})"]
+        if "stacks" in answer:
+            last = [f"{number} of {group}, {what}" for group, (number, what) in answer["collectives"].items() if number]
+            facts = answer["facts"] | {"last collective": "; ".join(last)}
+            lines += [f"{name}: {text}" for name, text in facts.items() if text] + [answer["stacks"]]
+    ranks = f"{len(answers)} of {len(answers) + len(silent)} ranks"
+    return "\n".join([*lines, f"==== End of the report: {ranks}. They exit with {EXIT_CODE}, torchrun itself with 1. ====", ""])
+
+
+def _apart(answers: list[dict]) -> Iterator[str]:
+    """A line for each process group in which some ranks have begun a collective that others have not come to."""
+    for group in dict.fromkeys(group for answer in answers for group in answer["collectives"]):
+        at = {answer["name"]: answer["collectives"][group] for answer in answers if group in answer["collectives"]}
+        last, what = max(at.values())
+        if behind := [f"{name} has not (it was in {number})" for name, (number, _) in at.items() if number < last]:
+            there = " and ".join(name for name, (number, _) in at.items() if number == last)
+            yield f"{there} came to collective {last} of {group}, {what}; {', '.join(behind)}"
+
+
+def stacks() -> str:
+    """The Python stacks of this process's other threads, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, lines = threading.main_thread().ident, []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        name = names.get(ident, "a thread")
+        if not name.startswith("watchdog"):
+            lines.append(f"stack of {name}, innermost last:")
+            lines += [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in traceback.extract_stack(frame)]
+    return "\n".join(lines)
+
+
+def _condition(pid: int) -> str:
+    if not pid:
+        return "it has not begun to join"
+    state = _state(pid)
+    known = STATES.get(state, "keeps Python's lock") if state else "has gone, or is on another node"
+    return f"its process {pid} {known}"
+
+
+def _state(pid: int) -> str | None:
+    """The letter that /proc has for the state of a process that the same torchrun started; None if it is not one."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return state if int(parent) == os.getppid() else None

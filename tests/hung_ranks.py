@@ -1,0 +1,87 @@
+"""Started by test_watchdog.py: ranks that hang on purpose, in the way that the argument names.
+
+torchrun ... hung_ranks.py ring           two ranks: the learner takes a record, and then never one again
+torchrun ... hung_ranks.py collective     three: learner 1 does not come to a collective in which learner 0 waits
+torchrun ... hung_ranks.py stopped        two: the generator is stopped
+python hung_ranks.py alone                a process that gets on slowly, and then no more
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from rl import dist, watchdog
+
+if sys.argv[1] == "ring":  # which takes seconds to import
+    import numpy as np
+
+    from rl.batch import Group, Response
+    from rl.metrics import Timers
+    from rl.stream import Inbox, Outbox, open_ring
+
+FOREVER = 1e6
+
+
+def ring(split: dist.Split) -> None:
+    end, timer = open_ring(split, 1), Timers()
+    if split.role == "learner":
+        inbox = Inbox(end, split)
+        with timer("wait"):
+            while not inbox.groups:
+                inbox.receive()
+        with timer("update_actor"):
+            time.sleep(FOREVER)
+    outbox, tokens = Outbox(end, split), np.zeros(20_000, np.int32)
+    for ticket in range(20):
+        outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))
+    while True:
+        with timer("wait"):
+            time.sleep(2e-3)
+        outbox.flush()
+
+
+def collective(split: dist.Split) -> None:
+    if split.role == "generator":
+        with watchdog.doing("version 1 of the weights"):
+            split.store.get("never")
+    for _ in range(3):
+        dist.barrier()
+    if split.ranks.rank == 1:
+        time.sleep(FOREVER)
+    dist.barrier()
+
+
+def stopped(split: dist.Split) -> None:
+    watchdog.ANSWER_SECONDS = 4
+    if split.role == "generator":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with watchdog.doing("a record in the ring"):
+        time.sleep(FOREVER)
+
+
+def alone(ranks: dist.Ranks) -> None:
+    for i in range(8):
+        print(f"{os.getpid()} got on {i} times", flush=True)
+        watchdog.progress()
+        time.sleep(0.5)
+    with watchdog.doing("what never comes"):
+        while True:
+            torch.ones(1).add(1)
+
+
+def together(split: dist.Split) -> None:
+    """Begins when all are there: however busy the machine, only what hangs then takes long."""
+    split.store.add("here", 1)
+    while split.store.add("here", 0) < split.learners + split.generators:
+        time.sleep(0.05)
+    watchdog._watchdog.timeout = 3
+    {"ring": ring, "collective": collective, "stopped": stopped}[sys.argv[1]](split)
+
+
+if sys.argv[1] == "alone":
+    dist.run(alone, lambda: dist.init(2))
+else:
+    dist.run(together, lambda: dist.init_split(1, 180))
