@@ -158,7 +158,8 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
     try:
         place = join()
         main(place)
-        dist.destroy_process_group()
+        if dist.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         code = 130
     except UserError as error:

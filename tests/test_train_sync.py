@@ -213,6 +213,13 @@ def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
     assert done.returncode == 1 and done.stderr.count("error: nowhere.parquet: no such file") == 1
 
 
+def test_a_run_ends_well_whose_process_group_is_gone_already(tmp_path):
+    """vLLM's engine destroys the default group when it is collected, after main and at any moment."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch; from rl import dist; dist.run(lambda _: torch.distributed.destroy_process_group())")
+    run_script(script)
+
+
 def test_help_explains_every_flag():
     text = run_script(SCRIPT, "--help", fresh=True).stdout
     for flag in ("--train-files", "--rollout-n", "--ppo-mini-batch-size", "--lr", "--kl-loss-coef", "--val-n", "--reward"):
