@@ -225,7 +225,8 @@ def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split]
         place = join()
         main(place)
         with watchdog.doing("all ranks to end"):
-            dist.destroy_process_group()
+            if dist.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
+                dist.destroy_process_group()
         watchdog.finish()
     except KeyboardInterrupt:
         code = 130

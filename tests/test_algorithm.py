@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import run_script
+from transformers import AutoModelForCausalLM
 
 import losses
 import train_sync
@@ -28,16 +29,17 @@ LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__
 class Trainer:
     """The parts of train_sync.main, set up once; `steps` trains with other flags on the same model."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, ranks: dist.Ranks):
+        self.ranks = ranks
         self.args = train_sync.Args(model=model, rollout_n=4, train_batch_size=4, lr_warmup_steps=0, lr=1e-5)
-        self.ranks = dist.init()
         self.tokenizer = load_tokenizer(model)
         self.prompts = PromptDataset(["demo"], "train", self.tokenizer, self.args)
         self.pool = ScoringPool(self.args)
         self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
         self.engine = make_engine(model, self.args, 72, "float32", self.ranks.device, False)
         self.run = Run(self.args, {}, 1, enabled=False, script="test")
-        self.ticket = 0
+        self.ticket, self.first = 0, {}
+        self.begin_again()
 
     def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
         """(metrics, batch) of n steps."""
@@ -54,17 +56,38 @@ class Trainer:
             out.append((metrics, batch))
         return out
 
+    @torch.no_grad()
+    def begin_again(self) -> None:
+        """Back to the model's own weights."""
+        for name, weight in self.learner.policy.named_parameters():
+            weight.to_local().copy_(self.first.setdefault(name, weight.to_local().clone()))
+
     def weights(self) -> torch.Tensor:
         return torch.cat([w.flatten() for _, w in self.learner.weights()])
 
 
 @pytest.fixture(scope="module")
-def trainer(demo_model):
+def ranks():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Trainer(demo_model)
+    yield dist.init()
     torch.distributed.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trainer(demo_model, ranks):
+    return Trainer(demo_model, ranks)
+
+
+@pytest.fixture(scope="module")
+def shallow(demo_model, ranks, tmp_path_factory):
+    """The demo with two of the four layers of its model: half the time. It hardly ever adds right any more."""
+    path = str(tmp_path_factory.mktemp("shallow"))
+    two = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    AutoModelForCausalLM.from_pretrained(demo_model, **two).save_pretrained(path)
+    load_tokenizer(demo_model).save_pretrained(path)
+    return Trainer(path, ranks)
 
 
 def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
@@ -75,22 +98,29 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(trainer, loss):
+def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shallow, loss):
+    """A penalty for length sees to it that there is something to learn."""
+    steps: list[bool] = []
     for estimator, aggregation in itertools.product(ESTIMATORS, losses.AGGREGATIONS):
         flags = {"adv_estimator": estimator, "loss_mode": loss, "loss_agg_mode": aggregation}
+        flags |= {"overlong_buffer_len": 8}
         flags["ppo_mini_batch_size"] = 2 if aggregation == "token-mean" else 4  # two optimizer steps a batch, or one
         if not makes_sense(estimator, loss, aggregation):
             with pytest.raises(UserError):
-                trainer.steps(1, **flags)
+                shallow.steps(1, **flags)
             continue
-        before = trainer.weights()
-        out = trainer.steps(3, **flags)
-        after = trainer.weights()
+        shallow.begin_again()
+        before = shallow.weights()
+        out = shallow.steps(3, **flags)
+        after = shallow.weights()
         for metrics, _ in out:
             bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
             assert not bad and metrics["actor/skipped_steps"] == 0, (flags, bad)
         assert torch.isfinite(after).all() and not torch.equal(before, after), flags
-        assert any(m["actor/grad_norm"] > 0 for m, _ in out) or not any(b.advantage.any() for _, b in out), flags
+        taught = [bool(batch.advantage.any()) for _, batch in out]
+        assert any(m["actor/grad_norm"] > 0 for m, _ in out) or not any(taught), flags
+        steps += taught
+    assert sum(steps) > 0.5 * len(steps), "most batches had something to learn"
 
 
 def test_remax_compares_with_the_greedy_response(trainer):

