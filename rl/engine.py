@@ -37,6 +37,8 @@ class EngineArgs:
     """Nucleus sampling; 1 turns it off. Below 1 the recorded log-probs are those of the truncated distribution."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 turns it off."""
+    ignore_eos: bool = False
+    """Go on behind the end token to the whole response budget: equal lengths, for timing."""
     val_n: int = 1
     """Responses per validation prompt; above 1 pass@n is reported too."""
     val_temperature: float = 0.0
