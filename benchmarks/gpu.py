@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --toy        # the same at toy size on any machine, to see that it runs; writes nothing
 
 Random weights in the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; bf16 compute, fp32 master weights and AdamW.
-- learner: `learn` of train_sync.py with one optimizer step a batch, of four micro-batches of 8,192 packed tokens (eight sequences of
-  1,024); MFU counts no recomputation (rl/metrics.py).
+- learner: `learn` of train_sync.py, one optimizer step of four micro-batches of 8,192 packed tokens (eight sequences of 1,024
+  in each); MFU counts no recomputation (rl/metrics.py).
 - engine: 256 requests of 256 tokens (prompts of 128), end tokens ignored.
 - async: train_async.py, one generator and one learner on the one device, whose weights then travel over gloo (nccl wants a
   device for each rank). What is not possible there: a KV cache or an optimizer that takes the whole memory, since neither side
