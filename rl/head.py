@@ -17,14 +17,16 @@ class ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int):
         log_prob, entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
         ctx.rows = max(1, elements // len(weight))
-        for rows in _chunks(len(hidden), max(1, ctx.rows // 2)):  # two tensors at once
-            logits = F.linear(hidden[rows], weight, bias).float().div_(temperature)  # [c, V]
+        at_once = max(1, ctx.rows // 2)  # two tensors
+        memory = _memory(hidden, weight, at_once)
+        for rows in _chunks(len(hidden), at_once):
+            logits = _logits(memory, hidden[rows], weight, bias, temperature)  # [c, V]
             log_probs = logits.log_softmax(-1)
             log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
             scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the softmax's denominator
             if with_entropy:
                 entropy[rows] = -torch.exp(log_probs, out=logits).mul_(log_probs).sum(-1)
-            del logits, log_probs
+            del log_probs
         ctx.save_for_backward(hidden, weight, bias, labels, scale, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -38,10 +40,11 @@ class ChunkedLogProbs(torch.autograd.Function):
         of_bias = None if bias is None else torch.zeros_like(bias)
         through_entropy = of_entropy is not None
         of_log_prob = torch.zeros_like(scale) if of_log_prob is None else of_log_prob
-        for rows in _chunks(len(hidden), max(1, ctx.rows // (2 if through_entropy else 1))):
+        at_once = max(1, ctx.rows // (2 if through_entropy else 1))
+        memory = _memory(hidden, weight, at_once)
+        for rows in _chunks(len(hidden), at_once):
             g = of_log_prob[rows, None]  # [c, 1]
-            logits = F.linear(hidden[rows], weight, bias).float().div_(ctx.temperature)  # [c, V]
-            log_probs = logits.sub_(scale[rows, None])
+            log_probs = _logits(memory, hidden[rows], weight, bias, ctx.temperature).sub_(scale[rows, None])  # [c, V]
             if through_entropy:
                 factor = (log_probs + entropy[rows, None]).mul_(of_entropy[rows, None]).add_(g)
                 of_logits = log_probs.exp_().mul_(factor).neg_()
@@ -49,13 +52,30 @@ class ChunkedLogProbs(torch.autograd.Function):
             else:
                 of_logits = log_probs.exp_().mul_(-g)
             of_logits.scatter_add_(1, labels[rows, None], g)
-            of_logits = of_logits.div_(ctx.temperature).to(hidden.dtype)
+            if ctx.temperature != 1:
+                of_logits.div_(ctx.temperature)
+            of_logits = of_logits.to(hidden.dtype)
             torch.mm(of_logits, weight, out=of_hidden[rows])
             of_weight.addmm_(of_logits.t(), hidden[rows])
             if bias is not None:
                 of_bias += of_logits.sum(0)
-            del logits, log_probs, of_logits
+            del of_logits
         return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def _memory(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """One piece for all chunks: fresh memory of this size costs a CPU a page fault for every 4 KB."""
+    return torch.empty(min(rows, len(hidden)), len(weight), dtype=torch.float32, device=hidden.device)
+
+
+def _logits(memory: torch.Tensor, hidden: torch.Tensor, weight, bias, temperature: float) -> torch.Tensor:
+    """hidden [c, d] -> logits over the temperature [c, V], fp32, in the memory."""
+    out = memory[: len(hidden)]
+    if hidden.dtype == torch.float32 and bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        out.copy_(F.linear(hidden, weight, bias))
+    return out if temperature == 1 else out.div_(temperature)
 
 
 def _chunks(n: int, size: int):
