@@ -139,7 +139,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
         flags += ["--reward", f"{ROOT / 'benchmarks' / 'common.py'}:share_of_digits"]
     if case.fixed:
         flags += ["--ignore-eos"]
-    room = {"VLLM_CPU_KVCACHE_SPACE": "3"} if vllm else {}  # GiB; its default of 1 is too little for two batches of (b)
+    room = {"VLLM_CPU_KVCACHE_SPACE": "2"} if vllm else {}  # GiB; its default of 1 is too little for two batches of (b)
     done, rows = run_script(str(args.vllm_python) if vllm else sys.executable, command, *flags, **room)
     last = rows[-1]
     rows = [row for row in rows if row["step"]][case.warm : case.warm + case.steps]
