@@ -3,29 +3,18 @@
 python benchmarks/demo.py            # about 20 minutes on 2 cores; writes benchmarks/results/demo.{json,md,png}
 """
 
-import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import tyro
+from common import MODES, RESULTS, over, run_script, write
+from common import table as markdown
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 ACCURACY = "val-core/demo/acc/mean@1"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-MODES = {  # two cores each: one process of two threads, or two ranks of one
-    "sync": ["train_sync.py"],
-    "one step off": [*TORCHRUN, "train_one_step_off.py"],
-    "async": [*TORCHRUN, "train_async.py"],
-}
 
 
 @dataclass
@@ -39,45 +28,34 @@ class Args:
 
 
 def one_run(mode: str, seed: int, steps: int, engine: str) -> dict:
-    with tempfile.TemporaryDirectory() as out:
-        flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--output-dir", out, "--engine", engine]
-        env = os.environ | {"OMP_NUM_THREADS": "2" if mode == "sync" else "1"}
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *MODES[mode], *flags], cwd=ROOT, env=env, check=True, capture_output=True)
-        seconds = time.perf_counter() - started
-        (run,) = Path(out).iterdir()
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        config = json.loads((run / "config.json").read_text())
+    from rl.metrics import cpu_name
+
+    flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--engine", engine]
+    done, rows = run_script(sys.executable, MODES[mode], *flags)
     began = rows[0]["time"] - rows[0]["timing_s/step"]
     return {
         "mode": mode,
         "seed": seed,
-        "seconds": seconds,
+        "seconds": done.seconds,
         "training_seconds": rows[-1]["time"] - began,
         "reward": [row["critic/score/mean"] for row in rows if row["step"]],
         "clock": [row["time"] - began for row in rows if row["step"]],
         "accuracy": {row.get("training/validated_step", row["step"]): row[ACCURACY] for row in rows if ACCURACY in row},
-        "cpu": config["hardware"]["cpu"],
+        "cpu": cpu_name(),
     }
 
 
-def over(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
-
-
 def table(runs: list[dict]) -> str:
-    lines = ["| mode | greedy accuracy before | after | seconds, all | seconds, training |", "|---|---|---|---|---|"]
+    head, rows = ["mode", "greedy accuracy before", "after", "seconds, all", "seconds, training"], []
     for mode in MODES:
         of = [r for r in runs if r["mode"] == mode]
         if of:
             first, last = ([list(r["accuracy"].values())[i] for r in of] for i in (0, -1))
             times = [over([r[key] for r in of], ".0f") for key in ("seconds", "training_seconds")]
-            lines.append(f"| {mode} | {over(first, '.3f')} | {over(last, '.3f')} | {times[0]} | {times[1]} |")
+            rows.append([mode, over(first, ".3f"), over(last, ".3f"), *times])
     seeds = len({r["seed"] for r in runs})
-    return (
-        "\n".join(lines)
-        + f"\n\n{seeds} seeds, median (min - max). {runs[0]['cpu']}, 2 cores, Python {platform.python_version()}.\n"
-    )
+    machine = f"{runs[0]['cpu']}, 2 cores, Python {platform.python_version()}"
+    return f"{markdown(head, rows)}\n\n{seeds} seeds, median (min - max). {machine}."
 
 
 def plot(runs: list[dict], target: Path) -> None:
@@ -101,19 +79,15 @@ def plot(runs: list[dict], target: Path) -> None:
 
 
 def main(args: Args) -> None:
-    sys.path.insert(0, str(ROOT))
     from rl.demo import model_dir
 
     model_dir()  # made before the clock starts
-    RESULTS.mkdir(exist_ok=True)
     runs = []
     for seed in range(args.seeds):
         for mode in MODES:  # interleaved
             runs.append(one_run(mode, seed, args.steps, args.engine))
-        print(table(runs), flush=True)
         name = "demo_vllm" if args.engine == "vllm" else "demo"
-        (RESULTS / f"{name}.json").write_text(json.dumps(runs))
-        (RESULTS / f"{name}.md").write_text(table(runs))
+        write(name, runs, table(runs))
         plot(runs, RESULTS / f"{name}.png")
 
 

@@ -6,23 +6,18 @@ Same model (the demo's), same prompts, same number of tokens (end tokens ignored
 engine also records log-probs and gives each request a seed of its own.
 """
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
+from common import table, write
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rl.demo import model_dir  # noqa: E402
-from rl.engine import Request, SamplingParams, TransformersEngine  # noqa: E402
+from rl.demo import model_dir
+from rl.engine import Request, SamplingParams, TransformersEngine
 
 
 @dataclass
@@ -71,16 +66,12 @@ def main(args: Args) -> None:
             if repeat:
                 rates[name].append(args.requests * args.tokens / (time.perf_counter() - started))
     base = statistics.median(rates["generate()"])
-    lines = ["| engine | tokens/s, median | min - max | over generate() |", "|---|---|---|---|"]
+    head, rows = ["engine", "tokens/s, median", "min - max", "over generate()"], []
     for name, values in rates.items():
         middle = statistics.median(values)
-        lines.append(f"| {name} | {middle:,.0f} | {min(values):,.0f} - {max(values):,.0f} | {middle / base:.2f} |")
-    text = "\n".join(lines) + f"\n\n{args.requests} requests of {args.tokens} tokens, {torch.get_num_threads()} threads.\n"
-    print(text)
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    (results / "engine.json").write_text(json.dumps(rates))
-    (results / "engine.md").write_text(text)
+        rows.append([name, f"{middle:,.0f}", f"{min(values):,.0f} - {max(values):,.0f}", f"{middle / base:.2f}"])
+    setup = f"{args.requests} requests of {args.tokens} tokens, {torch.get_num_threads()} threads"
+    write("engine", rates, f"{table(head, rows)}\n\n{setup}.")
 
 
 if __name__ == "__main__":

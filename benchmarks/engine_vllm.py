@@ -6,22 +6,17 @@ Same model (the demo's), same prompts, same seeds, same number of tokens (end to
 log-prob of every sampled token on both sides. The last row is what seeds and log-probs cost: `LLM.generate` without them.
 """
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
+from common import ratios, table, write
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rl.demo import model_dir  # noqa: E402
-from rl.engine import EngineArgs, Request, SamplingParams  # noqa: E402
-from rl.engine_vllm import VLLMEngine, vllm  # noqa: E402
+from rl.demo import model_dir
+from rl.engine import EngineArgs, Request, SamplingParams
+from rl.engine_vllm import VLLMEngine, vllm
 
 OURS, RAW, BARE = "our loop", "LLM.generate, the same requests", "LLM.generate, no seeds, no log-probs"
 
@@ -71,22 +66,17 @@ def main(args: Args) -> None:
             side()
             if repeat:
                 rates[name].append(args.requests * args.tokens / (time.perf_counter() - started))
-    write(args, rates)
+    report(args, rates)
 
 
-def write(args: Args, rates: dict[str, list[float]]) -> None:
+def report(args: Args, rates: dict[str, list[float]]) -> None:
     """rates: tokens/s by side, one a round."""
-    lines = ["| | tokens/s, median | min - max | over LLM.generate, median of the rounds |", "|---|---|---|---|"]
+    head, rows = ["", "tokens/s, median", "min - max", "over LLM.generate, median of the rounds"], []
     for name, values in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(values, rates[RAW], strict=True))
-        lines.append(f"| {name} | {statistics.median(values):,.0f} | {min(values):,.0f} - {max(values):,.0f} | {ratio:.2f} |")
+        spread = f"{min(values):,.0f} - {max(values):,.0f}"
+        rows.append([name, f"{statistics.median(values):,.0f}", spread, f"{statistics.median(ratios(values, rates[RAW])):.2f}"])
     setup = f"{args.requests} requests of {args.tokens} tokens, {args.repeats} rounds, {torch.get_num_threads()} threads"
-    text = "\n".join(lines) + f"\n\n{setup}, vLLM {vllm.__version__} on a CPU.\n"
-    print(text)
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    (results / "engine_vllm.json").write_text(json.dumps(rates))
-    (results / "engine_vllm.md").write_text(text)
+    write("engine_vllm", rates, f"{table(head, rows)}\n\n{setup}, vLLM {vllm.__version__} on a CPU.")
 
 
 if __name__ == "__main__":

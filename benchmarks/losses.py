@@ -8,21 +8,17 @@ the rounds' ratios. What losses.py does besides costs about seven passes over th
 and backward, and the statistics): much beside a formula of two multiplications, little beside one of fifteen.
 """
 
-import json
 import platform
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
+from common import RESULTS, table, words, write
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import losses  # noqa: E402
+import losses
 
 
 @dataclass
@@ -37,7 +33,7 @@ class Args:
     """Threads of torch."""
     device: str = "cpu"
     """Where the tensors lie."""
-    out: Path = ROOT / "benchmarks" / "results"
+    out: Path = RESULTS
     """Directory of the tables; made if missing."""
 
 
@@ -177,11 +173,10 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     batch = make_batch(args)
     rows = [measure(plain, batch, args) for plain in PLAIN]
-    lines = ["| loss | losses.py, ms | plain formula, ms | ratio | quartiles of the ratio |", "|---|---|---|---|---|"]
+    head, lines = ["loss", "losses.py, ms", "plain formula, ms", "ratio", "quartiles of the ratio"], []
     for r in rows:
         low, high = r["ratio_quartiles"]
-        lines.append(f"| {r['loss']} | {r['ms']:.1f} | {r['plain_ms']:.1f} | {r['ratio']:.2f} | {low:.2f} - {high:.2f} |")
-    print("\n".join(lines))
+        lines.append([r["loss"], f"{r['ms']:.1f}", f"{r['plain_ms']:.1f}", f"{r['ratio']:.2f}", f"{low:.2f} - {high:.2f}"])
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
     setting = {
         "tokens": len(batch["lp"]),
@@ -190,9 +185,7 @@ def main(args: Args) -> None:
         "threads": args.threads,
     }
     setting |= {"device": device, "torch": torch.__version__, "python": platform.python_version()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "losses.json").write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
-    (args.out / "losses.md").write_text("\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in setting.items())]) + "\n")
+    write("losses", {"setting": setting, "rows": rows}, f"{table(head, lines)}\n\n{words(setting)}", args.out)
 
 
 if __name__ == "__main__":

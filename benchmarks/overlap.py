@@ -22,11 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from common import ROOT, over, ratios, table, torchrun, write
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BUSY = "training, other core busy"
 SPIN = "import torch; torch.set_num_threads(1); a = torch.randn(400, 400)\nwhile True: a @ a"
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off"}  # every other side is train_async
@@ -119,7 +116,7 @@ def Instant():
 
 def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        command = [*TORCHRUN, __file__, "--side", side, f"{median}/{longest}", "--output-dir", out]
+        command = [sys.executable, *torchrun(__file__), "--side", side, f"{median}/{longest}", "--output-dir", out]
         command += ["--total-training-steps", str(args.steps), "--test-freq", "0", "--max-num-seqs", "128"]
         command += ["--max-response-length", str(longest), *flags]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -137,10 +134,6 @@ def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> di
     return {"step": statistics.mean(seconds), "tokens_per_s": sum(tokens) / sum(seconds), "idle": statistics.mean(idle)}
 
 
-def over(values: list[float], form: str = ".2f") -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
-
-
 def main(args: Args) -> None:
     from rl.demo import model_dir
     from rl.metrics import cpu_name
@@ -155,23 +148,19 @@ def main(args: Args) -> None:
             tailed[side].append(one_run(side, args, args.median, 10 * args.median))
         print(f"round {repeat + 1} of {args.repeats}", flush=True)
     rounds = [{side: runs[i]["step"] for side, runs in equal.items()} for i in range(args.repeats)]
-    ratios = [r["async"] / max(r["generation"], r["training"]) for r in rounds]
+    alone = [r["async"] / max(r["generation"], r["training"]) for r in rounds]
     beside = [r["async"] / max(r["generation"], r[BUSY]) for r in rounds]
-    lines = ["| side | seconds a step |", "|---|---|"]
-    lines += [f"| {side} | {over([r['step'] for r in runs], '.3f')} |" for side, runs in equal.items()]
-    lines += [f"| async over the longer of generation and training | {over(ratios)} |"]
-    lines += [f"| async over the longer of generation and training beside a busy core | {over(beside)} |", ""]
-    lines += ["| mode | tokens/s | over sync | learner waits |", "|---|---|---|---|"]
+    first = [[side, over([r["step"] for r in runs], ".3f")] for side, runs in equal.items()]
+    first += [["async over the longer of generation and training", over(alone)]]
+    first += [["async over the longer of generation and training beside a busy core", over(beside)]]
+    second = []
     for side, runs in tailed.items():
-        gain = [r["tokens_per_s"] / s["tokens_per_s"] for r, s in zip(runs, tailed["sync"], strict=True)]
-        rate = over([r["tokens_per_s"] for r in runs], ",.0f")
-        lines.append(f"| {side} | {rate} | {over(gain)} | {statistics.median(r['idle'] for r in runs):.0%} |")
+        rates, base = ([r["tokens_per_s"] for r in of] for of in (runs, tailed["sync"]))
+        waits = f"{statistics.median(r['idle'] for r in runs):.0%}"
+        second.append([side, over(rates, ",.0f"), over(ratios(rates, base)), waits])
     machine = f"{cpu_name()}, 2 ranks of one thread; {args.repeats} interleaved rounds, median (min - max)"
-    text = "\n".join(lines) + f"\n\n{machine}.\n"
-    print(text)
-    target = ROOT / "benchmarks" / "results"
-    (target / "overlap.json").write_text(json.dumps({"equal": equal, "tailed": tailed}))
-    (target / "overlap.md").write_text(text)
+    tables = [table(["side", "seconds a step"], first), table(["mode", "tokens/s", "over sync", "learner waits"], second)]
+    write("overlap", {"equal": equal, "tailed": tailed}, "\n\n".join([*tables, f"{machine}."]))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ generator's whole time from when both sides are there until its engine runs the 
 is the same without digests. "copy" is how long the learner is kept from training.
 """
 
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,16 +16,14 @@ from pathlib import Path
 
 import torch
 import tyro
+from common import table, write
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rl import dist, weights  # noqa: E402
-from rl.engine import TransformersEngine  # noqa: E402
-from rl.learner import Learner, LearnerArgs  # noqa: E402
-from rl.metrics import cpu_name  # noqa: E402
-from rl.weights import Publisher, Subscriber  # noqa: E402
+from rl import dist, weights
+from rl.engine import TransformersEngine
+from rl.learner import Learner, LearnerArgs
+from rl.metrics import cpu_name
+from rl.weights import Publisher, Subscriber
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary
 SIDES = ("raw", "publish", "unverified")
@@ -116,25 +112,18 @@ def main(args: Args, split: dist.Split) -> None:
             shutil.rmtree(path)
     if split.role == "learner":
         return
-    lines = [
-        "| parameters | raw broadcast | publish | over raw | GB/s | verifying | the learner's copy |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head, rows = ["parameters", "raw broadcast", "publish", "over raw", "GB/s", "verifying", "the learner's copy"], []
     for r in results.values():
         middle = {side: statistics.median(values) for side, values in r["seconds"].items()}
         pairs = zip(r["seconds"]["publish"], r["seconds"]["unverified"], strict=True)
         share = statistics.median(with_it - without for with_it, without in pairs) / middle["publish"]
         spread = [f"{1e3 * min(v):.1f} - {1e3 * max(v):.1f}" for v in (r["seconds"]["raw"], r["seconds"]["publish"])]
-        lines.append(
-            f"| {r['parameters'] / 1e6:.1f}M | {1e3 * middle['raw']:.1f} ms ({spread[0]}) | {1e3 * middle['publish']:.1f} ms "
-            f"({spread[1]}) | {middle['publish'] / middle['raw']:.2f} | {4e-9 * r['parameters'] / middle['publish']:.1f} | "
-            f"{share:.0%} | {1e3 * middle['copy']:.1f} ms |"
-        )
-    text = "\n".join(lines) + f"\n\n{cpu_name()}, one thread a rank, {args.repeats} interleaved rounds; median (min - max).\n"
-    print(text)
-    target = ROOT / "benchmarks" / "results"
-    (target / "publish.json").write_text(json.dumps(results))
-    (target / "publish.md").write_text(text)
+        sides = [f"{1e3 * middle[side]:.1f} ms ({of})" for side, of in zip(("raw", "publish"), spread, strict=True)]
+        ratio, rate = middle["publish"] / middle["raw"], 4e-9 * r["parameters"] / middle["publish"]
+        rest = [f"{ratio:.2f}", f"{rate:.1f}", f"{share:.0%}", f"{1e3 * middle['copy']:.1f} ms"]
+        rows.append([f"{r['parameters'] / 1e6:.1f}M", *sides, *rest])
+    machine = f"{cpu_name()}, one thread a rank, {args.repeats} interleaved rounds; median (min - max)"
+    write("publish", results, f"{table(head, rows)}\n\n{machine}.")
 
 
 if __name__ == "__main__":

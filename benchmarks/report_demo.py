@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from demo import MODES
-
-ROOT = Path(__file__).resolve().parent.parent
+from common import MODES, ROOT, threads_of
 
 
 @dataclass
@@ -34,7 +32,7 @@ def main(args: Args) -> None:
         for mode, command in MODES.items():  # interleaved, so that a slow hour is everyone's
             name = f"{mode.replace(' ', '_')}-{seed}"
             flags = ["--seed", str(seed), "--total-training-steps", str(args.steps), "--experiment-name", name]
-            env = os.environ | {"OMP_NUM_THREADS": "2" if mode == "sync" else "1"}
+            env = os.environ | {"OMP_NUM_THREADS": str(threads_of(command))}
             subprocess.run([sys.executable, *command, *flags, "--output-dir", str(args.runs)], cwd=ROOT, env=env, check=True)
     report = ["report.py", str(args.runs), "--speedup", "train_sync", "--title", "The demo in three modes"]
     subprocess.run([sys.executable, *report, "--output", str(args.output)], cwd=ROOT, check=True)

@@ -84,6 +84,13 @@ class AlgorithmArgs:
         """Whether a greedy response is sampled beside each group."""
         return losses.ADVANTAGES[self.adv_estimator] is losses.remax
 
+    def is_on_policy(self, updates: int) -> bool:
+        """Whether old log-probs are those that the update computes anyway, so that no pass is needed for them: with
+        one optimizer step a batch, unless something asks for them earlier."""
+        asked = self.correction["rollout_is"] or self.correction["rollout_rs"] or self.use_kl_in_reward
+        chooses = losses.POLICY_LOSSES[self.loss_mode] in losses.TOKEN_CHOICE
+        return updates == 1 and not (self.use_rollout_log_probs or asked or chooses)
+
     @property
     def loss_inputs(self) -> tuple[str, ...]:
         """Fields of the batch that the loss takes beyond the usual ones."""

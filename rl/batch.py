@@ -119,6 +119,7 @@ class Batch:
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] long
     old_log_prob: torch.Tensor = None  # [N] float32, of the policy that starts the optimizer's pass
+    on_policy: bool = False  # whether the update itself computes old_log_prob
     ref_log_prob: torch.Tensor | None = None  # [N] float32
     reward: torch.Tensor = None  # [N] float32, the score on the last token, less KL penalties
     advantage: torch.Tensor = None  # [N] float32

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import ATTENTION, Packed, check_supported
+from rl.decode import decode, is_written_out
 from rl.errors import UserError
 
 
@@ -37,6 +38,8 @@ class EngineArgs:
     """Nucleus sampling; 1 turns it off. Below 1 the recorded log-probs are those of the truncated distribution."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 turns it off."""
+    ignore_eos: bool = False
+    """Go on behind the end token to the whole response budget: equal lengths, for timing."""
     val_n: int = 1
     """Responses per validation prompt; above 1 pass@n is reported too."""
     val_temperature: float = 0.0
@@ -241,8 +244,10 @@ class DecodeLayout:
     def __init__(self, position: torch.Tensor, longest: int, cache: KVCache):
         self.cache, self.position, self.longest = cache, position, longest  # longest: tokens after this step
         self.row = torch.arange(len(position), device=position.device)
-        seen = torch.arange(longest, device=position.device)[None] <= position[:, None]  # [A, L]
-        self.mask = seen[:, None, None]
+        later = torch.arange(longest, device=position.device)[None] > position[:, None]  # [A, L]
+        # of numbers: a mask of booleans would become one in every layer
+        mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=position.device)
+        self.mask = mask.masked_fill_(later, -torch.inf)[:, None, None]  # [A, 1, 1, L]
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """query [A, H, D]; key, value [A, H_kv, D]; returns [A, H, D]."""
@@ -314,6 +319,7 @@ class TransformersEngine:
             max_num_batched_tokens,
         )
         self.eos = eos_token_ids(self.model)
+        self.written_out = is_written_out(self.model)
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -341,8 +347,12 @@ class TransformersEngine:
         if self.running:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
-            hidden = self._forward(self.token[:rows, None], self.position[:rows, None], layout)  # [A, 1, hidden]
-            finished += self._sample(hidden.squeeze(1), 0)
+            token, position = self.token[:rows], self.position[:rows]
+            if self.written_out:
+                hidden = decode(self.model, token, position, layout)  # [A, hidden]
+            else:
+                hidden = self._forward(token[:, None], position[:, None], layout).squeeze(1)
+            finished += self._sample(hidden, 0)
         return finished
 
     def unfinished(self) -> list[Output]:

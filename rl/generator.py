@@ -55,7 +55,7 @@ class Generator:
     ):
         self.engine, self.prompts, self.order, self.pool = engine, prompts, order, pool
         self.tokenizer, self.args, self.seed = tokenizer, args, seed
-        self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length)
+        self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length, args.ignore_eos)
         self.working: dict[int, Work] = {}
         self.timer = Timers()  # gen, score and wait
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import ATTENTION, check_supported
 from rl.batch import MicroBatch
 from rl.dist import Ranks, all_reduce_sum, memory_gb, peak_flops
+from rl.head import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.watchdog import progress
 
@@ -73,20 +73,16 @@ class Policy(nn.Module):
         base = self.model.model(
             input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, layout=layout
         )
-        hidden = base[0][0][predict]  # [n, hidden]
-        chunk = max(1, LOGITS_AT_ONCE // self.model.lm_head.weight.shape[0])
-        parts = []
-        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            arguments = (h, y, temperature, entropy)
-            if torch.is_grad_enabled() and len(hidden) > chunk:
-                parts.append(checkpoint(self._log_prob, *arguments, use_reentrant=False))
-            else:
-                parts.append(self._log_prob(*arguments))
-        log_prob, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-        return log_prob, entropies
+        hidden, head = base[0][0][predict], self.model.lm_head  # [n, hidden]
+        if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
+            return self._log_prob(hidden, labels, temperature, entropy)
+        log_prob, entropies = ChunkedLogProbs.apply(
+            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE
+        )
+        return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def _log_prob(self, hidden, labels, temperature: float, entropy: str):
-        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [chunk, V]
+        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
         log_prob = log_probs.gather(1, labels[:, None]).squeeze(1)
         if entropy == "none":
             return log_prob, torch.zeros_like(log_prob)

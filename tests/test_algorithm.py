@@ -185,6 +185,27 @@ def test_rollout_correction(trainer):
             assert batch.mask.all()
 
 
+def test_one_update_a_batch_needs_no_pass_for_old_log_probs(trainer, demo_model, monkeypatch):
+    """Weights and metrics are bit for bit those with the pass."""
+    order = PromptOrder(len(trainer.prompts), 0)
+    args = train_sync.Args(**vars(trainer.args) | {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3})
+    assert args.is_on_policy(1) and not args.is_on_policy(2)
+    assert not train_sync.Args(use_kl_in_reward=True).is_on_policy(1)
+    assert not train_sync.Args(rollout_is="token").is_on_policy(1) and not train_sync.Args(loss_mode="kl_cov").is_on_policy(1)
+    results = []
+    for on_policy in (True, False):
+        monkeypatch.setattr(train_sync.Args, "is_on_policy", lambda *_, value=on_policy: value)
+        learner = Learner(demo_model, args, trainer.ranks, 10**6)
+        trainer.engine.update(learner.weights(), version=0)
+        generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
+        batch, *_ = train_sync.generate(args, generator, trainer.ranks, 0)
+        metrics = train_sync.learn(args, learner, KLControl(args), batch, 4, trainer.run)
+        results.append((metrics, batch.old_log_prob, dict(learner.weights())))
+    (metrics, old, weights), (metrics_with, old_with, weights_with) = results
+    assert metrics == metrics_with and torch.equal(old, old_with) and old.all()
+    assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
+
+
 REFUSED = {
     "critic": ({"adv_estimator": "gae"}, "needs a critic"),
     "length bias": ({"loss_mode": "gspo", "loss_agg_mode": "token-mean"}, "count by their length"),

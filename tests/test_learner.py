@@ -8,6 +8,7 @@ import torch
 from conftest import run_script
 from transformers import AutoModelForCausalLM
 
+from rl.head import ChunkedLogProbs
 from rl.learner import LearnerArgs, lr_factor
 
 WORKER = """
@@ -129,6 +130,26 @@ def test_chunked_log_probs_equal_whole_ones(worker, models, reference, monkeypat
     data = compute(script, models["qwen2-tied"], 1, [4096])
     assert relative(data["4096/grad"], reference[0]["4096/grad"]) < 1e-6
     torch.testing.assert_close(data["4096/log_prob"], reference[0]["4096/log_prob"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("use_entropy", [False, True])
+def test_chunks_give_the_gradient_of_autograd(with_bias, use_entropy):
+    torch.manual_seed(0)
+    n, d, vocabulary = 23, 8, 50
+    leaves = [torch.randn(n, d), torch.randn(vocabulary, d), torch.randn(vocabulary) if with_bias else None]
+    leaves = [leaf if leaf is None else leaf.double().requires_grad_() for leaf in leaves]
+    labels, weight = torch.randint(vocabulary, (n,)), torch.randn(n)
+
+    def gradients(log_prob, entropy):
+        loss = ((log_prob + (0.3 * entropy if use_entropy else 0)) * weight).sum()
+        return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+
+    log_probs = (torch.nn.functional.linear(*leaves).float() / 0.7).log_softmax(-1)
+    whole = log_probs.gather(1, labels[:, None]).squeeze(1), -(log_probs.exp() * log_probs).sum(-1)
+    chunked = ChunkedLogProbs.apply(*leaves, labels, 0.7, True, 6 * vocabulary)
+    torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(*chunked), gradients(*whole), atol=1e-5, rtol=1e-5)
 
 
 def test_schedule():

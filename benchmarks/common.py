@@ -1,0 +1,209 @@
+"""What every benchmark needs: spread, the machine in words, result files, and a script run as its user would start it.
+
+Nothing heavy is imported here: scoring processes and other environments read this file too.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+
+def torchrun(script: str, ranks: int = 2) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+
+
+MODES = {  # two cores each: one process of two threads, or two ranks of one
+    "sync": ["train_sync.py"],
+    "one step off": torchrun("train_one_step_off.py"),
+    "async": torchrun("train_async.py"),
+}
+
+
+def threads_of(command: list[str]) -> int:
+    """Threads that each process of a command of MODES is given."""
+    return 1 if "torch.distributed.run" in command else 2
+
+
+# ----------------------------------------------------------------------------------------------- numbers and tables
+
+
+def over(values: list[float], form: str = ".2f") -> str:
+    """median (min - max)"""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
+def ratios(values: list[float], base: list[float]) -> list[float]:
+    """Round by round: what a slow minute does to both sides cancels out."""
+    return [a / b for a, b in zip(values, base, strict=True)]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def setting(*packages: str, **more) -> dict:
+    """The machine, its load now, the versions and the thread settings: what stands under a table."""
+    from rl.metrics import cpu_name
+
+    out = {"processor": cpu_name(), "cores": os.cpu_count(), "load average": round(os.getloadavg()[0], 2)}
+    out |= {"python": platform.python_version()}
+    out |= {package: importlib.metadata.version(package) for package in ("torch", *packages)}
+    return out | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "default")} | more
+
+
+def words(setting: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in setting.items())
+
+
+def write(name: str, data, text: str, out: Path = RESULTS) -> None:
+    """Prints the table and writes it as <out>/<name>.md, and the numbers as <out>/<name>.json."""
+    print(text, flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / f"{name}.md").write_text(text.rstrip() + "\n")
+
+
+class Rounds:
+    """Counts rounds until so many are done or the next would end after so many minutes, and says how far it is."""
+
+    def __init__(self, most: int, minutes: float):
+        self.most, self.limit, self.started = most, 60 * minutes, time.perf_counter()
+
+    def __iter__(self):
+        for number in range(self.most):
+            yield number
+            spent = time.perf_counter() - self.started
+            done = number + 1
+            print(f"round {done} of {self.most}, {spent / 60:.1f} minutes", flush=True)
+            if done < self.most and spent * (done + 1) / done > self.limit:
+                print(f"no further round: it would end after the {self.limit / 60:.0f} minutes of --minutes", flush=True)
+                return
+
+
+# ------------------------------------------------------------------------------------------- one run, in processes
+
+
+@dataclass
+class Finished:
+    seconds: float  # of the whole command
+    peak_gb: float  # resident memory of all its processes together, sampled; what they share counts in each
+    output: str
+    started: float  # time.time() when it began
+
+
+def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> Finished:
+    """Runs a command from the repository's root; raises with its last lines if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | env
+    with tempfile.TemporaryFile("w+") as log:
+        started, clock = time.time(), time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        memory = PeakMemory(process.pid)
+        try:
+            code = process.wait(timeout)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            memory.stop()
+        seconds = time.perf_counter() - clock
+        log.seek(0)
+        output = log.read()
+    if code:
+        raise RuntimeError(f"{' '.join(command)} ended with code {code}:\n{output[-3000:]}")
+    return Finished(seconds, memory.peak_gb, output, started)
+
+
+def run_script(python: str, command: list[str], *flags: str, **env: str) -> tuple[Finished, list[dict]]:
+    """Runs a script of MODES; returns also the rows of its metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as out:
+        done = run([python, *command, "--output-dir", out, *flags], threads_of(command), **env)
+        (directory,) = Path(out).iterdir()
+        return done, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+class PeakMemory(threading.Thread):
+    """Samples the resident memory of a process and all its descendants (Linux; elsewhere it stays 0)."""
+
+    EVERY = 0.25  # seconds
+
+    def __init__(self, pid: int):
+        super().__init__(daemon=True)
+        self.pid, self.peak_gb, self._done = pid, 0.0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._done.wait(self.EVERY):
+            self.peak_gb = max(self.peak_gb, tree_memory_gb(self.pid))
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def tree_memory_gb(pid: int) -> float:
+    parents, resident = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            resident[int(entry.name)] = int((entry / "statm").read_text().split()[1])
+        except (OSError, IndexError):  # it has just ended
+            continue
+    members = {pid}
+    while grown := {child for child, parent in parents.items() if parent in members} - members:
+        members |= grown
+    return sum(resident.get(member, 0) for member in members) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+# -------------------------------------------------------------------------------------------------- models and reward
+
+
+def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    """A reward that differs from response to response, for models that never add right."""
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def random_model(path: str, hidden: int, layers: int, vocabulary: int, tied: bool = False, kv_heads: int | None = None) -> int:
+    """Saves a random Qwen2 model whose end token (id 1) is one of `vocabulary` about equally likely ones, so that responses
+    have geometric lengths of about that mean, and a tokenizer of one token a character. Returns its parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    from rl.demo import CHARACTERS, CHAT_TEMPLATE, SPECIAL
+
+    letters = [chr(c) for c in range(33, 127) if chr(c) not in CHARACTERS]
+    characters = [*SPECIAL, *CHARACTERS, *letters][:vocabulary]  # of a larger vocabulary the rest decodes to nothing
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=kv_heads or max(2, hidden // 64),
+        intermediate_size=4 * hidden,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(path)
+    names = dict(pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=None, bos_token=None)
+    vocab = {character: i for i, character in enumerate(characters)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=SPECIAL[2:], **names)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return sum(p.numel() for p in model.parameters())

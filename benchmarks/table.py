@@ -1,0 +1,175 @@
+"""The README's benchmark table, out of benchmarks/results/*.json.
+
+    python benchmarks/table.py            # writes it between the two marks in README.md
+    python benchmarks/table.py --show     # prints it
+
+A result that is not there has no rows. Ratios are medians of the interleaved rounds' ratios, with their range where the file
+holds the rounds.
+"""
+
+import json
+import statistics
+from dataclasses import dataclass
+
+import tyro
+from common import RESULTS, ROOT, over, ratios, table
+from trl import CASES, OURS, TRL, TRL_PLAIN, seconds
+
+BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
+
+
+@dataclass
+class Args:
+    show: bool = False
+    """Print the table instead of writing it into README.md."""
+
+
+def against_trl(of: dict) -> list[list[str]]:
+    rows = []
+    for name, result in of.items():
+        case, runs = CASES[name], result["runs"]
+        times = {side: [seconds(case, one) for one in its] for side, its in runs.items()}
+        unit = "s" if case.shape is None else "s a step"
+        for side in OURS:
+            if not times.get(side) or not times.get(TRL):
+                continue
+            form = ".1f" if times[TRL][0] > 10 else ".2f"
+            mine, base = (f"{statistics.median(times[s]):{form}} {unit}" for s in (side, TRL))
+            plain = f"; {over(ratios(times[side], times[TRL_PLAIN]))} of it without" if times.get(TRL_PLAIN) else ""
+            told = "TRL, gradient checkpointing (its default)"
+            rows.append([f"{case.title}: {side}", mine, f"{told}, {base}", over(ratios(times[side], times[TRL])) + plain])
+    return rows
+
+
+def overlap(of: dict) -> list[list[str]]:
+    step = {side: [run["step"] for run in runs] for side, runs in of["equal"].items()}
+    rate = {side: [run["tokens_per_s"] for run in runs] for side, runs in of["tailed"].items()}
+    busy = "training, other core busy"
+    out = []
+    for against, other in (("the longer of the two alone", "training"), ("the longer of the two beside a busy core", busy)):
+        base = [max(pair) for pair in zip(step["generation"], step[other], strict=True)]
+        measured = f"{statistics.median(step['async']):.3f} s a step"
+        told = f"{against}, {statistics.median(base):.3f} s"
+        out.append(["async, generation and training about equally long", measured, told, over(ratios(step["async"], base))])
+    sync = f"sync, {statistics.median(rate['sync']):,.0f} tokens/s"
+    for side in ("async", "one step off"):
+        measured = f"{statistics.median(rate[side]):,.0f} tokens/s"
+        out.append([f"{side}, long-tailed lengths", measured, sync, over(ratios(rate[side], rate["sync"]))])
+    return out
+
+
+def publish(of: dict) -> list[list[str]]:
+    out = []
+    for r in of.values():
+        raw, whole = r["seconds"]["raw"], r["seconds"]["publish"]
+        measured, base = (f"{1e3 * statistics.median(values):.1f} ms" for values in (whole, raw))
+        ratio = statistics.median(whole) / statistics.median(raw)
+        name = f"a verified publish, {r['parameters'] / 1e6:.0f}M parameters, fp32"
+        out.append([name, measured, f"one raw gloo broadcast of as many bytes, {base}", f"{ratio:.2f}"])
+    return out
+
+
+def ring(of: dict) -> list[list[str]]:
+    bases = {"memcpy": "one memcpy into a warm buffer", "queue_tensor": "`torch.multiprocessing.Queue`, tensors"}
+    bases |= {"ray_value": "Ray's actor queue, by value", "ray_reference": "Ray's actor queue, by reference"}
+    out = []
+    for row in of["rows"]:
+        for side, name in bases.items():
+            if side not in row or row["bytes"] < 1 << 12:
+                continue
+            mine, base = (f"{row[s]['per_s']:,.0f}/s" for s in ("ring", side))
+            told = f"{row['ring']['per_s'] / row[side]['per_s']:.2g}"
+            out.append([f"the ring, records of {row['message']}, checksums included", mine, f"{name}, {base}", told])
+    return out
+
+
+def rates(name: str, ours: str, theirs: str):
+    """Rows of files that hold tokens/s by side and round."""
+
+    def rows(of: dict) -> list[list[str]]:
+        mine, base = (f"{statistics.median(of[side]):,.0f} tokens/s" for side in (ours, theirs))
+        return [[name, mine, f"{theirs}, {base}", over(ratios(of[ours], of[theirs]))]]
+
+    return rows
+
+
+def learner(of: dict) -> list[list[str]]:
+    out = []
+    for r in of["sizes"].values():
+        sides = r["tokens_per_s"]
+        mine, base = (f"{statistics.median(sides[side]):,.0f} tokens/s" for side in ("update", "bare"))
+        name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters"
+        out.append(
+            [name, mine, f"a bare forward, backward and AdamW step, {base}", over(ratios(sides["update"], sides["bare"]))]
+        )
+    return out
+
+
+def logprobs(of: dict) -> list[list[str]]:
+    runs, out = of["runs"], []
+    for key, unit in (("peak_gb", "GB at the peak"), ("seconds", "s")):
+        values = {side: [one[key] for one in its] for side, its in runs.items()}
+        mine, base = (f"{statistics.median(values[side]):.2f} {unit}" for side in ("chunked", "held"))
+        name = f"log-probs and entropy, {of['setting']['vocabulary']:,} words, forward and backward"
+        out.append([name, mine, f"holding the logits, {base}", over(ratios(values["chunked"], values["held"]))])
+    return out
+
+
+def startup(of: dict) -> list[list[str]]:
+    return [
+        [
+            f"{mode}: from the command to the end of the demo's first step",
+            over([one["done"] for one in runs], ".1f") + " s",
+            "",
+            "",
+        ]
+        for mode, runs in of["runs"].items()
+    ]
+
+
+def gpu(of: dict) -> list[list[str]]:
+    out = []
+    for key, r in of["results"].items():
+        rate = r.get("error") or f"{r['tokens_per_s']:,.0f} tokens/s"
+        out.append(
+            [f"{of['setting']['device']}, {key.replace('/', ', ')}", rate, "", f"MFU {r['mfu']:.0%}" if "mfu" in r else ""]
+        )
+    return out
+
+
+ROWS = {
+    "trl": against_trl,
+    "overlap": overlap,
+    "engine": rates("the embedded engine", "embedded engine", "generate()"),
+    "engine_vllm": rates("our loop over vLLM", "our loop", "LLM.generate, the same requests"),
+    "learner": learner,
+    "logprobs": logprobs,
+    "publish": publish,
+    "ring": ring,
+    "startup": startup,
+    "gpu": gpu,
+}
+
+
+def make() -> str:
+    rows = []
+    for name, rows_of in ROWS.items():
+        if (file := RESULTS / f"{name}.json").exists():
+            rows += rows_of(json.loads(file.read_text()))
+    return table(["", "measured", "against", "ratio"], rows)
+
+
+def main(args: Args) -> None:
+    if args.show:
+        print(make())
+        return
+    readme = ROOT / "README.md"
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"error: README.md has no two marks {BEGIN} and {END}. Put them where the table shall stand.")
+    readme.write_text(f"{before}{BEGIN}\n\n{make()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,224 @@
+"""Our three scripts beside TRL's GRPOTrainer: same model, prompts, reward, number of tokens, precision and two cores.
+
+    python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
+    python benchmarks/trl.py --trl-python venv-bench/bin/python --minutes 150    # writes benchmarks/results/trl.{json,md}
+
+(a) a random model of 1M parameters, 8 prompts x 8 responses of up to 64 tokens; (b) 30M (hidden 512, 8 layers), up to 256
+tokens; each with every response at its full budget, and with natural lengths: the end token is one of about as many equally
+likely ones as 3/8 of the budget has tokens. (c) the demo as a user runs it: 80 steps, accuracy with it.
+One run is one process group on all the cores; the sides take turns within a round. TRL runs in one process of two threads, and
+so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. A step's seconds are those of whole steps,
+from the end of the one before; the first ones, and the last of split modes (nothing is generated beside it), do not count.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from common import (
+    MODES,
+    RESULTS,
+    ROOT,
+    Rounds,
+    over,
+    random_model,
+    ratios,
+    run,
+    run_script,
+    setting,
+    table,
+    torchrun,
+    words,
+    write,
+)
+
+TRL, TRL_PLAIN = "TRL, gradient checkpointing (its default)", "TRL without gradient checkpointing"
+OURS = {  # side -> (mode, flags)
+    "sync": ("sync", []),
+    "one step off": ("one step off", []),
+    "async": ("async", []),
+    "sync, gradient checkpointing": ("sync", ["--gradient-checkpointing"]),
+    "sync, bf16": ("sync", ["--dtype", "bfloat16"]),
+    "sync, vLLM": ("sync", ["--engine", "vllm"]),
+    "one step off, vLLM": ("one step off", ["--engine", "vllm"]),
+    "async, vLLM": ("async", ["--engine", "vllm"]),
+}
+PROMPTS = RESPONSES = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    tokens: int  # response budget
+    warm: int  # steps not counted
+    steps: int  # steps counted
+    shape: tuple[int, int] | None = None  # hidden, layers; None is the demo
+    fixed: bool = False
+
+
+CASES = {
+    "a-fixed": Case("1M parameters, 64 tokens each", 64, 4, 10, (128, 4), True),
+    "a-ragged": Case("1M parameters, natural lengths up to 64", 64, 4, 10, (128, 4)),
+    "b-fixed": Case("30M parameters, 256 tokens each", 256, 1, 2, (512, 8), True),
+    "b-ragged": Case("30M parameters, natural lengths up to 256", 256, 1, 2, (512, 8)),
+    "c": Case("the demo, 80 steps", 8, 0, 80),
+    "toy": Case("a toy, to see that all of it runs", 4, 1, 1, (64, 1)),
+}
+
+
+@dataclass
+class Args:
+    trl_python: Path | None = None
+    """Python of the environment with requirements-bench.txt; without it TRL's sides are left out."""
+    vllm_python: Path | None = None
+    """Python of an environment with vLLM and requirements.txt; without it vLLM's sides are left out."""
+    cases: tuple[Literal[tuple(CASES)], ...] = tuple(case for case in CASES if case != "toy")
+    """Which; what the result file holds of others stays."""
+    sides: tuple[str, ...] = ()
+    """Only these sides; by default all that can run."""
+    rounds: int = 3
+    """Rounds of all sides of all cases. One takes about 7 minutes for both a, 35 for both b, 6 for c."""
+    minutes: float = 150
+    """No round begins that would end later than this."""
+    out: Path = RESULTS
+    """Directory of the tables; made if missing."""
+
+
+def sides_of(args: Args) -> list[str]:
+    sides = [TRL, TRL_PLAIN] if args.trl_python else []
+    sides += [side for side in OURS if args.vllm_python or "vLLM" not in side]
+    return [side for side in sides if not args.sides or side in args.sides]
+
+
+def run_trl(args: Args, case: Case, model: str, checkpointing: bool, seed: int) -> dict:
+    from rl.demo import problems
+
+    rows = {
+        split: [{"prompt": p["prompt"], "ground_truth": p["reward_model"]["ground_truth"]} for p in problems(split)]
+        for split in ("train", "val")
+    }
+    demo = case.shape is None
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"model": model, "folder": folder, "seed": seed, "checkpointing": checkpointing}
+        settings |= {"tokens": case.tokens, "fixed": case.fixed, "steps": case.warm + case.steps}
+        settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES, "train": rows["train"]}
+        settings |= {"val": rows["val"] if demo else None, "reward": "exact" if demo else "share_of_digits"}
+        settings |= (
+            {"lr": 1e-4, "schedule": "cosine", "warmup": 10} if demo else {"lr": 1e-6, "schedule": "constant", "warmup": 0}
+        )
+        given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
+        given.write_text(json.dumps(settings))
+        side = str(Path(__file__).with_name("trl_side.py"))
+        done = run([str(args.trl_python), "-P", side, str(given), str(result)], threads=2)
+        got = json.loads(result.read_text())
+    out = {"steps": got["steps"][case.warm :], "tokens": got["tokens"][case.warm :], "versions": got["versions"]}
+    out |= {"settings": got["settings"], "threads": got["threads"]}
+    if demo:
+        out |= {"greedy": got["accuracy"], "sampled": statistics.mean(got["reward"][-10:])}
+    return out | {"command_seconds": done.seconds, "peak_gb": done.peak_gb}
+
+
+def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
+    mode, flags = OURS[side]
+    vllm = "vLLM" in side
+    command = torchrun("train_sync.py") if vllm and mode == "sync" else MODES[mode]
+    spare = 1 if mode != "sync" and case.shape else 0  # a last step beside which the generator makes nothing
+    total = case.warm + case.steps + spare
+    flags = [*flags, "--model", model, "--seed", str(seed), "--total-training-steps", str(total)]
+    flags += ["--rollout-n", str(RESPONSES), "--max-response-length", str(case.tokens), "--no-val-before-train"]
+    flags += ["--ppo-mini-batch-size" if mode == "async" else "--train-batch-size", str(PROMPTS)]
+    if case.shape is None:
+        flags += ["--test-freq", str(total)]
+    else:
+        flags += ["--test-freq", "0", "--lr", "1e-6", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0"]
+        flags += ["--reward", f"{ROOT / 'benchmarks' / 'common.py'}:share_of_digits"]
+    if case.fixed:
+        flags += ["--ignore-eos"]
+    room = {"VLLM_CPU_KVCACHE_SPACE": "2"} if vllm else {}  # GiB; its default of 1 is too little for two batches of (b)
+    done, rows = run_script(str(args.vllm_python) if vllm else sys.executable, command, *flags, **room)
+    last = rows[-1]
+    rows = [row for row in rows if row["step"]][case.warm : case.warm + case.steps]
+    outside = ("timing_s/testing", "timing_s/save_checkpoint")
+    out = {
+        "steps": [row["timing_s/step"] - sum(row.get(name, 0.0) for name in outside) for row in rows],
+        "tokens": [row["response_length/mean"] * PROMPTS * RESPONSES for row in rows],
+    }
+    if case.shape is None:
+        out["greedy"] = last["val-core/demo/acc/mean@1"]
+        out["sampled"] = statistics.mean(row["critic/score/mean"] for row in rows[-10:])
+    return out | {"command_seconds": done.seconds, "peak_gb": done.peak_gb}
+
+
+def seconds(case: Case, one: dict) -> float:
+    """What a run is compared by: the mean step, or the training of the whole demo."""
+    return sum(one["steps"]) if case.shape is None else statistics.mean(one["steps"])
+
+
+def case_table(case: Case, runs: dict[str, list[dict]]) -> str:
+    demo, times = case.shape is None, {side: [seconds(case, one) for one in of] for side, of in runs.items() if of}
+    bases = {"over TRL": TRL, "over TRL without checkpointing": TRL_PLAIN}
+    head = ["side", "seconds of training" if demo else "seconds a step", *bases, "response tokens a step", "peak GB"]
+    head += ["the whole command, s", "sampled / greedy accuracy"] if demo else []
+    rows = []
+    for side, of in times.items():
+        cells = [side, over(of, ".1f" if max(of) > 20 else ".2f")]
+        for base in bases.values():
+            cells.append(over(ratios(of, times[base])) if len(times.get(base, [])) == len(of) else "")
+        tokens = statistics.mean(t for one in runs[side] for t in one["tokens"])
+        cells += [f"{tokens:,.0f}", f"{statistics.median(one['peak_gb'] for one in runs[side]):.2f}"]
+        if demo:
+            middle = {
+                key: statistics.median(one[key] for one in runs[side]) for key in ("command_seconds", "sampled", "greedy")
+            }
+            cells += [f"{middle['command_seconds']:.0f}", f"{middle['sampled']:.2f} / {middle['greedy']:.2f}"]
+        rows.append(cells)
+    return table(head, rows)
+
+
+def report(args: Args, results: dict) -> None:
+    parts = []
+    for name, of in results.items():
+        n = max(map(len, of["runs"].values()))
+        about = f"**{CASES[name].title}**, 8 prompts x 8 responses a step; {n} rounds, median (min - max)"
+        parts.append(f"{about}.\n\n{case_table(CASES[name], of['runs'])}\n\n{words(of['setting'])}")
+    write("trl", results, "\n\n".join(parts), args.out)
+
+
+def main(args: Args) -> None:
+    from rl.demo import model_dir
+
+    file, sides = args.out / "trl.json", sides_of(args)
+    results = json.loads(file.read_text()) if file.exists() else {}
+    if not args.trl_python:
+        print("no --trl-python: TRL's sides are left out. requirements-bench.txt says how to get it.", flush=True)
+    here = setting("transformers", threads="2 in all")
+    with tempfile.TemporaryDirectory() as folder:
+        models = {None: model_dir()}
+        for name in args.cases:
+            case = CASES[name]
+            results[name] = {"setting": here, "runs": {side: [] for side in sides}}
+            if case.shape:
+                models[name] = f"{folder}/{name}"
+                random_model(models[name], *case.shape, vocabulary=3 * case.tokens // 8 if case.tokens > 60 else 24)
+        for number in Rounds(args.rounds, args.minutes):
+            for name in args.cases:
+                case, runs = CASES[name], results[name]["runs"]
+                for side in sides:
+                    model = models[name if case.shape else None]
+                    if side in (TRL, TRL_PLAIN):
+                        one = run_trl(args, case, model, side == TRL, seed=number)
+                        results[name]["setting"] |= {"trl": one["versions"]["trl"]}
+                    else:
+                        one = run_ours(args, case, model, side, seed=number)
+                    runs[side].append(one)
+                    print(f"{name}, {side}: {seconds(case, one):.2f} s, command {one['command_seconds']:.0f} s", flush=True)
+            report(args, {name: results[name] for name in CASES if name in results})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

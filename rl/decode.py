@@ -1,0 +1,53 @@
+"""One decoding step of the common model families, written out: half of a small model's step is what transformers' modules do
+around the products. Prefill, and every other family, go through the model itself (rl/engine.py).
+
+The same numbers as the modules' to rounding: residuals are added within the products, and the two halves of the rotation are
+one product with a signed sine.
+"""
+
+import torch
+import torch.nn.functional as F
+
+FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def is_written_out(model) -> bool:
+    biased = getattr(model.config, "mlp_bias", False)
+    return type(model).__name__ in FAMILIES and model.config.hidden_act == "silu" and not biased
+
+
+def decode(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
+    """token, position [A] -> hidden states [A, hidden] that predict the next token; `layout` keeps the keys and values."""
+    base, rows = model.model, len(token)
+    x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
+    cos, sin = base.rotary_emb(x, position[:, None])  # [A, 1, D] each
+    half = cos.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+    for number, layer in enumerate(base.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        h = _norm(x, layer.input_layernorm)
+        q, k, v = (_linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if hasattr(attention, "q_norm"):
+            q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
+        heads, both = q.shape[1], torch.cat([q, k], dim=1)  # [A, H + H_kv, D]
+        swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
+        both = torch.addcmul(both * cos, swapped, sin)
+        out = layout.attend(number, both[:, :heads], both[:, heads:], v, attention.scaling)  # [A, H, D]
+        x = _add_linear(x, out.flatten(1), attention.o_proj)
+        h = _norm(x, layer.post_attention_layernorm)
+        h = F.silu(_linear(h, mlp.gate_proj), inplace=True).mul_(_linear(h, mlp.up_proj))
+        x = x + torch.mm(mlp.down_proj.weight, h.t()).t()  # this way round a CPU takes two thirds of the time
+    return _norm(x, base.norm)
+
+
+def _norm(x: torch.Tensor, norm) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def _linear(x: torch.Tensor, layer) -> torch.Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
+    x = torch.addmm(x, h, layer.weight.t())
+    return x if layer.bias is None else x.add_(layer.bias)

@@ -1,0 +1,47 @@
+"""The benchmarks run at toy size, and the README's table is what their results make."""
+
+import subprocess
+import sys
+
+from conftest import ROOT, run_script
+
+# One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
+# (demo, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
+DRIVER = """
+import sys
+sys.path.insert(0, "benchmarks")
+from pathlib import Path
+import demo, gpu, learner, logprobs, overlap, publish, ring, startup, trl
+from rl import dist
+
+out, ranks = Path(sys.argv[1]), dist.init()
+learner.main(learner.Args(sizes=("toy",), rounds=2, out=out), ranks)
+
+sides = {side: logprobs.one_side(side, 64, 1000, 16) for side in logprobs.SIDES}
+assert abs(sides["held"]["gradient"] - sides["chunked"]["gradient"]) < 1e-4 * sides["held"]["gradient"], sides
+
+ring.main(ring.Args(repeats=1, total_mb=1, small=50, ray_messages=8, sizes=("4 KB",), out=out))
+
+gpu.save("toy", str(out / "toy"))
+for part in (gpu.learner, gpu.engine):
+    r = part(gpu.Args(toy=True, shape="toy", path=str(out / "toy"), repeats=1), ranks)
+    assert r["tokens_per_s"] > 0 and len(gpu.row("x", "toy", r)) == 5
+
+runs = {side: [{"steps": [s, s], "tokens": [64.0], "peak_gb": 1.0}] * 2 for side, s in ((trl.TRL, 2.0), ("sync", 1.0))}
+assert "| sync | 1.00 (1.00 - 1.00) | 0.50 (0.50 - 0.50) |" in trl.case_table(trl.CASES["toy"], runs)
+assert set(trl.sides_of(trl.Args())) == {side for side in trl.OURS if "vLLM" not in side}
+"""
+
+
+def test_benchmarks_run_at_toy_size(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    run_script(script, tmp_path / "out", timeout=120)
+    assert {"learner.json", "learner.md", "ring.json", "ring.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_the_readme_holds_the_table_that_the_results_make():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/table.py", "--show"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in (ROOT / "README.md").read_text(), "run python benchmarks/table.py"
