@@ -104,6 +104,7 @@ def pytest_configure(config) -> None:
             config.forks.append(subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes))
     make = "from rl.demo import model_dir; model_dir()"
     subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True, timeout=900)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 
 
 SLOWEST = ["test_split", "test_train_sync", "test_engine_vllm", "test_algorithm", "test_split_vllm", "test_ring"]

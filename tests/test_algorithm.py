@@ -68,11 +68,8 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def ranks():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield dist.init()
     torch.distributed.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
