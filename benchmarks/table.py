@@ -115,6 +115,18 @@ def logprobs(of: dict) -> list[list[str]]:
     return out
 
 
+def checkpoint(of: dict) -> list[list[str]]:
+    out = []
+    for mode, sides in of["runs"].items():
+        stall = [run["stall"] for run in sides["every step"]]
+        step = [run["step"] for run in sides["every step"]]
+        name = f"{mode}, a checkpoint of 30M parameters after every step: what a step waits for it"
+        out.append(
+            [name, f"{statistics.median(stall):.2f} s", f"the step, {statistics.median(step):.2f} s", over(ratios(stall, step))]
+        )
+    return out
+
+
 def startup(of: dict) -> list[list[str]]:
     return [
         [
@@ -146,6 +158,7 @@ ROWS = {
     "logprobs": logprobs,
     "publish": publish,
     "ring": ring,
+    "checkpoint": checkpoint,
     "startup": startup,
     "gpu": gpu,
 }

@@ -203,6 +203,7 @@ class Run:
             self._console.close()
         self._jsonl.close()
         self._tickets.close()
+        self._lock.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:

@@ -16,7 +16,7 @@ from conftest import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.errors import UserError
-from rl.metrics import MetricsArgs, Run, new_directory, plot_reward, summarize, train_flops_per_token
+from rl.metrics import MetricsArgs, Origin, Run, new_directory, plot_reward, summarize, train_flops_per_token
 
 
 @dataclass
@@ -25,8 +25,9 @@ class Args(MetricsArgs):
     limit: float = math.inf
 
 
-def make(tmp_path, **flags):
-    return Run(Args(output_dir=str(tmp_path), **flags), {"device": "cpu"}, total_steps=3, enabled=True, script="script")
+def make(tmp_path, origin=None, **flags):
+    args = Args(output_dir=str(tmp_path), **flags)
+    return Run(args, {"device": "cpu"}, total_steps=3, enabled=True, script="script", origin=origin)
 
 
 def refuse(constant):
@@ -109,12 +110,51 @@ def test_tensorboard(tmp_path):
     assert (run.dir / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def go_on(run, tmp_path, step, **flags):
+    """The run that goes on from its checkpoint of that step, its process being dead."""
+    run._lock.close()
+    return make(tmp_path, origin=Origin(run.dir, run.dir / f"step_{step:06d}"), **flags)
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make(tmp_path, logger=("tensorboard",))
+    for step in (1, 2, 3):
+        run.log_tickets(step, [step])
+        run.log(step, {"critic/score/mean": step / 4})
+    with open(run.dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "cut o')
+    run = go_on(run, tmp_path, 1, logger=("tensorboard",))
+    for step in (2, 3):
+        run.log_tickets(step, [10 + step])
+        run.log(step, {"critic/score/mean": step / 8})
+    run.finish(tmp_path)
+    assert [(row["step"], row["critic/score/mean"]) for row in read(run)] == [(1, 0.25), (2, 0.25), (3, 0.375)]
+    assert [json.loads(line)["trained"] for line in (run.dir / "tickets.jsonl").read_text().splitlines()] == [[1], [12], [13]]
+    events = EventAccumulator(str(run.dir / "tensorboard")).Reload().Scalars("critic/score/mean")
+    assert [(e.step, e.value) for e in events] == [(1, 0.25), (2, 0.25), (3, 0.375)]
+    superseded = (run.dir / "metrics_superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["critic/score/mean"] for line in superseded] == [0.5, 0.75]
+    assert {path.name for path in run.dir.glob("config*.json")} == {"config.json", "config_from_000002.json"}
+
+
+def test_two_processes_never_write_one_run(tmp_path):
+    run = make(tmp_path, logger=())
+    with pytest.raises(UserError, match="belongs to a run that is still going on"):
+        make(tmp_path, origin=Origin(run.dir, None), logger=())
+
+
 @pytest.mark.timeout(180)
-def test_wandb_offline(tmp_path, monkeypatch):
+def test_wandb_offline_and_the_same_run_when_it_goes_on(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = make(tmp_path, logger=("wandb",), wandb_mode="offline")
     run.log(1, {"critic/score/mean": 0.5})
+    first = run._wandb.id
+    run.finish(tmp_path)
+    run = go_on(run, tmp_path, 1, logger=("wandb",), wandb_mode="offline")
+    assert run._wandb.id == first
     run.finish(tmp_path)
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
 
