@@ -48,8 +48,8 @@ class CheckpointArgs:
     max_ckpt_to_keep: int = 3
     """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
     resume_mode: str = "auto"
-    """auto goes on where the run --experiment-name stopped, and after a restart by torchrun; disable starts anew; or the path
-    of a checkpoint."""
+    """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart by
+    torchrun the job goes on with its own run in any case."""
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
@@ -64,12 +64,12 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
-    if args.resume_mode == "disable":
-        return None
     runs = []
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if json.loads(path.read_text()).get("job") == dist.job()][:1]
+    if not runs and args.resume_mode == "disable":
+        return None
     if not runs and args.resume_mode != "auto":
         path = check_path(Path(args.resume_mode))
         return Origin(path.parent, path)

@@ -119,7 +119,7 @@ def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def stream(demo_model, tmp_path_factory) -> Path:
-    """A run of train_async.py with much in flight, stopped by SIGTERM."""
+    """A run of train_async.py with much in flight."""
     out = tmp_path_factory.mktemp("stream")
     flags = ["--total-training-steps", "12", "--test-freq", "0", "--save-freq", "2", "--max-ckpt-to-keep", "0"]
     flags += ["--staleness-threshold", "4", "--max-num-seqs", "24"]

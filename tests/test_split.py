@@ -18,6 +18,7 @@ from test_train_sync import is_documented
 import train_async
 import train_one_step_off
 import train_sync
+from rl import checkpoint
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 REWARD = """
@@ -296,6 +297,9 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
         process.send_signal(number)
     text += end(process, mark, time.time())
     assert process.returncode != 0 and "failed:\n" not in text
+    if number == signal.SIGTERM:
+        (saved,) = re.findall(r"SIGTERM: stopped after step \d+; it goes on from (\S+)", text)
+        assert checkpoint.damage(Path(saved)) is None
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "rl-ring" in name}
 
 
