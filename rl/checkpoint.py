@@ -48,8 +48,8 @@ class CheckpointArgs:
     max_ckpt_to_keep: int = 3
     """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
     resume_mode: str = "auto"
-    """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart by
-    torchrun the job goes on with its own run in any case."""
+    """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart
+    by torchrun the job goes on with its own run in any case."""
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
