@@ -338,14 +338,14 @@ def _start_wandb(args: MetricsArgs, directory: Path):
     import wandb
 
     id_file = directory / "wandb_id"
-    run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
+    known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
     where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
     try:
-        run = wandb.init(config=dataclasses.asdict(args), id=run_id, resume="allow", **where)
+        run = wandb.init(config=dataclasses.asdict(args), **where, **known)
     except wandb.errors.Error as error:
         remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
         raise UserError(f"--logger wandb: {error} {remedy}") from error
-    id_file.write_text(run_id)
+    id_file.write_text(run.id)
     return run
 
 

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from rl.batch import Batch, Group, Response
 from rl.errors import UserError
-from rl.schedule import Intake, ScheduleArgs, Tickets, staleness_metrics, started
+from rl.schedule import Intake, ScheduleArgs, Tickets, open_tickets, staleness_metrics, started
 
 
 def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
@@ -45,6 +45,7 @@ def test_sync_and_one_step_off_are_settings_of_it():
 
 def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
     store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=2, staleness_threshold=0)
+    open_tickets(store)
     tickets = Tickets(store, args, total=5)
     assert [tickets.next(0, 0) for _ in range(4)] == [0, 1, None, None]
     assert tickets.next(0, 1) == 2, "one was dropped"
@@ -55,6 +56,7 @@ def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
 
 def test_two_generators_share_the_tickets():
     store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    open_tickets(store)
     a, b = Tickets(store, args, 8), Tickets(store, args, 8)
     assert [a.next(0, 0), b.next(0, 0), b.next(0, 0), a.next(0, 0)] == [0, 1, 2, 3]
     assert a.next(0, 0) is None and b.next(0, 0) is None
@@ -133,6 +135,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     args.check_schedule()
     steps, store = 12, HashStore()
     intake = Intake(args, filter_groups=flat > 0, max_num_gen_batches=5)
+    open_tickets(store)
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
     version, step, idle = 0, 1, 0
