@@ -13,6 +13,7 @@ import losses
 import train_sync
 from rl import dist
 from rl.algorithm import KLControl
+from rl.batch import Batch
 from rl.data import PromptDataset, PromptOrder
 from rl.engine import make_engine
 from rl.errors import UserError
@@ -50,7 +51,8 @@ class Trainer:
         self.learner.args, control, out = args, KLControl(args), []
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)
-            batch, self.ticket, metrics = train_sync.generate(args, generator, self.ranks, self.ticket)
+            groups, self.ticket, metrics = train_sync.generate(args, generator, self.ranks, self.ticket)
+            batch = Batch.of(groups)
             minis = args.ppo_mini_batch_size or args.train_batch_size
             metrics |= train_sync.learn(args, self.learner, control, batch, minis, self.run)
             out.append((metrics, batch))
@@ -166,7 +168,8 @@ def test_rollout_correction(trainer):
         trainer.engine.update(iter(noisy), version=0)
         args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
         generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
-        batch, _, metrics = train_sync.generate(args, generator, trainer.ranks, 0)
+        groups, _, metrics = train_sync.generate(args, generator, trainer.ranks, 0)
+        batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, 4, trainer.run)
         inputs = (batch.old_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
@@ -195,7 +198,7 @@ def test_one_update_a_batch_needs_no_pass_for_old_log_probs(trainer, demo_model,
         learner = Learner(demo_model, args, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
         generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
-        batch, *_ = train_sync.generate(args, generator, trainer.ranks, 0)
+        batch = Batch.of(train_sync.generate(args, generator, trainer.ranks, 0)[0])
         metrics = train_sync.learn(args, learner, KLControl(args), batch, 4, trainer.run)
         results.append((metrics, batch.old_log_prob, dict(learner.weights())))
     (metrics, old, weights), (metrics_with, old_with, weights_with) = results
