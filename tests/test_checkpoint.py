@@ -205,7 +205,7 @@ def test_kills_lose_nothing(script, number, demo_model):
     """tests/kills.py by hand: more of them."""
     seed = random.randrange(10**6)
     print(f"--seed {seed}")
-    shutil.rmtree(kills.main(kills.Args(script, number, seed=seed)).parent)
+    shutil.rmtree(kills.main(kills.Args(script, number, steps_between=2, seed=seed)).parent)
 
 
 # ------------------------------------------------------------------------------------------------------ damage
