@@ -59,6 +59,10 @@ class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerAr
     val_before_train: bool = True
     """Validate before the first step, too."""
 
+    @property
+    def trains_stale(self) -> bool:
+        return True
+
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
         if self.total_epochs is None:
@@ -153,8 +157,8 @@ def next_batch(inbox: Inbox) -> tuple[list[Group], dict]:
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
     """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
     log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-    if batch.on_policy:
-        batch.old_log_prob[micro.index] = log_prob.detach().cpu()
+    if batch.single_pass:
+        batch.actor_log_prob[micro.index] = log_prob.detach().cpu()
     old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
     extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
@@ -181,21 +185,20 @@ def learn(
     all_micros = [micro for of_mini in micros for micro in of_mini]
 
     # Log-probs under the policy that starts the step, and under the reference.
-    batch.on_policy = args.is_on_policy(len(minis) * args.ppo_epochs)
+    batch.single_pass = args.is_single_pass(len(minis) * args.ppo_epochs)
     with run.timer("old_log_prob"):
-        if args.use_rollout_log_probs:
-            batch.old_log_prob = batch.rollout_log_prob
-        elif batch.on_policy:
-            batch.old_log_prob = torch.zeros(len(batch.token))  # filled in by actor_loss, whose policy it is
-        else:
-            batch.old_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
+        if batch.single_pass:
+            batch.actor_log_prob = torch.zeros(len(batch.token))  # filled in by actor_loss, whose policy it is
+        elif not args.old_is_rollout:
+            batch.actor_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
+        batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
     if args.needs_reference:
         with run.timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", all_micros, len(batch.token))
 
     # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
     with run.timer("adv"):
-        metrics = {} if batch.on_policy else correct_rollout(args, batch)
+        metrics = {} if batch.single_pass else correct_rollout(args, batch)
         batch.reward = batch.token_reward()
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
@@ -221,8 +224,8 @@ def learn(
             metrics |= learner.step()
             norms.append(metrics["actor/grad_norm"])
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        if batch.on_policy:
-            dist.all_reduce_sum(batch.old_log_prob)
+        if batch.single_pass:
+            dist.all_reduce_sum(batch.actor_log_prob)
             metrics |= correct_rollout(args, batch)
     return metrics | batch.metrics() | {f"actor/{name}": value for name, value in means.over_ranks().items()}
 

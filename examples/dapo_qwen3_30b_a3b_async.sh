@@ -24,7 +24,7 @@ torchrun --nnodes 4 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --staleness-threshold 0.6 --trigger-parameter-sync-step 16 --require-batches 1 --partial-rollout keep \
   --ppo-mini-batch-size 32 --rollout-n 16 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
-  --use-rollout-log-probs --entropy-coeff 0 \
+  --entropy-coeff 0 \
   --filter-groups --max-num-gen-batches 10 --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 22528 \

@@ -47,8 +47,9 @@ class AlgorithmArgs:
     """KL per token that the adaptive weight aims at."""
     horizon: int = 10_000
     """Responses over which the adaptive weight reacts."""
-    use_rollout_log_probs: bool = False
-    """Take the generator's log-probs as the old ones instead of recomputing them."""
+    use_rollout_log_probs: bool | None = None
+    """Take the generator's log-probs as the old ones instead of recomputing them. By default where batches may be stale, unless a
+    correction or a loss compares the two: the ratio then makes up for the staleness, which nothing else would."""
     rollout_correction: Literal[tuple(losses.ROLLOUT_PRESETS)] | None = None
     """A preset of the four flags below, each of which may still be given."""
     rollout_is: Literal[losses.IS_LEVELS] | None = None
@@ -84,12 +85,29 @@ class AlgorithmArgs:
         """Whether a greedy response is sampled beside each group."""
         return losses.ADVANTAGES[self.adv_estimator] is losses.remax
 
-    def is_on_policy(self, updates: int) -> bool:
-        """Whether old log-probs are those that the update computes anyway, so that no pass is needed for them: with
-        one optimizer step a batch, unless something asks for them earlier."""
-        asked = self.correction["rollout_is"] or self.correction["rollout_rs"] or self.use_kl_in_reward
+    @property
+    def trains_stale(self) -> bool:
+        """Whether responses may come from weights older than those that the learners train."""
+        return False
+
+    @property
+    def old_is_rollout(self) -> bool:
+        """Whether the old log-probs are the generator's."""
+        if self.use_rollout_log_probs is not None:
+            return self.use_rollout_log_probs
+        return self.trains_stale and not self.corrects and losses.POLICY_LOSSES[self.loss_mode] is not losses.decoupled_ppo
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed or left out by how far generator and learner are apart."""
+        return bool(self.correction["rollout_is"] or self.correction["rollout_rs"])
+
+    def is_single_pass(self, updates: int) -> bool:
+        """Whether the forward pass of the update itself gives the log-probs of the policy that starts the step: with one
+        optimizer step a batch, unless something asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode] in losses.TOKEN_CHOICE
-        return updates == 1 and not (self.use_rollout_log_probs or asked or chooses)
+        asked = self.corrects or not self.old_is_rollout and (self.use_kl_in_reward or chooses)
+        return updates == 1 and not asked
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -124,7 +142,7 @@ class AlgorithmArgs:
             raise UserError(
                 "--adv-estimator gae needs a critic, which these scripts do not train. losses.gae is there for one."
             )
-        if self.use_rollout_log_probs and (correction["rollout_is"] or correction["rollout_rs"]):
+        if self.use_rollout_log_probs and self.corrects:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
                 "there are none. Leave one of the two out."
@@ -157,11 +175,11 @@ class KLControl:
 def correct_rollout(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
     """Sets the batch's is_weight and takes rejected tokens out of its mask, as the flags say; returns verl's rollout_corr/*.
 
-    Where old log-probs are recomputed the metrics are there without any correction, too: they show whether one is needed.
+    Where the learner's log-probs are known the metrics are there without any correction, too: they show whether one is needed.
     """
-    if args.use_rollout_log_probs:
+    if batch.actor_log_prob is None:
         return {}
-    c, inputs = args.correction, (batch.old_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
+    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
     level, threshold = c["rollout_is"] or "token", c["rollout_is_threshold"] or "2.0"
     if c["rollout_is"]:
         normalize = args.rollout_is_batch_normalize

@@ -10,6 +10,8 @@ from conftest import run_script
 from transformers import AutoModelForCausalLM
 
 import losses
+import train_async
+import train_one_step_off
 import train_sync
 from rl import dist
 from rl.algorithm import KLControl
@@ -172,7 +174,7 @@ def test_rollout_correction(trainer):
         batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, 4, trainer.run)
-        inputs = (batch.old_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
+        inputs = (batch.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         correction = args.correction
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
         if correction["rollout_is"]:
@@ -185,25 +187,81 @@ def test_rollout_correction(trainer):
             assert batch.mask.all()
 
 
-def test_one_update_a_batch_needs_no_pass_for_old_log_probs(trainer, demo_model, monkeypatch):
+@pytest.mark.parametrize("old_is_rollout", [False, True])
+def test_one_update_a_batch_needs_no_pass_for_log_probs(trainer, demo_model, monkeypatch, old_is_rollout):
     """Weights and metrics are bit for bit those with the pass."""
     order = PromptOrder(len(trainer.prompts), 0)
-    args = train_sync.Args(**vars(trainer.args) | {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3})
-    assert args.is_on_policy(1) and not args.is_on_policy(2)
-    assert not train_sync.Args(use_kl_in_reward=True).is_on_policy(1)
-    assert not train_sync.Args(rollout_is="token").is_on_policy(1) and not train_sync.Args(loss_mode="kl_cov").is_on_policy(1)
+    flags = {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3, "use_rollout_log_probs": old_is_rollout}
+    args = train_sync.Args(**vars(trainer.args) | flags)
     results = []
-    for on_policy in (True, False):
-        monkeypatch.setattr(train_sync.Args, "is_on_policy", lambda *_, value=on_policy: value)
+    for single_pass in (True, False):
+        monkeypatch.setattr(train_sync.Args, "is_single_pass", lambda *_, value=single_pass: value)
         learner = Learner(demo_model, args, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
         generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
         batch = Batch.of(train_sync.generate(args, generator, trainer.ranks, 0)[0])
         metrics = train_sync.learn(args, learner, KLControl(args), batch, 4, trainer.run)
-        results.append((metrics, batch.old_log_prob, dict(learner.weights())))
-    (metrics, old, weights), (metrics_with, old_with, weights_with) = results
-    assert metrics == metrics_with and torch.equal(old, old_with) and old.all()
+        results.append((metrics, batch, dict(learner.weights())))
+    (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
+    if old_is_rollout:  # without the pass of its own there is nothing to compare the generator's with
+        assert batch_with.actor_log_prob is None and batch.old_log_prob is batch.rollout_log_prob
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(("rollout_corr/", "training/rollout_"))}
+    assert metrics == metrics_with
+    assert torch.equal(batch.old_log_prob, batch_with.old_log_prob) and batch.actor_log_prob.all()
     assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
+
+
+def test_where_old_log_probs_come_from():
+    """From the generator where batches may be stale, unless something compares the two; else from the learner."""
+    stale = (train_async.Args(), train_one_step_off.Args(), train_async.Args(staleness_threshold=0, trigger_parameter_sync_step=2))
+    fresh = (train_sync.Args(), train_async.Args(staleness_threshold=0))
+    assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
+    compares = ({"rollout_is": "token"}, {"rollout_correction": "geometric_rs"}, {"loss_mode": "decoupled_ppo"})
+    for flags in (*compares, {"use_rollout_log_probs": False}):
+        assert not train_async.Args(**flags).old_is_rollout
+    assert train_sync.Args(use_rollout_log_probs=True).old_is_rollout
+
+    assert train_sync.Args().is_single_pass(1) and not train_sync.Args().is_single_pass(2)
+    assert train_async.Args(use_kl_in_reward=True).is_single_pass(1)
+    for flags in ({"use_kl_in_reward": True}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
+        assert not train_sync.Args(**flags).is_single_pass(1)
+
+
+def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
+    """An engine with other weights than the learner's, as after a publish: by default in the split scripts the gradient is that
+    of the advantages times learner's over generator's probability, clipped; worked out here with transformers."""
+    torch.manual_seed(0)
+    trainer.begin_again()
+    noisy = [(name, w + 0.03 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
+    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    theirs = {"model": demo_model, "rollout_n": 4, "train_batch_size": 4, "grad_clip": 1e9}
+    trainer.engine.update(iter(noisy), version=0)
+    generator = Generator(
+        trainer.engine, trainer.prompts, PromptOrder(len(trainer.prompts), 0), trainer.pool, trainer.tokenizer, trainer.args, 0
+    )
+    groups, _, _ = train_sync.generate(trainer.args, generator, trainer.ranks, 0)
+
+    norms = {}
+    for name, use_rollout_log_probs in (("default", None), ("recomputed", False)):
+        args = train_one_step_off.Args(**theirs, **clips, use_rollout_log_probs=use_rollout_log_probs)
+        learner, batch = Learner(demo_model, args, trainer.ranks, 10**6), Batch.of(groups)
+        metrics = train_one_step_off.learn(args, learner, KLControl(args), batch, 4, trainer.run)
+        norms[name] = metrics["actor/grad_norm"]
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)
+    loss, clipped = 0.0, 0
+    for i, prompt in enumerate(batch.prompts):
+        mine = batch.seq == i
+        ids = torch.cat([torch.tensor(prompt).long(), batch.token[mine]])
+        log_probs = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_prob = log_probs.gather(1, batch.token[mine, None])[:, 0]
+        weight, advantage = (log_prob.detach() - batch.rollout_log_prob[mine]).exp(), batch.advantage[mine]
+        flat = (advantage > 0) & (weight > 1.28) | (advantage < 0) & ((weight < 0.8) | (weight > 3))
+        loss, clipped = loss - (weight * advantage * log_prob)[~flat].sum() / len(batch.token), clipped + int(flat.sum())
+    loss.backward()
+    expected = torch.cat([w.grad.flatten() for w in model.parameters()]).norm().item()
+    assert norms["default"] == pytest.approx(expected, rel=1e-4) and clipped
+    assert norms["recomputed"] != pytest.approx(expected, rel=1e-2)
 
 
 REFUSED = {
