@@ -143,7 +143,7 @@ def main(args: Args) -> None:
     tailed: dict[str, list[dict]] = {side: [] for side in ("sync", "one step off", "async")}
     for repeat in range(args.repeats):
         for side in equal:
-            equal[side].append(one_run(side, args, args.length, args.length, "--use-rollout-log-probs"))
+            equal[side].append(one_run(side, args, args.length, args.length))
         for side in tailed:
             tailed[side].append(one_run(side, args, args.median, 10 * args.median))
         print(f"round {repeat + 1} of {args.repeats}", flush=True)

@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -136,13 +137,16 @@ def wrong_sum(a: int, b: int, rng: random.Random) -> int:
     return a + b + (10 if a + b < 10 or rng.random() < 0.5 else -10)
 
 
+@cache
+def _demonstration(tokenizer, a: int, b: int, answer: int) -> list[int]:
+    """Token ids of a problem with an answer. Each occurs some twenty times."""
+    conversation = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
+    return tokenizer.apply_chat_template(conversation, return_dict=False)
+
+
 def _demonstration_loss(model, tokenizer, batch, answers) -> torch.Tensor:
     """Cross-entropy of the answer's characters and the end token, right-padded."""
-    conversations = [
-        [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
-        for (a, b), answer in zip(batch, answers, strict=True)
-    ]
-    rows = [tokenizer.apply_chat_template(c, return_dict=False) for c in conversations]
+    rows = [_demonstration(tokenizer, a, b, answer) for (a, b), answer in zip(batch, answers, strict=True)]
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [128, L]

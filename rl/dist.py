@@ -5,6 +5,7 @@ Everything else asks this file for a device, a memory figure or a collective, an
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib.util
 import json
 import os
@@ -217,7 +218,9 @@ def _claim_device(local_rank: int) -> torch.device:
 
 def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split] = init) -> None:
     """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
-    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM."""
+    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM.
+    A crash in native code leaves every thread's Python stack."""
+    faulthandler.enable()
     code = 0
     try:
         if "RANK" in os.environ:

@@ -1,7 +1,8 @@
 """Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
 
-slow: both roles take their time; slow-decoding: the generators more than the learners. learner, generator: that role raises
-after some steps; killed-...: it is killed; hung-learner: it trains no more.
+slow: both roles take their time, and the first batch is not trained before all that may start has started, so that some of it
+gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner, generator: that
+role raises after some steps; killed-...: it is killed; hung-learner: it trains no more.
 """
 
 import os
@@ -14,10 +15,12 @@ import tyro
 
 import train_async
 from rl import dist, watchdog
-from rl.generator import Generator
+from rl.generator import VALIDATION, Generator
+from rl.schedule import Board, started
 
 how, calls = os.environ["ROUGH"], 0
-learn, poll = train_async.learn, Generator.poll
+learn, poll, init = train_async.learn, Generator.poll, Board.__init__
+board, finished = None, 0
 
 
 def strike(who: str, after: int) -> None:
@@ -33,20 +36,42 @@ def strike(who: str, after: int) -> None:
         raise RuntimeError(f"the {who} has had enough")
 
 
+def wait_until(done) -> None:
+    """For a while: what a test asks for may not depend on which side is faster."""
+    give_up = time.monotonic() + 30
+    while not done() and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def rough_init(self, split):
+    global board
+    board = self
+    init(self, split)
+
+
 def rough_learn(*arguments):
     strike("learner", 4)
+    if how == "slow" and calls == 1:
+        wait_until(lambda: started(board.store) >= args.quota(0))
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.2))
     return learn(*arguments)
 
 
-def rough_poll(*arguments, **keywords):
+def rough_poll(generator, *arguments, **keywords):
+    global finished
     strike("generator", 60)
+    amid = any(output.token_ids for output in generator.engine.unfinished())
+    if how == "slow-decoding" and finished >= args.required * args.trigger_parameter_sync_step and amid:
+        wait_until(lambda: board.read().version > generator.engine.version)  # the learners have what they need for it
+        finished = -1000
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.04 if how == "slow" else 0.12))
-    return poll(*arguments, **keywords)
+    done = poll(generator, *arguments, **keywords)
+    finished += sum(key < VALIDATION for key, _ in done)
+    return done
 
 
-train_async.learn, Generator.poll = rough_learn, rough_poll
+train_async.learn, Generator.poll, Board.__init__ = rough_learn, rough_poll, rough_init
 args = tyro.cli(train_async.Args, args=sys.argv[1:])
 dist.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -205,7 +205,9 @@ def test_one_update_a_batch_needs_no_pass_for_log_probs(trainer, demo_model, mon
     (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
     if old_is_rollout:  # without the pass of its own there is nothing to compare the generator's with
         assert batch_with.actor_log_prob is None and batch.old_log_prob is batch.rollout_log_prob
-        metrics = {name: value for name, value in metrics.items() if not name.startswith(("rollout_corr/", "training/rollout_"))}
+        metrics = {
+            name: value for name, value in metrics.items() if not name.startswith(("rollout_corr/", "training/rollout_"))
+        }
     assert metrics == metrics_with
     assert torch.equal(batch.old_log_prob, batch_with.old_log_prob) and batch.actor_log_prob.all()
     assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
@@ -213,7 +215,11 @@ def test_one_update_a_batch_needs_no_pass_for_log_probs(trainer, demo_model, mon
 
 def test_where_old_log_probs_come_from():
     """From the generator where batches may be stale, unless something compares the two; else from the learner."""
-    stale = (train_async.Args(), train_one_step_off.Args(), train_async.Args(staleness_threshold=0, trigger_parameter_sync_step=2))
+    stale = (
+        train_async.Args(),
+        train_one_step_off.Args(),
+        train_async.Args(staleness_threshold=0, trigger_parameter_sync_step=2),
+    )
     fresh = (train_sync.Args(), train_async.Args(staleness_threshold=0))
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
     compares = ({"rollout_is": "token"}, {"rollout_correction": "geometric_rs"}, {"loss_mode": "decoupled_ppo"})

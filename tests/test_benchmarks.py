@@ -11,7 +11,7 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, learner, logprobs, overlap, publish, ring, startup, trl
+import checkpoint, demo, gpu, learner, logprobs, overlap, publish, ring, staleness, startup, trl
 from rl import dist
 
 out, ranks = Path(sys.argv[1]), dist.init()

@@ -55,7 +55,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, of_each, tmp_path):
 @pytest.fixture(scope="module")
 def one_step_off(demo_model, tmp_path_factory):
     """A run over 10 steps as a user starts it, and the same again in forks."""
-    flags = ("--total-training-steps", "10", "--test-freq", "5", "--val-max-samples", "100")
+    flags = ("--total-training-steps", "10", "--test-freq", "5", "--val-max-samples", "100", "--use-rollout-log-probs", "False")
     runs = ((fresh, tmp_path_factory.mktemp("off")) for fresh in (True, False))
     return [train("train_one_step_off.py", *flags, out=out, ranks=2, fresh=fresh) for fresh, out in runs]
 
@@ -125,7 +125,7 @@ def rough(demo_model, tmp_path_factory):
             "--loss-mode",
             "decoupled_ppo",
         ],
-        "off": ["--staleness-threshold", "0.5", "--partial-rollout", "off", "--filter-groups", "--use-rollout-log-probs"],
+        "off": ["--staleness-threshold", "0.5", "--partial-rollout", "off", "--filter-groups"],
     }
     ranks = {"drop": 3, "wait": 2, "off": 2}
     rough = {"drop": "slow", "wait": "slow-decoding", "off": "slow"}

@@ -108,7 +108,7 @@ def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
 
 
 def test_rollout_log_probs_as_old_ones(demo_model, tmp_path):
-    flags = ["--adv-estimator", "dr_grpo", "--use-rollout-log-probs", "--loss-agg-mode", "seq-mean-token-sum-norm"]
+    flags = ["--adv-estimator", "dr_grpo", "--use-rollout-log-probs", "True", "--loss-agg-mode", "seq-mean-token-sum-norm"]
     metrics, _, _ = train(SCRIPT, *SHORT, *flags, "--rollout-dtype", "bfloat16", out=tmp_path)
     assert all(math.isfinite(metrics[step]["actor/loss"]) for step in range(1, 5))
     assert metrics[1]["actor/ppo_kl"] != 0, "a bf16 engine's log-probs are not the learner's"

@@ -1,0 +1,54 @@
+"""What stale batches cost, by what the ratio is over: the demo at a constant rate, sync beside async one batch ahead.
+
+python benchmarks/staleness.py       # about 8 minutes on 2 cores; writes benchmarks/results/staleness.{json,md}
+"""
+
+import sys
+from dataclasses import dataclass
+
+import tyro
+from common import MODES, over, run_script, setting, table, words, write
+
+ACCURACY = "val-core/demo/acc/mean@1"
+SIDES = {
+    "sync": ("sync", ()),
+    "async, the generator's log-probs are the old ones (default)": ("async", ()),
+    "async, old log-probs recomputed, `--rollout-correction token_tis`": ("async", ("--rollout-correction", "token_tis")),
+    "async, old log-probs recomputed, no correction": ("async", ("--use-rollout-log-probs", "False")),
+}
+
+
+@dataclass
+class Args:
+    seeds: int = 5
+    """How many runs of each side, with seeds 0, 1, 2, ..."""
+    steps: int = 40
+    """Training steps of each, validated at every 10."""
+
+
+def accuracies(side: str, seed: int, steps: int) -> dict[int, float]:
+    """Greedy validation accuracy by step."""
+    mode, more = SIDES[side]
+    flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--test-freq", "10", "--lr-scheduler-type", "constant"]
+    _, rows = run_script(sys.executable, MODES[mode], *flags, *more)
+    return {row.get("training/validated_step", row["step"]): row[ACCURACY] for row in rows if ACCURACY in row}
+
+
+def main(args: Args) -> None:
+    from rl.demo import model_dir
+
+    model_dir()  # made before anything else
+    runs, machine = {side: [] for side in SIDES}, setting(seeds=args.seeds)
+    for seed in range(args.seeds):
+        for side in SIDES:  # interleaved
+            runs[side].append(accuracies(side, seed, args.steps))
+            print(f"seed {seed}, {side}: {runs[side][-1]}", flush=True)
+    steps = list(runs["sync"][0])
+    head = ["", *(f"step {step}" for step in steps)]
+    rows = [[side, *(over([one[step] for one in its], ".3f") for step in steps)] for side, its in runs.items()]
+    text = f"{table(head, rows)}\n\nGreedy validation accuracy, {args.seeds} seeds, median (min - max). {words(machine)}."
+    write("staleness", {"setting": machine, "accuracy": runs}, text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
