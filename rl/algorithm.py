@@ -48,8 +48,8 @@ class AlgorithmArgs:
     horizon: int = 10_000
     """Responses over which the adaptive weight reacts."""
     use_rollout_log_probs: bool | None = None
-    """Take the generator's log-probs as the old ones instead of recomputing them. By default where batches may be stale, unless a
-    correction or a loss compares the two: the ratio then makes up for the staleness, which nothing else would."""
+    """Take the generator's log-probs as the old ones instead of recomputing them: the ratio then makes up for staleness. By
+    default where batches may be stale, unless a correction or a loss compares the two."""
     rollout_correction: Literal[tuple(losses.ROLLOUT_PRESETS)] | None = None
     """A preset of the four flags below, each of which may still be given."""
     rollout_is: Literal[losses.IS_LEVELS] | None = None
@@ -106,7 +106,7 @@ class AlgorithmArgs:
         """Whether the forward pass of the update itself gives the log-probs of the policy that starts the step: with one
         optimizer step a batch, unless something asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode] in losses.TOKEN_CHOICE
-        asked = self.corrects or not self.old_is_rollout and (self.use_kl_in_reward or chooses)
+        asked = self.corrects or (not self.old_is_rollout and (self.use_kl_in_reward or chooses))
         return updates == 1 and not asked
 
     @property
