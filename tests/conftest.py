@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -124,37 +125,20 @@ def pytest_unconfigure(config) -> None:
         shutil.rmtree(os.environ["RL_TESTS"])
 
 
-def run_script(
-    *arguments,
-    ranks: int | None = None,
-    timeout: float = 240,
-    check: bool = True,
-    env: dict[str, str] | None = None,
-    fresh: bool = False,
-    imported: str = "plain",
-) -> subprocess.CompletedProcess:
-    """Runs a script of the repository, under torchrun if `ranks` is given; returns the finished process with its output as
-    text. `fresh` starts Python, and torchrun, as a user does; otherwise they are forks of a process that has `imported` what
-    they need (tests/forks.py), which saves six seconds a rank."""
+def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
+    """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
+    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank."""
     arguments = list(map(str, arguments))
-    if fresh:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        command = [sys.executable, *torchrun, *arguments]
-        env = environment(**(env or {}))
-        done = subprocess.run(command, cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
-    else:
-        with (
-            tempfile.TemporaryDirectory() as where,
-            fork(where, *arguments, ranks=ranks, env=env, imported=imported) as running,
-        ):
-            running.settimeout(timeout)
-            try:
-                code = running.recv(16)
-            except TimeoutError:
-                raise AssertionError(f"not done in {timeout} s: {arguments}") from None
-            said = [Path(where, name).read_text() for name in ("stdout", "stderr")]
-        assert code, "the process that forks runs has ended: what it said stands above"
-        done = subprocess.CompletedProcess(arguments, int(code), *said)
+    if not fresh:
+        return [sys.executable, "-S", "tests/forked.py", imported, str(ranks or 0), *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, *arguments]
+
+
+def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, **how):
+    """Runs a script to its end, as `command` says; returns the finished process with its output as text."""
+    env = environment(**(env or {}))
+    done = subprocess.run(command(*arguments, **how), cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
     if check and done.returncode:
         raise AssertionError(
             f"exit code {done.returncode}\n--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-6000:]}"
@@ -162,15 +146,25 @@ def run_script(
     return done
 
 
-def fork(where, *arguments, ranks: int | None = None, env: dict[str, str] | None = None, imported: str = "plain"):
-    """Starts a forked run, whose stdout and stderr go to files of that name; returns a socket over which its exit code will
-    come, and whose closing ends it."""
-    request = {"arguments": list(map(str, arguments)), "environment": environment(**(env or {})), "ranks": ranks}
-    request |= {name: str(Path(where, name)) for name in ("stdout", "stderr")}
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"{os.environ['RL_TESTS']}/{imported}")
-    connection.sendall(json.dumps(request).encode() + b"\n")
-    return connection
+def start(*arguments, env: dict[str, str] | None = None, **how) -> tuple[subprocess.Popen, str]:
+    """Starts a script, stderr into stdout; returns the process and the mark by which `left_over` knows all its processes."""
+    mark = uuid.uuid4().hex[:8]
+    env = environment(MARK=mark, PYTHONUNBUFFERED="1", **(env or {}))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(command(*arguments, **how), cwd=ROOT, env=env, **pipes), mark
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of living processes that carry the mark: in their environment, or forks of tests/forks.py in their name."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = (process / "comm").read_text().startswith(mark) or mark.encode() in (process / "environ").read_bytes()
+            if marked and "Z" not in (process / "stat").read_text().rpartition(")")[2].split()[0]:
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # gone, or not ours
+            continue
+    return found
 
 
 def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:

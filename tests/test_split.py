@@ -6,13 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, bits, run_script, train
+from conftest import bits, left_over, run_script, start, train
 from test_train_sync import is_documented
 
 import train_async
@@ -20,7 +19,6 @@ import train_one_step_off
 import train_sync
 from rl import checkpoint
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 REWARD = """
 import os, random, time
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -41,7 +39,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, of_each, tmp_path):
     """With one generator and one learner, and with two of each, as a user starts them."""
     flags = ("--total-training-steps", 20, "--test-freq", 20, "--val-max-samples", 40)
     flags += ("--staleness-threshold", 0, "--generators", of_each)
-    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=2 * of_each, fresh=of_each == 2)
+    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=2 * of_each, fresh=of_each == 1)
     theirs, their_run, _ = sync[of_each]
     for step in range(1, 21):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
@@ -129,17 +127,13 @@ def rough(demo_model, tmp_path_factory):
     }
     ranks = {"drop": 3, "wait": 2, "off": 2}
     rough = {"drop": "slow", "wait": "slow-decoding", "off": "slow"}
-    return {
-        mode: train(
-            "tests/rough_async.py",
-            *flags,
-            *more,
-            out=tmp_path_factory.mktemp(mode),
-            ranks=ranks[mode],
-            env={"ROUGH": rough[mode]},
-        )
-        for mode, more in modes.items()
-    }
+
+    def run(mode: str):
+        how = {"ranks": ranks[mode], "env": {"ROUGH": rough[mode]}}
+        return train("tests/rough_async.py", *flags, *modes[mode], out=tmp_path_factory.mktemp(mode), **how)
+
+    with ThreadPoolExecutor() as pool:  # they sleep most of the time
+        return dict(zip(modes, pool.map(run, modes), strict=True))
 
 
 def test_no_token_older_than_the_bound_is_trained(rough):
@@ -218,25 +212,9 @@ def test_a_parameter_that_was_not_updated_stops_the_job(models):
 # -------------------------------------------------------------------------------------------------------- failures
 
 
-def start(how: str, *flags) -> tuple[subprocess.Popen, str]:
-    """Starts rough_async.py under torchrun; returns it and a mark that all its processes carry in their environment."""
-    mark = uuid.uuid4().hex
-    env = os.environ | {"ROUGH": how, "MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [*TORCHRUN, "2", "tests/rough_async.py", "--total-training-steps", "500", "--no-val-before-train", *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, **pipes), mark
-
-
-def left_over(mark: str) -> list[str]:
-    """Command lines of living processes that carry the mark."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes() and "Z" not in (process / "stat").read_text().split()[2]:
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # gone, or not ours
-            continue
-    return found
+def start_rough(how: str, *flags) -> tuple[subprocess.Popen, str]:
+    flags = ("--total-training-steps", "500", "--no-val-before-train", *flags)
+    return start("tests/rough_async.py", *flags, ranks=2, env={"ROUGH": how})
 
 
 def read_until(process: subprocess.Popen, pattern: str) -> str:
@@ -268,7 +246,7 @@ def end(process: subprocess.Popen, mark: str, since: float) -> str:
 def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    process, mark = start(how, "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    process, mark = start_rough(how, "--output-dir", tmp_path, "--reward", f"{reward}:score")
     text = read_until(process, "struck at")
     struck = float(re.search(r"struck at (\S+)", text)[1])
     text += end(process, mark, struck)
@@ -279,7 +257,7 @@ def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, 
         assert "SIGKILL" in text and re.search(rf"rank +: {rank} ", text), text
         assert "failed:\n" not in text, "who was left has nothing to add"
     else:
-        assert text.count(f"{role} 0 failed:") == 1 and text.count("failed:\n") == 1
+        assert text.count(f"{role} 0 failed:") == 1 and text.count("failed:\n") == 1, text
         assert f"RuntimeError: the {role} has had enough" in text
 
 
@@ -289,7 +267,7 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     before = set(os.listdir("/dev/shm"))
-    process, mark = start("none", "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    process, mark = start_rough("none", "--output-dir", tmp_path, "--reward", f"{reward}:score")
     text = read_until(process, r"step [2-9]")
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does

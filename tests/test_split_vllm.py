@@ -19,7 +19,7 @@ def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
 @pytest.mark.timeout(300)
 def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
     flags = (*FLAGS, "--generators", 2, "--total-training-steps", 20, "--test-freq", 20)
-    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, fresh=True)
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, imported="vllm")
     before, after = (accuracy(metrics)[step] for step in (0, 20))
     assert after > before + 0.2
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4, "batch 1 is fresh"

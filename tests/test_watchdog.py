@@ -4,13 +4,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-import uuid
 
 import pytest
-from conftest import ROOT
-from test_split import REWARD, TORCHRUN, left_over
+from conftest import ROOT, left_over, start
+from test_split import REWARD
 
 import train_async
 import train_one_step_off
@@ -18,18 +16,10 @@ import train_sync
 from rl.watchdog import EXIT_CODE, report
 
 
-def launch(*command) -> tuple[subprocess.Popen, str]:
-    """Starts it; returns the process and a mark that it and all that it starts carry in their environment."""
-    mark = uuid.uuid4().hex
-    env = os.environ | {"MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, **pipes), mark
-
-
-def hang(*command) -> tuple[int, str]:
+def hang(*arguments, **how) -> tuple[int, str]:
     """Runs it to its end; returns exit code and output. It must leave no process and nothing in shared memory."""
     before = set(os.listdir("/dev/shm"))
-    process, mark = launch(*command)
+    process, mark = start(*arguments, **how)
     return end(process, mark, before)
 
 
@@ -70,7 +60,7 @@ def check_exit_codes(text: str, ranks: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_reader_that_stops_reading():
-    code, text = hang(*TORCHRUN, 2, "tests/hung_ranks.py", "ring")
+    code, text = hang("tests/hung_ranks.py", "ring", ranks=2)
     who, of = table(text), parts(text)
     assert list(of) == ["learner 0", "generator 0"]
     assert re.fullmatch(r"for \d+ s, in update_actor \(\d+ s\)", who["learner 0"])
@@ -88,7 +78,7 @@ def test_a_reader_that_stops_reading():
 
 @pytest.mark.timeout(240)
 def test_a_learner_stuck_in_a_collective():
-    code, text = hang(*TORCHRUN, 3, "tests/hung_ranks.py", "collective")
+    code, text = hang("tests/hung_ranks.py", "collective", ranks=3)
     who, of = table(text), parts(text)
     assert list(of) == ["learner 0", "learner 1", "generator 0"]
     assert "in all_reduce_sum (" in who["learner 0"] and "in version 1 of the weights (" in who["generator 0"]
@@ -105,7 +95,7 @@ def test_a_learner_stuck_in_a_collective():
 
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_stopped_is_named():
-    code, text = hang(*TORCHRUN, 2, "tests/hung_ranks.py", "stopped")
+    code, text = hang("tests/hung_ranks.py", "stopped", ranks=2)
     assert re.search(r"^generator 0 is silent: its process \d+ is stopped \(SIGSTOP\)\.$", text, re.M)
     assert list(parts(text)) == ["learner 0"] and "in a record in the ring (" in table(text)["learner 0"]
     assert "of the report: 1 of 2 ranks" in text
@@ -116,7 +106,7 @@ def test_a_rank_that_is_stopped_is_named():
 def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while():
     """Without torchrun: the process's own exit code."""
     before = set(os.listdir("/dev/shm"))
-    process, mark = launch(sys.executable, "tests/hung_ranks.py", "alone")
+    process, mark = start("tests/hung_ranks.py", "alone")
     pid = int(process.stdout.readline().split()[0])
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
@@ -128,12 +118,11 @@ def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while(
 
 
 @pytest.mark.timeout(240)
-def test_a_training_run_that_hangs(demo_model, tmp_path, monkeypatch):
+def test_a_training_run_that_hangs(demo_model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     flags = ["--output-dir", tmp_path, "--reward", f"{reward}:score", "--no-val-before-train", "--hang-timeout", 180]
-    monkeypatch.setenv("ROUGH", "hung-learner")
-    code, text = hang(*TORCHRUN, 2, "tests/rough_async.py", *flags)
+    code, text = hang("tests/rough_async.py", *flags, ranks=2, env={"ROUGH": "hung-learner"})
     who, of = table(text), parts(text)
     assert "in the code after wait" in who["learner 0"]
     assert "waits for newer weights" in who["generator 0"]
