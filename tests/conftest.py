@@ -108,7 +108,7 @@ def pytest_configure(config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 
 
-SLOWEST = ["test_checkpoint", "test_split", "test_train_sync", "test_engine_vllm", "test_algorithm"]
+SLOWEST = ["test_checkpoint", "test_split", "test_engine_vllm", "test_train_sync", "test_algorithm"]
 SLOWEST += ["test_split_vllm", "test_ring"]
 
 

@@ -209,7 +209,7 @@ def test_bad_input_is_one_message_and_exit_code_1(demo_model, models, tmp_path, 
 
 
 def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
-    done = run_script(SCRIPT, "--output-dir", tmp_path, "--train-files", "nowhere.parquet", ranks=2, check=False, fresh=True)
+    done = run_script(SCRIPT, "--output-dir", tmp_path, "--train-files", "nowhere.parquet", ranks=2, check=False)
     assert done.returncode == 1 and done.stderr.count("error: nowhere.parquet: no such file") == 1
 
 
