@@ -84,11 +84,13 @@ def run_script(arguments: list[str]) -> None:
 
 def run_torchrun(ranks: int, arguments: list[str]) -> None:
     waiting = [Rank() for _ in range(ranks + int(os.environ.get("SPARE_RANKS", 0)))]  # spare ones for torchrun's restarts
+    import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     # arguments: python -u script ...
     SubprocessHandler._popen = lambda _, arguments, environment: waiting.pop().begin(arguments[2:], environment)
+    torch.multiprocessing._set_thread_name = lambda _: None  # torchrun would take the mark off
     run.main(["--standalone", "--nproc-per-node", str(ranks), *arguments])
 
 
