@@ -192,7 +192,7 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 
 
 def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device, timeout: timedelta) -> Bridge:
-    """Over nccl / hccl where each member has a device of its own, else over gloo."""
+    """Over nccl where each member has a CUDA device of its own, else over gloo."""
     store.set(f"device/{place}", f"{platform.node()}/{device}")
     own = len({store.get(f"device/{i}") for i in range(size)}) == size
     if device.type == "cuda" and own:

@@ -1,4 +1,4 @@
-"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB PARENT_PID`, started by the pool of rl/rewards.py.
+"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by the pool of rl/rewards.py.
 
 Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
 transformers: it starts in a blink.
@@ -8,10 +8,12 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import resource
 import signal
 import sys
+import time
 import traceback
 
 from rl.rewards import BUILT_IN
@@ -36,7 +38,14 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})".replace("\n", " ")
 
 
-def main(spec: str, memory_gb: float, parent: int) -> None:
+def limit_cpu(seconds: float) -> None:
+    """Has the system end this process (SIGXCPU) once it has used so much more CPU time, rounded up to whole seconds."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    until = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (until if hard == resource.RLIM_INFINITY else min(until, hard), hard))
+
+
+def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, however it dies
     if os.getppid() != parent:
@@ -71,6 +80,8 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
     for line in items:
         number, item = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
+        if cpu_seconds:
+            limit_cpu(cpu_seconds)
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value = function(**item)
@@ -80,4 +91,4 @@ def main(spec: str, memory_gb: float, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

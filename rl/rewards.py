@@ -36,6 +36,8 @@ class RewardArgs:
     extra_info); returns a number, or a dict with "score" and further numbers that become metrics."""
     reward_timeout: float = 10.0
     """Seconds to score one response; one that takes longer gets 0 and is counted."""
+    reward_cpu_limit: float = 60.0
+    """CPU seconds to score one response, over all threads of its process; 0 sets no limit."""
     reward_workers: int = 1
     """Processes that score, on each rank."""
     reward_memory_limit_gb: float = 4.0
@@ -178,7 +180,7 @@ def check_args(args: RewardArgs) -> None:
         raise UserError(f"--reward-workers must be at least 1, it is {args.reward_workers}.")
     if not args.reward_timeout > 0:
         raise UserError(f"--reward-timeout must be above 0 seconds, it is {args.reward_timeout}.")
-    for flag in ("reward_memory_limit_gb", "overlong_buffer_len"):
+    for flag in ("reward_memory_limit_gb", "reward_cpu_limit", "overlong_buffer_len"):
         if getattr(args, flag) < 0:
             raise UserError(f"--{flag.replace('_', '-')} must not be negative, it is {getattr(args, flag)}.")
     if args.reward:
@@ -195,8 +197,9 @@ def check_args(args: RewardArgs) -> None:
 class _Worker:
     """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
 
-    def __init__(self, spec: str | None, memory_limit_gb: float):
-        command = [sys.executable, "-m", "rl.reward_worker", spec or "", str(memory_limit_gb), str(os.getpid())]
+    def __init__(self, args: RewardArgs):
+        limits = [str(args.reward_memory_limit_gb), str(args.reward_cpu_limit)]
+        command = [sys.executable, "-m", "rl.reward_worker", args.reward or "", *limits, str(os.getpid())]
         root = str(Path(__file__).resolve().parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         pipe = subprocess.PIPE
@@ -245,13 +248,16 @@ class _Worker:
         if self._unwritten:
             poller.register(self.process.stdin, select.POLLOUT)
 
-    def ending(self) -> str:
-        """How the process ended."""
+    def ending(self) -> tuple[str, str]:
+        """The event that its end is, and how it ended."""
         try:
             code = self.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return "died", "the scoring process closed its pipe"
+        if code == -signal.SIGXCPU:
+            return "timeout", "no score within the CPU time of --reward-cpu-limit"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return "died", f"the scoring process {how}"
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -358,7 +364,7 @@ class ScoringPool:
         poller.poll(seconds * 1000)
 
     def _start_worker(self) -> None:
-        self._workers.append(_Worker(self.args.reward, self.args.reward_memory_limit_gb))
+        self._workers.append(_Worker(self.args))
 
     def _drive(self) -> None:
         """Collects answers, ends what is late or dead, and gives idle workers the next item."""
@@ -371,7 +377,7 @@ class ScoringPool:
             else:
                 seconds = time.monotonic() - worker.started
                 if ended:
-                    self._lose(worker, "died", f"the scoring process {worker.ending()}")
+                    self._lose(worker, *worker.ending())
                 elif worker.ready and worker.key and seconds > self.args.reward_timeout:
                     self._lose(worker, "timeout", f"no score after {self.args.reward_timeout} s")
                 elif not worker.ready and seconds > START_LIMIT:

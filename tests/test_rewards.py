@@ -195,6 +195,28 @@ def test_a_bad_reward_costs_its_own_response_only(bad_reward):
     assert not subprocess.run(["pgrep", "-f", "sleep 12345.6"], capture_output=True).stdout, "a forked child lives on"
 
 
+def test_cpu_time_is_limited_response_by_response(tmp_path):
+    """Two threads that spin use up a second of it in about half a second; what others used before does not count."""
+    (tmp_path / "mine.py").write_text("""
+import hashlib, threading
+def spin(times):
+    data = bytes(1 << 20)
+    for _ in range(times): hashlib.sha256(data)  # without Python's lock
+def score(data_source, solution_str, ground_truth, extra_info):
+    threads = [threading.Thread(target=spin, args=(int(solution_str),)) for _ in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return 1.0
+""")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=60, reward_cpu_limit=1)) as pool:
+        for number in range(10):
+            pool.submit(number, "any", "100", "1", None)  # 2 x 100 MB, some 0.2 s of CPU time
+        pool.submit("bad", "any", "1000000", "1", None)
+        results = drain(pool)
+        assert results.pop("bad").message == "no score within the CPU time of --reward-cpu-limit"
+        assert all(score.score == 1 for score in results.values()) and pool.events == {"timeout": 1}
+
+
 def test_a_second_answer_ends_the_process_not_the_run(bad_reward):
     with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
         pool.submit("bad", "any", "second answer", "1", {"n": 0})
@@ -323,6 +345,7 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
     [
         ({"reward_workers": 0}, "--reward-workers must be at least 1"),
         ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
+        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must not be negative"),
         ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must not be negative"),
         ({"overlong_buffer_len": -1}, "--overlong-buffer-len must not be negative"),
     ],
