@@ -272,6 +272,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     def save(step: int) -> None:
         with run.timer("save_checkpoint"):
             board.update(snapshot=step)
+            saver.copy()  # while the generators answer
             unfinished = inbox.unfinished_at(step)
             groups = [*intake.waiting.values(), *inbox.groups]
             state = {"kl_coef": kl_control.coef, "intake": intake.state(), "inbox": inbox.state(), "watch": watch.state()}
