@@ -157,7 +157,7 @@ def next_batch(inbox: Inbox) -> tuple[list[Group], dict]:
 def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
     """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
     log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-    if batch.single_pass:
+    if batch.fills_in:
         batch.actor_log_prob[micro.index] = log_prob.detach().cpu()
     old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
     extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
@@ -185,12 +185,13 @@ def learn(
     all_micros = [micro for of_mini in micros for micro in of_mini]
 
     # Log-probs under the policy that starts the step, and under the reference.
-    batch.single_pass = args.is_single_pass(len(minis) * args.ppo_epochs)
+    own_pass = args.needs_old_pass(len(minis) * args.ppo_epochs)
     with run.timer("old_log_prob"):
-        if batch.single_pass:
-            batch.actor_log_prob = torch.zeros(len(batch.token))  # filled in by actor_loss, whose policy it is
-        elif not args.old_is_rollout:
+        if own_pass:
             batch.actor_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
+        else:  # filled in by actor_loss, whose first update is of that policy
+            batch.actor_log_prob = torch.zeros(len(batch.token))
+            batch.known = batch.among(minis[0])
         batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
     if args.needs_reference:
         with run.timer("ref"):
@@ -198,7 +199,7 @@ def learn(
 
     # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
     with run.timer("adv"):
-        metrics = {} if batch.single_pass else correct_rollout(args, batch)
+        metrics = correct_rollout(args, batch) if own_pass else {}
         batch.reward = batch.token_reward()
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
@@ -212,7 +213,8 @@ def learn(
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
     with run.timer("update_actor"):
         means, norms = TokenMeans(), []
-        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
+        for update, (mini, its_micros) in enumerate(list(zip(minis, micros, strict=True)) * args.ppo_epochs):
+            batch.fills_in = update == 0 and not own_pass
             tokens = batch.tokens_of(mini)
             denominator = losses.denominator(
                 batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
@@ -224,7 +226,7 @@ def learn(
             metrics |= learner.step()
             norms.append(metrics["actor/grad_norm"])
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        if batch.single_pass:
+        if not own_pass:
             dist.all_reduce_sum(batch.actor_log_prob)
             metrics |= correct_rollout(args, batch)
     return metrics | batch.metrics() | {f"actor/{name}": value for name, value in means.over_ranks().items()}

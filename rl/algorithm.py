@@ -102,12 +102,13 @@ class AlgorithmArgs:
         """Whether tokens are weighed or left out by how far generator and learner are apart."""
         return bool(self.correction["rollout_is"] or self.correction["rollout_rs"])
 
-    def is_single_pass(self, updates: int) -> bool:
-        """Whether the forward pass of the update itself gives the log-probs of the policy that starts the step: with one
-        optimizer step a batch, unless something asks for them earlier."""
+    def needs_old_pass(self, updates: int) -> bool:
+        """Whether a forward pass of its own has to give the log-probs of the policy that starts the step: not with the
+        generator's as the old ones, and not with one update a batch, whose own pass gives them in time, unless something
+        asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode] in losses.TOKEN_CHOICE
-        asked = self.corrects or (not self.old_is_rollout and (self.use_kl_in_reward or chooses))
-        return updates == 1 and not asked
+        asked = self.corrects or self.use_kl_in_reward or chooses
+        return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -175,11 +176,9 @@ class KLControl:
 def correct_rollout(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
     """Sets the batch's is_weight and takes rejected tokens out of its mask, as the flags say; returns verl's rollout_corr/*.
 
-    Where the learner's log-probs are known the metrics are there without any correction, too: they show whether one is needed.
+    The metrics are there without any correction, too, of the tokens whose log-probs are known: they show whether one is needed.
     """
-    if batch.actor_log_prob is None:
-        return {}
-    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
+    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask & batch.known, batch.seq)
     level, threshold = c["rollout_is"] or "token", c["rollout_is_threshold"] or "2.0"
     if c["rollout_is"]:
         normalize = args.rollout_is_batch_normalize

@@ -26,6 +26,7 @@ import torch.distributed
 import torch.distributed.checkpoint as dcp
 import xxhash
 from huggingface_hub import save_torch_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedTokenizerBase
 
 from rl import dist, watchdog
@@ -124,6 +125,10 @@ class Saver:
         self.run_dir = Path(dist.from_main(str(run_dir)))
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend="gloo") if learner.ranks.world_size > 1 else None
+        # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._state: dict[str, torch.Tensor] | None = None  # of this learner: its shards of weights and moments
+        self._weights: dict[str, torch.Tensor] = {}  # whole, in the model's own precision, on the first learner
         self._thread: threading.Thread | None = None
         self._scores: dict[int, float] = {}  # validation by step
         self.step = origin.step if origin else 0  # that was saved last
@@ -144,13 +149,15 @@ class Saver:
         being generated. A checkpoint that cannot be written (disk full, no permission) leaves nothing behind; training goes
         on and `finish` tells.
         """
-        self.wait()
+        if self._state is None:
+            self.copy()
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
         fault = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
         if fault := dist.from_main(fault):
             self._give_up(step, work, fault)
+            self._state = None
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
         record = {"step": step, "state": state, "fixed": _fixed(self.args, self.script), "learner": self.learner.state()}
@@ -160,12 +167,21 @@ class Saver:
             GROUPS: join_records([group.to_bytes() for group in groups]),
             UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
         }
-        weights = _full_weights(self.learner)
-        writer = dcp.HuggingFaceStorageWriter(str(work / TRAINING), save_distributed=True)
-        written = dcp.async_save(self.learner.state_tensors(), storage_writer=writer, process_group=self._group)
-        arguments = (step, work, target, written, weights, files)
+        arguments, self._state = (step, work, target, self._state, files), None
         self._thread = threading.Thread(target=self._complete, args=arguments, daemon=True)
         self._thread.start()
+
+    def copy(self) -> None:
+        """What `save` begins with, if it has not been done: copies weights and moments, when the checkpoint before is
+        complete. Training may change them from then on. A collective of the learners."""
+        self.wait()
+        dtype = self.learner.config.dtype or torch.float32
+        for name, tensor in self.learner.weights():
+            if self.learner.ranks.is_main:
+                if name not in self._weights:
+                    self._weights[name] = torch.empty(tensor.shape, dtype=dtype)
+                self._weights[name].copy_(tensor)
+        self._state = self._stager.stage(self.learner.state_tensors())
 
     def wait(self) -> None:
         """Until the last save is complete, or has failed."""
@@ -200,10 +216,11 @@ class Saver:
             if not self._thread:
                 self._keep_best()
 
-    def _complete(self, step: int, work: Path, target: Path, written, weights: dict, files: dict[str, bytes]) -> None:
-        fault = _attempt(written.result)
+    def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
+        writer = dcp.HuggingFaceStorageWriter(str(work / TRAINING), save_distributed=True)
+        fault = _attempt(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
         if self.learner.ranks.is_main and not fault:
-            fault = _attempt(lambda: self._export(work, target, weights, files))
+            fault = _attempt(lambda: self._export(work, target, files))
         try:
             faults = [record.decode() for record in dist.all_gather_bytes(fault.encode(), self._group)]
         except RuntimeError as error:  # another learner is gone: the job is at its end
@@ -214,11 +231,11 @@ class Saver:
         else:
             self._keep_best()
 
-    def _export(self, work: Path, target: Path, weights: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
+    def _export(self, work: Path, target: Path, files: dict[str, bytes]) -> None:
         self.learner.config.save_pretrained(work)
         self.learner.policy.model.generation_config.save_pretrained(work)
         self.tokenizer.save_pretrained(work)
-        save_torch_state_dict(weights, work)  # in shards of 5 GB
+        save_torch_state_dict(self._weights, work)  # in shards of 5 GB
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
         _write_manifest(work)
@@ -291,16 +308,6 @@ def _fixed(args: CheckpointArgs, script: str) -> dict:
     flags = asdict(args)
     names = FIXED if "trigger_parameter_sync_step" in flags else ("seed", "shuffle")
     return {"script": script} | {name: flags[name] for name in names}
-
-
-def _full_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    """A copy of the weights in the model's own precision, on the first learner. A collective."""
-    dtype = learner.config.dtype or torch.float32
-    out = {}
-    for name, tensor in learner.weights():
-        if learner.ranks.is_main:
-            out[name] = tensor.to("cpu", dtype, copy=True).contiguous()
-    return out
 
 
 def _attempt(act: Callable[[], object]) -> str:

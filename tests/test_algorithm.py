@@ -187,29 +187,29 @@ def test_rollout_correction(trainer):
             assert batch.mask.all()
 
 
-@pytest.mark.parametrize("old_is_rollout", [False, True])
-def test_one_update_a_batch_needs_no_pass_for_log_probs(trainer, demo_model, monkeypatch, old_is_rollout):
-    """Weights and metrics are bit for bit those with the pass."""
-    order = PromptOrder(len(trainer.prompts), 0)
-    flags = {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3, "use_rollout_log_probs": old_is_rollout}
+@pytest.mark.parametrize("updates", [1, 2])
+def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkeypatch, updates):
+    """Of the first update's own tokens; the weights and all metrics of them are bit for bit those with a pass."""
+    flags = {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
     args = train_sync.Args(**vars(trainer.args) | flags)
+    assert not args.needs_old_pass(updates)
     results = []
-    for single_pass in (True, False):
-        monkeypatch.setattr(train_sync.Args, "is_single_pass", lambda *_, value=single_pass: value)
+    for own_pass in (False, True):
+        monkeypatch.setattr(train_sync.Args, "needs_old_pass", lambda *_, value=own_pass: value)
         learner = Learner(demo_model, args, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
+        order = PromptOrder(len(trainer.prompts), 0)
         generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
         batch = Batch.of(train_sync.generate(args, generator, trainer.ranks, 0)[0])
-        metrics = train_sync.learn(args, learner, KLControl(args), batch, 4, trainer.run)
+        metrics = train_sync.learn(args, learner, KLControl(args), batch, 4 // updates, trainer.run)
         results.append((metrics, batch, dict(learner.weights())))
     (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
-    if old_is_rollout:  # without the pass of its own there is nothing to compare the generator's with
-        assert batch_with.actor_log_prob is None and batch.old_log_prob is batch.rollout_log_prob
-        metrics = {
-            name: value for name, value in metrics.items() if not name.startswith(("rollout_corr/", "training/rollout_"))
-        }
-    assert metrics == metrics_with
-    assert torch.equal(batch.old_log_prob, batch_with.old_log_prob) and batch.actor_log_prob.all()
+    assert batch.known.sum() == (batch.group < 4 // updates)[batch.seq].sum() > 0
+    assert torch.equal(batch.actor_log_prob, torch.where(batch.known, batch_with.actor_log_prob, 0.0))
+    if updates == 1:
+        assert metrics == metrics_with and torch.equal(batch.old_log_prob, batch_with.old_log_prob)
+    else:
+        assert metrics.keys() == metrics_with.keys() and 0 < metrics["training/rollout_probs_diff_max"] < 1e-4
     assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
 
 
@@ -227,10 +227,12 @@ def test_where_old_log_probs_come_from():
         assert not train_async.Args(**flags).old_is_rollout
     assert train_sync.Args(use_rollout_log_probs=True).old_is_rollout
 
-    assert train_sync.Args().is_single_pass(1) and not train_sync.Args().is_single_pass(2)
-    assert train_async.Args(use_kl_in_reward=True).is_single_pass(1)
+    assert train_sync.Args().needs_old_pass(2) and not train_sync.Args().needs_old_pass(1)
     for flags in ({"use_kl_in_reward": True}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
-        assert not train_sync.Args(**flags).is_single_pass(1)
+        assert train_sync.Args(**flags).needs_old_pass(1)
+    assert not train_async.Args(use_kl_in_reward=True).needs_old_pass(2) and train_async.Args(
+        rollout_is="token"
+    ).needs_old_pass(1)
 
 
 def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):

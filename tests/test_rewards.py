@@ -209,8 +209,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 """)
     with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=60, reward_cpu_limit=1)) as pool:
-        for number in range(10):
-            pool.submit(number, "any", "100", "1", None)  # 2 x 100 MB, some 0.2 s of CPU time
+        for number in range(8):
+            pool.submit(number, "any", "50", "1", None)  # 2 x 50 MB, some 0.3 s of CPU time
         pool.submit("bad", "any", "1000000", "1", None)
         results = drain(pool)
         assert results.pop("bad").message == "no score within the CPU time of --reward-cpu-limit"
