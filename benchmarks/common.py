@@ -134,6 +134,12 @@ def run_script(python: str, command: list[str], *flags: str, **env: str) -> tupl
         return done, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def accuracies(rows: list[dict]) -> dict[int, float]:
+    """The demo's greedy validation accuracy, by the step whose weights were validated."""
+    key = "val-core/demo/acc/mean@1"
+    return {row.get("training/validated_step", row["step"]): row[key] for row in rows if key in row}
+
+
 class PeakMemory(threading.Thread):
     """Samples the resident memory of a process and all its descendants (Linux; elsewhere it stays 0)."""
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from common import MODES, RESULTS, over, run_script, write
+from common import MODES, RESULTS, accuracies, over, run_script, write
 from common import table as markdown
-
-ACCURACY = "val-core/demo/acc/mean@1"
 
 
 @dataclass
@@ -40,7 +38,7 @@ def one_run(mode: str, seed: int, steps: int, engine: str) -> dict:
         "training_seconds": rows[-1]["time"] - began,
         "reward": [row["critic/score/mean"] for row in rows if row["step"]],
         "clock": [row["time"] - began for row in rows if row["step"]],
-        "accuracy": {row.get("training/validated_step", row["step"]): row[ACCURACY] for row in rows if ACCURACY in row},
+        "accuracy": accuracies(rows),
         "cpu": cpu_name(),
     }
 

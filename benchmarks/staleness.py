@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass
 
 import tyro
-from common import MODES, over, run_script, setting, table, words, write
+from common import MODES, accuracies, over, run_script, setting, table, words, write
 
-ACCURACY = "val-core/demo/acc/mean@1"
 SIDES = {
     "sync": ("sync", ()),
     "async, the generator's log-probs are the old ones (default)": ("async", ()),
@@ -26,12 +25,12 @@ class Args:
     """Training steps of each, validated at every 10."""
 
 
-def accuracies(side: str, seed: int, steps: int) -> dict[int, float]:
+def one_run(side: str, seed: int, steps: int) -> dict[int, float]:
     """Greedy validation accuracy by step."""
     mode, more = SIDES[side]
     flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--test-freq", "10", "--lr-scheduler-type", "constant"]
     _, rows = run_script(sys.executable, MODES[mode], *flags, *more)
-    return {row.get("training/validated_step", row["step"]): row[ACCURACY] for row in rows if ACCURACY in row}
+    return accuracies(rows)
 
 
 def main(args: Args) -> None:
@@ -41,7 +40,7 @@ def main(args: Args) -> None:
     runs, machine = {side: [] for side in SIDES}, setting(seeds=args.seeds)
     for seed in range(args.seeds):
         for side in SIDES:  # interleaved
-            runs[side].append(accuracies(side, seed, args.steps))
+            runs[side].append(one_run(side, seed, args.steps))
             print(f"seed {seed}, {side}: {runs[side][-1]}", flush=True)
     steps = list(runs["sync"][0])
     head = ["", *(f"step {step}" for step in steps)]

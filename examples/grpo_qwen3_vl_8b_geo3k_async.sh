@@ -8,7 +8,7 @@
 # so that its flags are checked now, and there on the day images are.
 #
 # Hardware: 4 + 4 devices of 80 GB. By count, not measured: 8.8B parameters x 16 bytes over 4 learners is 35 GB each.
-# The correction compares recomputed log-probs with the generator's: so no here.
+# The correction compares recomputed log-probs with the generator's, at the price of another forward pass.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/geo3k}

@@ -151,13 +151,13 @@ class Saver:
         """
         if self._state is None:
             self.copy()
+        tensors, self._state = self._state, None
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
         fault = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
         if fault := dist.from_main(fault):
             self._give_up(step, work, fault)
-            self._state = None
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
         record = {"step": step, "state": state, "fixed": _fixed(self.args, self.script), "learner": self.learner.state()}
@@ -167,7 +167,7 @@ class Saver:
             GROUPS: join_records([group.to_bytes() for group in groups]),
             UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
         }
-        arguments, self._state = (step, work, target, self._state, files), None
+        arguments = (step, work, target, tensors, files)
         self._thread = threading.Thread(target=self._complete, args=arguments, daemon=True)
         self._thread.start()
 

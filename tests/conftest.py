@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -154,17 +155,22 @@ def start(*arguments, env: dict[str, str] | None = None, **how) -> tuple[subproc
     return subprocess.Popen(command(*arguments, **how), cwd=ROOT, env=env, **pipes), mark
 
 
-def left_over(mark: str) -> list[str]:
-    """Command lines of living processes that carry the mark: in their environment, or forks of tests/forks.py in their name."""
-    found = []
+def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
+    """Living processes that carry the mark, in their environment or, forks of tests/forks.py, in their name: number, name,
+    command line, environment."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            marked = (process / "comm").read_text().startswith(mark) or mark.encode() in (process / "environ").read_bytes()
-            if marked and "Z" not in (process / "stat").read_text().rpartition(")")[2].split()[0]:
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+            environ, line = ((process / name).read_bytes().decode(errors="replace") for name in ("environ", "cmdline"))
+            state, name = (process / "stat").read_text().rpartition(")")[2].split()[0], (process / "comm").read_text().strip()
         except OSError:  # gone, or not ours
             continue
-    return found
+        if state != "Z" and (name.startswith(mark) or f"MARK={mark}" in environ.split("\0")):
+            yield int(process.name), name, line.replace("\0", " "), environ
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of living processes that carry the mark."""
+    return [line for _, _, line, _ in marked(mark)]
 
 
 def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from conftest import ROOT, command, environment, marked
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @dataclass
@@ -52,30 +51,22 @@ class Job:
         self.start()
 
     def start(self) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MARK": self.mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        how = {"cwd": ROOT, "env": environment(MARK=self.mark), "start_new_session": True}
         with open(self.log, "a") as log:
-            self.process = subprocess.Popen(self.command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, **how)
 
     def members(self) -> dict[int, str]:
         """pid -> "learner", "generator", "torchrun" or "other", of all living processes with the mark."""
-        found = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (directory / "environ").read_bytes().split(b"\0")
-                state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
-                command, name = (directory / "cmdline").read_bytes(), (directory / "comm").read_text().strip()
-            except OSError:
-                continue
-            if state == "Z" or not (name.startswith(self.mark) or f"MARK={self.mark}".encode() in environ):
-                continue
-            rank = next((e.removeprefix(b"LOCAL_RANK=") for e in environ if e.startswith(b"LOCAL_RANK=")), b"")
-            roles = {self.mark: "torchrun", f"{self.mark}-0": "learner", f"{self.mark}-1": "generator"}
-            if name not in roles and TORCHRUN[2].encode() in command:
-                roles[name] = "torchrun"
-            elif b"train_" in command:
-                roles.setdefault(name, {b"0": "learner", b"1": "generator"}.get(rank, "other"))
-            found[int(directory.name)] = roles.get(name, "other")
-        return found
+        forks = {self.mark: "torchrun", f"{self.mark}-0": "learner", f"{self.mark}-1": "generator"}
+        return {pid: forks.get(name) or role(line, environ) for pid, name, line, environ in marked(self.mark)}
+
+
+def role(line: str, environ: str) -> str:
+    """Of a process that was started as a user starts it."""
+    if "torch.distributed.run" in line:
+        return "torchrun"
+    names = {"LOCAL_RANK=0": "learner", "LOCAL_RANK=1": "generator"}
+    return next((names[word] for word in environ.split("\0") if word in names and "train_" in line), "other")
 
 
 def steps_of(run: Path) -> int:
@@ -152,8 +143,8 @@ def audit(run: Path, steps: int) -> str:
     return f"{len(trained)} tickets trained once, {len(dropped)} dropped, {len(flying)} in flight, none lost, in {steps} steps"
 
 
-def main(args: Args, torchrun: Sequence[str] = TORCHRUN) -> Path:
-    """Returns the run's directory."""
+def main(args: Args, torchrun: Sequence[str]) -> Path:
+    """torchrun: what starts two ranks of a script. Returns the run's directory."""
     rng, steps = random.Random(args.seed), args.steps_between * args.kills + 5
     out = Path(tempfile.mkdtemp(prefix="kills-"))
     run, memory = out / "run", set(os.listdir("/dev/shm"))
@@ -186,4 +177,4 @@ def main(args: Args, torchrun: Sequence[str] = TORCHRUN) -> Path:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__), command(ranks=2, fresh=True))
