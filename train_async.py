@@ -299,7 +299,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
 
         metrics |= staleness_metrics(batch, version) | intake.metrics(started(split.store))
         metrics |= watch.metrics(inbox.reports, run.timer)
-        metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
+        metrics |= learner.perf_metrics(batch, run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "training/epoch": order(intake.newest)[0]}
         metrics |= {"fully_async/count/current_param_version": version, "ring/occupancy": inbox.occupancy}
         saves = last or (args.save_freq and step % args.save_freq == 0)

@@ -289,7 +289,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
             board.update(version=step)
 
         metrics |= staleness_metrics(batch, version=step - 1) | watch.metrics(inbox.reports, run.timer)
-        metrics |= learner.perf_metrics(batch.total_lengths(), run.timer.seconds, num_ranks)
+        metrics |= learner.perf_metrics(batch, run.timer.seconds, num_ranks)
         metrics |= {"training/global_step": step, "ring/occupancy": inbox.occupancy}
         with run.timer("testing"):
             wait_for = step if step == total_steps and args.test_freq else None

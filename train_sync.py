@@ -231,9 +231,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         with run.timer("update_weights"):
             engine.update(learner.weights(), version=step)
 
-        metrics |= event_metrics(all_events(pool)) | learner.perf_metrics(
-            batch.total_lengths(), run.timer.seconds, ranks.world_size
-        )
+        metrics |= event_metrics(all_events(pool)) | learner.perf_metrics(batch, run.timer.seconds, ranks.world_size)
         metrics |= {"training/global_step": step, "training/epoch": order(ticket - 1)[0]}
         last = step == total_steps
         if args.test_freq and (last or step % args.test_freq == 0):

@@ -11,6 +11,7 @@ ignoring them would be silently wrong.
 import functools
 import itertools
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
@@ -22,31 +23,46 @@ SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectan
 
 
 class Packed:
-    """Where each sequence lies in a packed row of T = sum(lengths) tokens.
+    """Where each sequence lies in a packed row of T tokens.
 
-    On a GPU in half precision `varlen_attn` (FlashAttention) takes the row as it is. Elsewhere sequences of similar length
-    are gathered into a few rectangles: right-padding needs no mask under causal attention, since no real token ever looks
-    at a later one, and one call per rectangle beats one per sequence.
+    The row is made of segments, end to end. A segment is a sequence, or one continues another: after[i] is the segment in front
+    of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.
+
+    Attention sees whole sequences, K tokens in all: K = T where no segment is continued twice. On a GPU in half precision
+    `varlen_attn` (FlashAttention) takes them as they are. Elsewhere sequences of similar length are gathered into a few
+    rectangles: right-padding needs no mask under causal attention, since no real token ever looks at a later one, and one call
+    per rectangle beats one per sequence.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
-        self.lengths = lengths
+    def __init__(self, segments: list[int], device: torch.device | str = "cpu", after: list[int] | None = None):
+        after = after or [-1] * len(segments)
+        continued = set(after)
         self.device = torch.device(device)
-        self.starts = [0, *itertools.accumulate(lengths)]  # [S + 1]
-        self.position_ids = torch.cat([torch.arange(n) for n in lengths]).to(self.device)  # [T]
-        self.cu_seqlens = torch.tensor(self.starts, dtype=torch.int32).to(self.device)  # [S + 1]
+        self.starts = [0, *itertools.accumulate(segments)]  # [segments + 1]
+        own = [np.arange(a, b) for a, b in itertools.pairwise(self.starts)]
+        sequences = [
+            np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
+            for i, before in enumerate(after)
+            if i not in continued
+        ]
+        self.lengths = [len(s) for s in sequences]
+        self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
+        tokens = np.concatenate(sequences)
+        home = np.empty(self.starts[-1], np.int64)
+        home[tokens[::-1]] = np.arange(len(tokens))[::-1]
+        self.shares = len(tokens) > len(home)
+        self.tokens = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as places in the row
+        self.home = torch.from_numpy(home)  # [T] on the CPU: of a token's places among them the first, whose output counts
+        ahead = [segments[before] if before >= 0 else 0 for before in after]
+        positions = [np.arange(first, first + n) for first, n in zip(ahead, segments, strict=True)]
+        self.position_ids = torch.from_numpy(np.concatenate(positions)).to(self.device)  # [T]
+        self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
         gqa = query.shape[1] // key.shape[1]
         if self.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
-            from torch.nn.attention.varlen import varlen_attn
-
-            cu, longest = self.cu_seqlens, max(self.lengths)
-            window = (-1, 0)  # causal
-            return varlen_attn(
-                query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa > 1
-            )
+            return self._varlen(query, key, value, scaling)
         if gqa > 1:
             key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)
         rectangles, back = self._rectangles
@@ -57,24 +73,40 @@ class Packed:
             outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, back).view_as(query)
 
+    def _varlen(self, query, key, value, scaling: float) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if self.shares:
+            tokens, home = self._sharing
+            query, key, value = (x.index_select(0, tokens) for x in (query, key, value))  # [K, H, D]
+        cu, longest, window = self.cu_seqlens, max(self.lengths), (-1, 0)  # causal
+        gqa = query.shape[1] > key.shape[1]
+        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
+        return out.index_select(0, home) if self.shares else out
+
+    @functools.cached_property
+    def _sharing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tokens` and `home` on the device."""
+        return self.tokens.to(self.device), self.home.to(self.device)
+
     @functools.cached_property
     def _rectangles(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
-        """([(token of each cell [S * L], L)], back [T]: each token's cell in the rectangles laid end to end)."""
+        """([(token of each cell [S * L], L)], back [T]: the cell of each token's output, the rectangles laid end to end)."""
         by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
-        rectangles, back, done = [], torch.empty(self.starts[-1], dtype=torch.long), 0
+        rectangles, cell_of, done = [], torch.empty(len(self.tokens), dtype=torch.long), 0
         while by_length:
             longest = self.lengths[by_length[0]]
             members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
             by_length = by_length[len(members) :]
-            start = torch.tensor([self.starts[s] for s in members])[:, None]  # [S, 1]
+            begin = torch.tensor([self.begins[s] for s in members])[:, None]  # [S, 1]
             length = torch.tensor([self.lengths[s] for s in members])[:, None]
             column = torch.arange(longest)[None]  # [1, L]
-            cells = start + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
+            cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
             real = column < length
-            back[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+            cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
             done += cells.numel()
-            rectangles.append((cells.flatten().to(self.device), longest))
-        return rectangles, back.to(self.device)
+            rectangles.append((self.tokens[cells.flatten()].to(self.device), longest))
+        return rectangles, cell_of[self.home].to(self.device)
 
 
 def _gather(x: torch.Tensor, cells: torch.Tensor, length: int) -> torch.Tensor:

@@ -170,6 +170,10 @@ class Batch:
         """Prompt plus response tokens of each response."""
         return [len(p) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
 
+    def distinct_tokens(self) -> int:
+        """Response tokens, and each prompt's once: what an update computes at the least."""
+        return len(self.token) + sum(len(self.prompts[i]) for i in {g: i for i, g in enumerate(self.group.tolist())}.values())
+
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
         """Indices into the [N] tensors of all tokens of the given responses [b], in that order."""
         lengths, starts = self.lengths[responses], self.starts[responses]
@@ -203,7 +207,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences, packed: T tokens in all, n of them response tokens whose log-probs are wanted."""
+    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted."""
 
     input_ids: torch.Tensor  # [T] on the device
     layout: Packed
@@ -215,46 +219,69 @@ class MicroBatch:
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
         """The given responses with their prompts. An empty list gives one sequence of one token with nothing to
         predict: a rank without work still takes part in the collectives of its forward and backward."""
-        chosen = torch.tensor(responses, dtype=torch.long)
-        index = batch.tokens_of(chosen)
+        index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
         if not responses:
             token, nothing = torch.zeros(1, dtype=torch.long).to(device), torch.zeros(0, dtype=torch.long)
             return MicroBatch(token, Packed([1], device), nothing.to(device), nothing.to(device), nothing)
-        prompt = torch.tensor([len(batch.prompts[i]) for i in responses])
-        response = batch.lengths[chosen]
-        layout = Packed((prompt + response).tolist(), device)
-        parts, at = [], 0
-        for i, n in zip(responses, response.tolist(), strict=True):
-            parts += [torch.from_numpy(batch.prompts[i].astype(np.int64)), batch.token[index[at : at + n]]]
-            at += n
-        start = torch.tensor(layout.starts[:-1]) + prompt - (response.cumsum(0) - response)
-        predict = torch.arange(len(index)) + start.repeat_interleave(response) - 1
-        return MicroBatch(torch.cat(parts).to(device), layout, predict.to(device), batch.token[index].to(device), index)
+        parts, after, predict, at, prompt_of = [], [], [], 0, {}  # prompt_of: group -> (its segment, its end in the row)
+        for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
+            group = int(batch.group[i])
+            if group not in prompt_of:
+                parts.append(torch.from_numpy(batch.prompts[i].astype(np.int64)))
+                at += len(parts[-1])
+                prompt_of[group] = len(after), at
+                after.append(-1)
+            segment, end = prompt_of[group]
+            parts.append(tokens)
+            after.append(segment)
+            places = torch.arange(at - 1, at + len(tokens) - 1)
+            places[:1] = end - 1  # the first token is predicted by the prompt's last
+            predict.append(places)
+            at += len(tokens)
+        layout = Packed([len(part) for part in parts], device, after)
+        row, labels = torch.cat(parts), batch.token[index]
+        return MicroBatch(row.to(device), layout, torch.cat(predict).to(device), labels.to(device), index)
 
 
-def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
 
-    lengths: tokens of each sequence, none above max_tokens. Returns [rank][micro-batch] -> indices into `lengths`. The
-    same input gives the same plan on every rank. Longest first into the emptiest bin (Graham's rule, at most 4/3 of the
-    best possible); one more micro-batch a rank until the budget holds.
+    lengths: tokens of each sequence, none above max_tokens; groups: whose neighbours share a prompt. Returns
+    [rank][micro-batch] -> indices into `lengths`. The same input gives the same plan on every rank. Longest first into the
+    emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the budget holds. What is
+    placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small enough to balance.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
+        runs = _runs(lengths, groups, sum(lengths) / (4 * count * ranks))
+        loads = [sum(lengths[i] for i in run) for run in runs]
         heap = [(0, b) for b in range(count * ranks)]
         bins: list[list[int]] = [[] for _ in heap]
-        for i in order:
+        for r in sorted(range(len(runs)), key=lambda r: (-loads[r], r)):
             load, b = heapq.heappop(heap)
-            bins[b].append(i)
-            heapq.heappush(heap, (load + lengths[i], b))
+            bins[b] += runs[r]
+            heapq.heappush(heap, (load + loads[r], b))
         if max(load for load, _ in heap) <= max_tokens:
             return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
         count += 1
 
 
+def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]]:
+    """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
+    runs, load = [], 0
+    for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+        if i and groups[i - 1] == group and load + length <= limit:
+            runs[-1].append(i)
+            load += length
+        else:
+            runs.append([i])
+            load = length
+    return runs
+
+
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's part of the responses `members` [b], packed; every rank gets the same number of micro-batches."""
     total = batch.total_lengths()
-    plan = pack([total[i] for i in members.tolist()], max_tokens, ranks.world_size)[ranks.rank]
+    lengths, groups = [total[i] for i in members.tolist()], batch.group[members].tolist()
+    plan = pack(lengths, groups, max_tokens, ranks.world_size)[ranks.rank]
     return [MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan]

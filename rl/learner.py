@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import ATTENTION, check_supported
-from rl.batch import MicroBatch
+from rl.batch import Batch, MicroBatch
 from rl.dist import Ranks, all_reduce_sum, memory_gb, peak_flops
 from rl.head import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
@@ -83,7 +84,7 @@ class Policy(nn.Module):
 
     def _log_prob(self, hidden, labels, temperature: float, entropy: str):
         log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = log_probs.gather(1, labels[:, None]).squeeze(1)
+        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
         if entropy == "none":
             return log_prob, torch.zeros_like(log_prob)
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
@@ -208,15 +209,16 @@ class Learner:
         self.optimizer.zero_grad()
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
 
-    def perf_metrics(self, lengths: list[int], seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
+    def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
         """verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
-        phase; MFU of the update where the device's peak is known; peak memory. lengths: tokens of each of the step's
-        sequences."""
+        phase; MFU of the update, which computes each prompt once, where the device's peak is known; peak memory."""
+        lengths = batch.total_lengths()
         tokens, step_seconds = sum(lengths), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = tokens * train_flops_per_token(self.config, tokens / len(lengths)) * self.args.ppo_epochs
+            flops = train_flops_per_token(self.config, tokens / len(lengths))
+            flops *= batch.distinct_tokens() * self.args.ppo_epochs
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
         return out
 

@@ -42,15 +42,22 @@ def test_records_survive_the_journey(groups, ticket):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 4))
-def test_pack_places_each_sequence_once_within_the_budget(lengths, budget, ranks):
-    plan = pack(lengths, budget, ranks)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 9), st.integers(50, 300), st.integers(1, 4))
+def test_pack_places_each_sequence_once_within_the_budget(lengths, n, budget, ranks):
+    plan = pack(lengths, [i // n for i in range(len(lengths))], budget, ranks)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
     assert len({len(rank) for rank in plan}) == 1, "ranks with unequal micro-batches would hang in a collective"
     loads = [sum(lengths[i] for i in micro) for rank in plan for micro in rank]
     assert max(loads) <= budget
-    # Graham's bound: the fullest bin is at most the mean plus one longest sequence.
-    assert max(loads) <= sum(lengths) / len(loads) + max(lengths)
+    # Graham's bound: the fullest bin is at most the mean plus the largest thing placed.
+    mean = sum(lengths) / len(loads)
+    assert max(loads) <= mean + max(*lengths, mean / 4)
+
+
+def test_pack_keeps_the_responses_to_a_prompt_together():
+    groups = [i // 8 for i in range(64)]
+    of_rank = [{groups[i] for micro in rank for i in micro} for rank in pack([20] * 64, groups, 1000, 2)]
+    assert len(of_rank[0]) == len(of_rank[1]) == 4 and not of_rank[0] & of_rank[1]
 
 
 def test_batch_does_not_depend_on_the_order_of_arrival():
@@ -70,15 +77,20 @@ def test_the_score_sits_on_the_last_token():
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms())
 def test_micro_batch_points_at_the_right_tokens(sizes, random):
-    """Each label is the token after the one that predicts it, and `index` finds the same token in the batch."""
+    """Its sequences are the chosen responses behind their prompts, each prompt stands in the row once, each label is
+    predicted by the token before it, and `index` finds the same token in the batch."""
     batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
     chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
     micro = MicroBatch.of(batch, chosen, torch.device("cpu"))
-    assert torch.equal(micro.input_ids[micro.predict + 1], micro.labels)
+    places = micro.layout.tokens.split(micro.layout.lengths)
+    for i, of_one in zip(chosen, places, strict=True):
+        assert micro.input_ids[of_one].tolist() == [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
+        assert micro.layout.position_ids[of_one].tolist() == list(range(len(of_one)))
+    prompts = {int(batch.group[i]): len(batch.prompts[i]) for i in chosen}
+    assert len(micro.input_ids) == sum(prompts.values()) + int(batch.lengths[chosen].sum())
+    before = [of_one[len(batch.prompts[i]) - 1 : -1] for i, of_one in zip(chosen, places, strict=True)]
+    assert torch.equal(micro.predict, torch.cat(before))
     assert torch.equal(batch.token[micro.index], micro.labels)
-    rows = [[*batch.prompts[i], *batch.token[batch.seq == i].tolist()] for i in chosen]
-    assert micro.input_ids.tolist() == [t for row in rows for t in row]
-    assert micro.layout.lengths == [len(row) for row in rows]
     assert batch.seq[micro.index].tolist() == [i for i in chosen for _ in range(int(batch.lengths[i]))]
 
 
@@ -87,25 +99,33 @@ def test_a_rank_without_work_still_has_a_forward_pass():
     assert len(micro.input_ids) == 1 and len(micro.labels) == len(micro.index) == 0
 
 
+PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 30), max_size=4)), min_size=1, max_size=6)
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99))
-def test_packed_attention_equals_one_sequence_at_a_time(lengths, heads, seed):
-    """Values and gradients against softmax(q k^T) v written out, in double precision."""
+@given(PROMPTS, st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99))
+def test_packed_attention_equals_one_sequence_at_a_time(prompts, heads, seed):
+    """Values and gradients against softmax(q k^T) v written out, in double precision; responses continue their prompt."""
+    segments, after = [], []
+    for prompt, responses in prompts:
+        after += [-1, *[len(segments)] * len(responses)]
+        segments += [prompt, *responses]
     h, h_kv = heads
     generator = torch.Generator().manual_seed(seed)
-    make = lambda n: torch.randn(sum(lengths), n, 8, dtype=torch.float64, generator=generator, requires_grad=True)  # noqa: E731
+    make = lambda n: torch.randn(sum(segments), n, 8, dtype=torch.float64, generator=generator, requires_grad=True)  # noqa: E731
     q, k, v = make(h), make(h_kv), make(h_kv)
-    out = Packed(lengths).attend(0, q, k, v, scaling=0.3)
-    expected, start = [], 0
-    for n in lengths:
-        for t in range(start, start + n):
-            row = []
+    out = Packed(segments, after=after).attend(0, q, k, v, scaling=0.3)
+    own = torch.arange(sum(segments)).split(segments)
+    expected = []
+    for tokens, before in zip(own, after, strict=True):
+        seen = own[before].tolist() if before >= 0 else []
+        for t in tokens.tolist():
+            seen, row = [*seen, t], []
             for head in range(h):
                 kv = head // (h // h_kv)
-                weights = torch.softmax(0.3 * (k[start : t + 1, kv] @ q[t, head]), 0)
-                row.append(weights @ v[start : t + 1, kv])
+                weights = torch.softmax(0.3 * (k[seen, kv] @ q[t, head]), 0)
+                row.append(weights @ v[seen, kv])
             expected.append(torch.stack(row))
-        start += n
     expected = torch.stack(expected)
     torch.testing.assert_close(out, expected)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=generator)

@@ -152,6 +152,10 @@ def test_a_request_that_cannot_fit_is_refused(models):
 def test_sleep_gives_the_cache_back_and_generation_goes_on(models):
     engine = TransformersEngine(models["qwen2-tied"], max_length=64)
     first = drain(engine, requests_for())
+    kept = engine.cache
+    engine.sleep()
+    assert engine.cache is kept, "a CPU has nothing to give"
+    engine.sleeps = True
     engine.sleep()
     assert engine.cache is None
     assert drain(engine, requests_for()) == first

@@ -1,5 +1,5 @@
-"""One decoding step of the common model families, written out: half of a small model's step is what transformers' modules do
-around the products. Prefill, and every other family, go through the model itself (rl/engine.py).
+"""The engine's forward pass of the common model families, written out: half of a small model's decoding step is what
+transformers' modules do around the products. Every other family goes through the model itself (rl/engine.py).
 
 The same numbers as the modules' to rounding: residuals are added within the products, and the two halves of the rotation are
 one product with a signed sine.
@@ -16,8 +16,8 @@ def is_written_out(model) -> bool:
     return type(model).__name__ in FAMILIES and model.config.hidden_act == "silu" and not biased
 
 
-def decode(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
-    """token, position [A] -> hidden states [A, hidden] that predict the next token; `layout` keeps the keys and values."""
+def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
+    """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values."""
     base, rows = model.model, len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
     cos, sin = base.rotary_emb(x, position[:, None])  # [A, 1, D] each
@@ -36,18 +36,33 @@ def decode(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.
         x = _add_linear(x, out.flatten(1), attention.o_proj)
         h = _norm(x, layer.post_attention_layernorm)
         h = F.silu(_linear(h, mlp.gate_proj), inplace=True).mul_(_linear(h, mlp.up_proj))
-        x = x + torch.mm(mlp.down_proj.weight, h.t()).t()  # this way round a CPU takes two thirds of the time
+        x = _add_linear(x, h, mlp.down_proj)
     return _norm(x, base.norm)
 
 
 def _norm(x: torch.Tensor, norm) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    if x.device.type != "cpu":
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = scale.square_().div_(x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(norm.weight)
 
 
 def _linear(x: torch.Tensor, layer) -> torch.Tensor:
+    if _turned(x, layer.weight):
+        out = torch.mm(layer.weight, x.t()).t()
+        return out if layer.bias is None else out.add_(layer.bias)
     return F.linear(x, layer.weight, layer.bias)
 
 
 def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
-    x = torch.addmm(x, h, layer.weight.t())
+    if _turned(h, layer.weight):
+        x = x + torch.mm(layer.weight, h.t()).t()
+    else:
+        x = torch.addmm(x, h, layer.weight.t())
     return x if layer.bias is None else x.add_(layer.bias)
+
+
+def _turned(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
+    return x.device.type == "cpu" and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16
