@@ -114,10 +114,10 @@ def learner(args: Args, ranks: dist.Ranks) -> dict:
     def tokens(n: int) -> np.ndarray:
         return rng.integers(4, vocabulary, n).astype(np.int32)
 
-    def batch() -> Batch:
+    def batch() -> Batch:  # every response with a prompt of its own: nothing is shared, all tokens are computed
         chance = np.full(response, -np.log(vocabulary), np.float32)
         rows = [Response(tokens(response), chance, np.zeros(response, np.int32), "stop", i % 2) for i in range(sequences)]
-        return Batch.of([Group(i, tokens(prompt), "demo", rows[8 * i : 8 * i + 8]) for i in range(sequences // 8)])
+        return Batch.of([Group(i, tokens(prompt), "demo", [row]) for i, row in enumerate(rows)])
 
     class NoRecord:
         timer = Timers()
@@ -127,7 +127,7 @@ def learner(args: Args, ranks: dist.Ranks) -> dict:
         of = batch()
         dist.synchronize()
         started = time.perf_counter()
-        train_sync.learn(sync, model, kl_control, of, sequences // 8, NoRecord)
+        train_sync.learn(sync, model, kl_control, of, sequences, NoRecord)
         dist.synchronize()
         seconds.append(time.perf_counter() - started)
     total, middle = sequences * (prompt + response), float(np.median(seconds[2:]))

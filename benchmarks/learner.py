@@ -6,7 +6,9 @@
   fused AdamW. No loss of the project, no sharding, no gradient clipping, no metrics.
 - update: `learn` of train_sync.py as it is by default: packing, advantages, policy loss, entropy and all metrics, clipping,
   optimizer, schedule. (With one optimizer step a batch there is no pass for old log-probs.)
-Random Qwen2 models in fp32, 64 responses to 8 prompts, of lengths drawn between a quarter of the budget and all of it.
+- prompts repeated: the same update where no two responses share their prompt, so that it is computed for each of them.
+Random Qwen2 models in fp32, 64 responses to 8 prompts, of lengths drawn between a quarter of the budget and all of it; a prompt
+is half of the budget, as GSM8K's are about half of their responses. Tokens count each response with its prompt, on all sides.
 """
 
 import statistics
@@ -55,7 +57,8 @@ class NoRecord:
     timer = Timers()
 
 
-def make_batch(vocabulary: int, budget: int) -> Batch:
+def make_batch(vocabulary: int, budget: int, shared: bool = True) -> Batch:
+    """8 groups of 8 responses, or with the same tokens 64 groups of one."""
     rng = np.random.default_rng(0)
     groups = []
     for ticket in range(8):
@@ -65,7 +68,9 @@ def make_batch(vocabulary: int, budget: int) -> Batch:
             tokens = rng.integers(4, vocabulary, n).astype(np.int32)
             log_probs = np.full(n, -np.log(vocabulary), np.float32)
             responses.append(Response(tokens, log_probs, np.zeros(n, np.int32), "stop", score=float(rng.integers(0, 2))))
-        groups.append(Group(ticket, rng.integers(4, vocabulary, 8).astype(np.int32), "demo", responses))
+        prompt = rng.integers(4, vocabulary, budget // 2).astype(np.int32)
+        apart = [responses] if shared else [[response] for response in responses]
+        groups += [Group(8 * ticket + i, prompt, "demo", of_one) for i, of_one in enumerate(apart)]
     return Batch.of(groups)
 
 
@@ -93,10 +98,11 @@ def measure(name: str, folder: str, args: Args, ranks: dist.Ranks) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    sides = {
-        "bare": bare_step,
-        "update": lambda: train_sync.learn(sync, learner, KLControl(sync), make_batch(vocabulary, budget), 8, NoRecord),
-    }
+    def update(shared: bool) -> None:
+        given = make_batch(vocabulary, budget, shared)
+        train_sync.learn(sync, learner, KLControl(sync), given, len(given.tickets), NoRecord)
+
+    sides = {"bare": bare_step, "update": lambda: update(True), "update, prompts repeated": lambda: update(False)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for number in Rounds(args.rounds, args.minutes):
         for side, step in sides.items():
@@ -118,7 +124,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
                 size = f"{r['parameters'] / 1e6:.1f}M, {r['tokens']:,} tokens"
                 rows.append([size, side, over(rates, ",.0f"), over(ratios(rates, bare))])
             print(f"{name}: {statistics.median(ratios(r['tokens_per_s']['update'], bare)):.2f} of bare", flush=True)
-    head = ["model", "side", "tokens/s (prompt and response)", "over bare"]
+    head = ["model", "side", "tokens/s", "over bare"]
     text = f"{table(head, rows)}\n\n{words(here)}; interleaved rounds, median (min - max)"
     write("learner", {"setting": here, "sizes": results}, text, args.out)
     sys.stdout.flush()
