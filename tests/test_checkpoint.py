@@ -117,13 +117,15 @@ def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
     assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
 
 
+STREAM = ["--total-training-steps", "12", "--test-freq", "0", "--max-ckpt-to-keep", "0", "--staleness-threshold", "4"]
+STREAM += ["--max-num-seqs", "24", "--max-response-length", "32", "--ignore-eos"]
+
+
 @pytest.fixture(scope="module")
 def stream(demo_model, tmp_path_factory) -> Path:
-    """A run of train_async.py with much in flight."""
+    """A run of train_async.py with much in flight: its responses take longer to make than to train."""
     out = tmp_path_factory.mktemp("stream")
-    flags = ["--total-training-steps", "12", "--test-freq", "0", "--save-freq", "2", "--max-ckpt-to-keep", "0"]
-    flags += ["--staleness-threshold", "4", "--max-num-seqs", "24"]
-    go("train_async.py", out, *flags, ranks=2)
+    go("train_async.py", out, *STREAM, "--save-freq", "2", ranks=2)
     return out / "run"
 
 
@@ -144,9 +146,7 @@ def test_responses_under_way_go_on_in_a_real_run(stream, tmp_path):
     assert stopped, "nothing was under way at any checkpoint: the test would show nothing"
     run = take_back(stream, tmp_path, stopped)
     before = pieces(run / f"step_{stopped:06d}")
-    flags = ["--total-training-steps", "12", "--test-freq", "0", "--save-freq", "1", "--max-ckpt-to-keep", "0"]
-    flags += ["--staleness-threshold", "4", "--max-num-seqs", "24", "--generators", "2"]
-    done = go("train_async.py", tmp_path, *flags, ranks=3)
+    done = go("train_async.py", tmp_path, *STREAM, "--save-freq", "1", "--generators", "2", ranks=3)
     assert f"goes on after step {stopped} of 12" in done.stdout and " 0 dropped" in done.stdout
     seen = 0
     for step in range(stopped + 1, 12):
