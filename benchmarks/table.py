@@ -78,7 +78,8 @@ def ring(of: dict) -> list[list[str]]:
             if side not in row or row["bytes"] < 1 << 12:
                 continue
             mine, base = (f"{row[s]['per_s']:,.0f}/s" for s in ("ring", side))
-            told = f"{row['ring']['per_s'] / row[side]['per_s']:.2g}"
+            ratio = row["ring"]["per_s"] / row[side]["per_s"]
+            told = f"{ratio:.0f}" if ratio > 10 else f"{ratio:.2g}"
             out.append([f"the ring, records of {row['message']}, checksums included", mine, f"{name}, {base}", told])
     return out
 

@@ -5,7 +5,7 @@ Every sampled token comes with its log-prob and with the version of the weights 
 depends on its own seed alone, not on which rank serves it or what else is in the batch.
 
 Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
-`generate()` on a fixed batch, which this one equals, and it has no seed per request (benchmarks/results/engine.md).
+`generate()` on a fixed batch, which this one outdoes, and it has no seed per request (benchmarks/results/engine.md).
 Left out: multi-modal prompts, prefix caching between groups, tensor parallelism. vLLM is the engine for those
 (rl/engine_vllm.py).
 """
