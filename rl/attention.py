@@ -50,7 +50,7 @@ class Packed:
         tokens = np.concatenate(sequences)
         home = np.empty(self.starts[-1], np.int64)
         home[tokens[::-1]] = np.arange(len(tokens))[::-1]
-        self.shares = len(tokens) > len(home)
+        self.in_order = np.array_equal(tokens, np.arange(len(home)))  # whether the row is already what attention sees
         self.tokens = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as places in the row
         self.home = torch.from_numpy(home)  # [T] on the CPU: of a token's places among them the first, whose output counts
         ahead = [segments[before] if before >= 0 else 0 for before in after]
@@ -76,17 +76,17 @@ class Packed:
     def _varlen(self, query, key, value, scaling: float) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if self.shares:
-            tokens, home = self._sharing
+        if not self.in_order:
+            tokens, home = self._on_device
             query, key, value = (x.index_select(0, tokens) for x in (query, key, value))  # [K, H, D]
         cu, longest, window = self.cu_seqlens, max(self.lengths), (-1, 0)  # causal
         gqa = query.shape[1] > key.shape[1]
         out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
-        return out.index_select(0, home) if self.shares else out
+        return out if self.in_order else out.index_select(0, home)
 
     @functools.cached_property
-    def _sharing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tokens` and `home` on the device."""
+    def _on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [K], home [T])."""
         return self.tokens.to(self.device), self.home.to(self.device)
 
     @functools.cached_property
