@@ -117,14 +117,13 @@ def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
     assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
 
 
-STREAM = ["--total-training-steps", "12", "--test-freq", "0", "--max-ckpt-to-keep", "0", "--staleness-threshold", "4"]
+STREAM = ["--total-training-steps", "12", "--test-freq", "0", "--max-ckpt-to-keep", "0", "--staleness-threshold", "12"]
 STREAM += ["--max-num-seqs", "128", "--max-response-length", "32", "--ignore-eos"]  # 16 prompts at once: two steps' worth
 
 
 @pytest.fixture(scope="module")
 def stream(demo_model, tmp_path_factory) -> Path:
-    """A run of train_async.py with more under way than the next step trains, by responses that take longer to make than to
-    train."""
+    """A run of train_async.py with more under way than the next step trains, and no bound that lets the generator wait."""
     out = tmp_path_factory.mktemp("stream")
     go("train_async.py", out, *STREAM, "--save-freq", "2", ranks=2)
     return out / "run"
