@@ -98,11 +98,11 @@ def learner(of: dict) -> list[list[str]]:
     out = []
     against = {"bare": "a bare forward, backward and AdamW step", "update, prompts repeated": "the same, a prompt for each"}
     for r in of["sizes"].values():
-        rates = r["tokens_per_s"]
+        speed = r["tokens_per_s"]
         name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters, one prompt for 8 responses"
         for side, told in against.items():
-            mine, base = (f"{statistics.median(rates[s]):,.0f} tokens/s" for s in ("update", side))
-            out.append([name, mine, f"{told}, {base}", over(ratios(rates["update"], rates[side]))])
+            mine, base = (f"{statistics.median(speed[s]):,.0f} tokens/s" for s in ("update", side))
+            out.append([name, mine, f"{told}, {base}", over(ratios(speed["update"], speed[side]))])
     return out
 
 

@@ -38,8 +38,7 @@ class Packed:
         after = after or [-1] * len(segments)
         continued = set(after)
         self.device = torch.device(device)
-        self.starts = [0, *itertools.accumulate(segments)]  # [segments + 1]
-        own = [np.arange(a, b) for a, b in itertools.pairwise(self.starts)]
+        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(segments)])]
         sequences = [
             np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
             for i, before in enumerate(after)
@@ -48,14 +47,12 @@ class Packed:
         self.lengths = [len(s) for s in sequences]
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
         tokens = np.concatenate(sequences)
-        home = np.empty(self.starts[-1], np.int64)
-        home[tokens[::-1]] = np.arange(len(tokens))[::-1]
+        _, home = np.unique(tokens, return_index=True)
         self.in_order = np.array_equal(tokens, np.arange(len(home)))  # whether the row is already what attention sees
         self.tokens = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as places in the row
         self.home = torch.from_numpy(home)  # [T] on the CPU: of a token's places among them the first, whose output counts
-        ahead = [segments[before] if before >= 0 else 0 for before in after]
-        positions = [np.arange(first, first + n) for first, n in zip(ahead, segments, strict=True)]
-        self.position_ids = torch.from_numpy(np.concatenate(positions)).to(self.device)  # [T]
+        within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
+        self.position_ids = torch.from_numpy(within[home]).to(self.device)  # [T]
         self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:

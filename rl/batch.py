@@ -172,7 +172,8 @@ class Batch:
 
     def distinct_tokens(self) -> int:
         """Response tokens, and each prompt's once: what an update computes at the least."""
-        return len(self.token) + sum(len(self.prompts[i]) for i in {g: i for i, g in enumerate(self.group.tolist())}.values())
+        _, first = np.unique(self.group.numpy(), return_index=True)  # a response of each group
+        return len(self.token) + sum(len(self.prompts[i]) for i in first)
 
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
         """Indices into the [N] tensors of all tokens of the given responses [b], in that order."""
@@ -223,22 +224,18 @@ class MicroBatch:
         if not responses:
             token, nothing = torch.zeros(1, dtype=torch.long).to(device), torch.zeros(0, dtype=torch.long)
             return MicroBatch(token, Packed([1], device), nothing.to(device), nothing.to(device), nothing)
-        parts, after, predict, at, prompt_of = [], [], [], 0, {}  # prompt_of: group -> (its segment, its end in the row)
+        parts, after, prompt_of = [], [], {}  # the row's segments; prompt_of: group -> the segment that is its prompt
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
             if group not in prompt_of:
+                prompt_of[group] = len(parts)
                 parts.append(torch.from_numpy(batch.prompts[i].astype(np.int64)))
-                at += len(parts[-1])
-                prompt_of[group] = len(after), at
                 after.append(-1)
-            segment, end = prompt_of[group]
             parts.append(tokens)
-            after.append(segment)
-            places = torch.arange(at - 1, at + len(tokens) - 1)
-            places[:1] = end - 1  # the first token is predicted by the prompt's last
-            predict.append(places)
-            at += len(tokens)
+            after.append(prompt_of[group])
         layout = Packed([len(part) for part in parts], device, after)
+        sequences = layout.tokens.split(layout.lengths)  # each response behind its prompt, whose last token predicts its first
+        predict = [places[len(batch.prompts[i]) - 1 : -1] for i, places in zip(responses, sequences, strict=True)]
         row, labels = torch.cat(parts), batch.token[index]
         return MicroBatch(row.to(device), layout, torch.cat(predict).to(device), labels.to(device), index)
 

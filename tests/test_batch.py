@@ -92,6 +92,8 @@ def test_micro_batch_points_at_the_right_tokens(sizes, random):
     assert len(micro.input_ids) == sum(prompts.values()) + int(batch.lengths[chosen].sum())
     before = [of_one[len(batch.prompts[i]) - 1 : -1] for i, of_one in zip(chosen, places, strict=True)]
     assert torch.equal(micro.predict, torch.cat(before))
+    rows = [[*batch.prompts[i][-1:], *batch.token[batch.seq == i].tolist()[:-1]] for i in chosen]
+    assert micro.input_ids[micro.predict].tolist() == [token for row in rows for token in row]
     assert torch.equal(batch.token[micro.index], micro.labels)
     assert batch.seq[micro.index].tolist() == [i for i in chosen for _ in range(int(batch.lengths[i]))]
 
