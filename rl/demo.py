@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from rl.progress import track
 
 VERSION = 1  # of the recipe below: another one makes another model, in another folder
 LARGEST = 49
@@ -115,7 +116,7 @@ def _teach(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, right_steps: int 
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-    for step in track(range(right_steps + wrong_steps), description="making the demo model (once)"):
+    for step in track(range(right_steps + wrong_steps), "making the demo model (once)"):
         right_phase = step < right_steps
         if step == right_steps:  # the first phase's momentum would carry the model on
             optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)

@@ -1,0 +1,47 @@
+"""Progress of what takes long before the first step: a bar on a terminal, elsewhere a line every ten seconds."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import rich.progress
+
+SECONDS = 10.0  # between two lines
+
+Item = TypeVar("Item")
+
+
+def track(items: Sequence[Item], description: str, show: bool = True) -> Iterator[Item]:
+    """Yields the items and shows how many are done. show=False is silent, for all ranks but one."""
+    if not show or sys.stdout.isatty():
+        yield from rich.progress.track(items, description, transient=True, disable=not show)
+        return
+    started = last = time.monotonic()
+    for done, item in enumerate(items):
+        if (now := time.monotonic()) - last >= SECONDS:
+            print(f"{description}: {done} of {len(items)}, {now - started:.0f} s", flush=True)
+            last = now
+        yield item
+
+
+@contextlib.contextmanager
+def waiting(description: str, show: bool = True) -> Iterator[None]:
+    """Says every ten seconds that the block is still running: for work whose length nobody knows, like loading a model."""
+    done, started = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not done.wait(SECONDS):
+            print(f"{description}: {time.monotonic() - started:.0f} s", flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    if show:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if show:
+            thread.join()
