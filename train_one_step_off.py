@@ -29,8 +29,8 @@ from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
-from rl.rewards import RewardArgs, ScoringPool, check_sources
 from rl.schedule import Board, SplitArgs, staleness_metrics
+from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.stream import Inbox, Outbox, Watch, open_ring
 from rl.watchdog import WatchdogArgs
 from rl.weights import Publisher, Subscriber

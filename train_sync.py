@@ -26,7 +26,7 @@ from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
-from rl.rewards import RewardArgs, ScoringPool, check_sources
+from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.watchdog import WatchdogArgs
 
 

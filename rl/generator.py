@@ -20,7 +20,7 @@ from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt, PromptDataset, PromptOrder
 from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.metrics import Timers
-from rl.rewards import RewardArgs, Score, ScoringPool, overlong_penalty
+from rl.scoring import EVENTS, RewardArgs, Score, ScoringPool, overlong_penalty
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
 
@@ -231,9 +231,6 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
         if n > 1:
             metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
     return metrics
-
-
-EVENTS = ("timeout", "error", "bad_value", "died")
 
 
 def all_events(pool: ScoringPool) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by the pool of rl/rewards.py.
+"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by the pool of rl/scoring.py.
 
 Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
 transformers: it starts in a blink.
@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 
-from rl.rewards import BUILT_IN
+from rl.verifiers import BUILT_IN
 
 
 def load(spec: str):

@@ -23,7 +23,7 @@ from rl.generator import Generator
 from rl.learner import Learner
 from rl.metrics import Run
 from rl.model import load_tokenizer
-from rl.rewards import ScoringPool
+from rl.scoring import ScoringPool
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]

@@ -1,4 +1,4 @@
-"""Verifiers by hand-made examples; the pool by reward functions that do everything a reward function should not."""
+"""The scoring pool, by reward functions that do everything a reward function should not."""
 
 import os
 import signal
@@ -10,41 +10,10 @@ import pytest
 from conftest import ROOT
 
 from rl.errors import UserError
-from rl.rewards import (
-    BUILT_IN,
-    RewardArgs,
-    ScoringPool,
-    as_score,
-    check_sources,
-    exact,
-    geo3k,
-    gsm8k,
-    gsm8k_flexible,
-    math_dapo,
-    math_verify,
-    overlong_penalty,
-)
+from rl.scoring import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
+from rl.verifiers import BUILT_IN, gsm8k
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "strict", "flexible"),
-    [
-        ("so it is\n#### 72", "72", 1, 1),
-        ("#### 71 no, wait\n#### 72", "72", 1, 1),
-        ("#### 1,234", "1234", 1, 1),
-        ("#### -5", "-5", 1, 1),
-        ("####72", "72", 0, 1),  # the format asks for the blank
-        ("the answer is 72.", "72", 0, 1),
-        ("#### 72" + "x" * 300, "72", 0, 1),  # only the last 300 characters count
-        ("#### 7", "72", 0, 0),
-        ("", "72", 0, 0),
-    ],
-)
-def test_gsm8k(text, truth, strict, flexible):
-    assert gsm8k("", text, truth) == strict
-    assert gsm8k_flexible("", text, truth) == flexible
 
 
 def test_gsm8k_format_score():
@@ -57,37 +26,7 @@ def test_gsm8k_format_score():
     assert (scores["right"].score, scores["right"].extra) == (1.0, {"acc": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "right"),
-    [
-        (r"thus \boxed{\frac{1}{2}}", "0.5", 1),
-        (r"thus \boxed{0.5}", r"\frac{1}{2}", 1),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-        (r"\boxed{3}", "4", 0),
-        ("Answer: 42", "42", 1),
-        ("Answer: $42$", "42", 1),
-        ("42", "42", 0),
-        ("", "42", 0),
-        (r"\boxed{3}, no: \boxed{4}", "4", 1),  # the last one counts
-        (r"\boxed{4}, no: \boxed{3}", "4", 0),
-        (r"it is 42 \boxed{", "42", 0),  # no number of the text may leak in through a box that holds none
-        (r"it is 42 \boxed{}", "42", 0),
-        (r"$42$, so \boxed{5}", "42", 0),
-        (r"Answer: 42, or \boxed{5}", "42", 0),
-        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}", 1),
-    ],
-)
-def test_math(text, truth, right):
-    assert math_verify("", text, truth) == right
-    assert math_dapo("", text, truth) == {"score": 2 * right - 1, "acc": right}
-
-
-def test_geo3k_demo_and_overlong():
-    assert geo3k("", r"<think>a</think> so \boxed{5}.", "5")["score"] == pytest.approx(1.0)
-    assert geo3k("", r"so \boxed{5}.", "5")["score"] == pytest.approx(0.9)
-    assert geo3k("", r"<think>a</think> so \boxed{6}.", "5")["score"] == pytest.approx(0.1)
-    assert geo3k("", "5", "5")["score"] == 0
-    assert exact("demo", " 46 ", "46") == 1 and exact("demo", "4 6", "46") == 0
+def test_overlong_penalty():
     # L_max 100, buffer 20, penalty 0.5: nothing up to 80, half of it at 90, all of it at 100
     assert [overlong_penalty(n, 100, 20, 0.5) for n in (1, 80, 90, 100)] == [0, 0, -0.25, -0.5]
     assert overlong_penalty(100, 100, 0, 0.5) == 0
@@ -252,7 +191,7 @@ def test_workers_and_their_children_go_when_the_rank_ends(tmp_path):
         "import subprocess\ndef score(**a):\n    return {'score': 1, 'pid': subprocess.Popen(['sleep', '1000']).pid}\n"
     )
     code = f"""
-from rl.rewards import RewardArgs, ScoringPool
+from rl.scoring import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}))
 pool.submit(0, "any", "x", "1", None)
 print(int(pool.wait(30)[0][1].extra["pid"]))  # and ends without close()
@@ -264,7 +203,7 @@ print(int(pool.wait(30)[0][1].extra["pid"]))  # and ends without close()
 def test_workers_die_with_a_killed_rank(bad_reward):
     code = f"""
 import time
-from rl.rewards import RewardArgs, ScoringPool
+from rl.scoring import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={bad_reward!r}))
 pool.submit(0, "any", "hang", "1", None)
 while not (pool._workers and pool._workers[0].key): pool.poll(); time.sleep(0.01)
