@@ -26,19 +26,18 @@ from rl.errors import UserError
 from rl.generator import VALIDATION
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
-from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.run import Run, RunArgs
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.stream import Inbox, Outbox, Watch, open_ring
+from rl.timers import gather_ledgers
 from rl.watchdog import WatchdogArgs
 from rl.weights import Publisher, Subscriber
 
 
 @dataclass
-class Args(
-    ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs, WatchdogArgs
-):
+class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, RunArgs, CheckpointArgs, WatchdogArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"

@@ -24,14 +24,15 @@ from rl.errors import UserError
 from rl.generator import Generator, all_events, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
-from rl.metrics import MetricsArgs, Run, gather_ledgers
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.run import Run, RunArgs
 from rl.scoring import RewardArgs, ScoringPool, check_sources
+from rl.timers import gather_ledgers
 from rl.watchdog import WatchdogArgs
 
 
 @dataclass
-class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, MetricsArgs, CheckpointArgs, WatchdogArgs):
+class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, RunArgs, CheckpointArgs, WatchdogArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"

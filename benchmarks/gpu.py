@@ -101,7 +101,8 @@ def learner(args: Args, ranks: dist.Ranks) -> dict:
     from rl.algorithm import KLControl
     from rl.batch import Batch, Group, Response
     from rl.learner import Learner
-    from rl.metrics import Timers, train_flops_per_token
+    from rl.metrics import train_flops_per_token
+    from rl.timers import Timers
 
     sequences, prompt, response = (32, 256, 768) if not args.toy else (8, 8, 24)
     flags = ["--model", args.path, "--dtype", "bfloat16", "--max-response-length", str(response)]

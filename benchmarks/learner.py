@@ -31,7 +31,7 @@ from rl.algorithm import KLControl
 from rl.attention import ATTENTION
 from rl.batch import Batch, Group, Response, micro_batches
 from rl.learner import Learner
-from rl.metrics import Timers
+from rl.timers import Timers
 
 SIZES = {"toy": (64, 1, 32, 8), "1M": (128, 4, 32, 64), "30M": (512, 8, 8192, 128), "100M": (768, 12, 8192, 128)}
 # hidden, layers, vocabulary, response budget

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rl import dist, weights
 from rl.engine import TransformersEngine
 from rl.learner import Learner, LearnerArgs
-from rl.metrics import cpu_name
+from rl.run import cpu_name
 from rl.weights import Publisher, Subscriber
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary

@@ -33,7 +33,7 @@ from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.errors import Stopped, UserError
 from rl.learner import Learner
-from rl.metrics import Origin
+from rl.run import Origin
 
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"

@@ -19,8 +19,8 @@ from rl.algorithm import AlgorithmArgs
 from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt, PromptDataset, PromptOrder
 from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
-from rl.metrics import Timers
 from rl.scoring import EVENTS, RewardArgs, Score, ScoringPool, overlong_penalty
+from rl.timers import Timers
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
 

@@ -10,9 +10,10 @@ from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.errors import UserError
 from rl.generator import event_metrics, validation_metrics
-from rl.metrics import Run, Timers
 from rl.ring import RecordTooLarge, Ring, RingTimeout
+from rl.run import Run
 from rl.scoring import ScoringPool
+from rl.timers import Timers
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, GOODBYE = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 

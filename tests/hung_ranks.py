@@ -20,8 +20,8 @@ if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
 
     from rl.batch import Group, Response
-    from rl.metrics import Timers
     from rl.stream import Inbox, Outbox, open_ring
+    from rl.timers import Timers
 
 FOREVER = 1e6
 

