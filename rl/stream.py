@@ -197,22 +197,24 @@ class Inbox:
 
 
 class Watch:
-    """Who waits for whom, out of the generators' reports and the learners' own timers."""
+    """Who waits for whom, out of the generators' reports and the learners' own timers. The advice leaves out each rank's first
+    report: it covers start-up, where ranks wait for engines and models to load."""
 
     def __init__(self, split: dist.Split):
         self.split = split
         self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
         self._events: dict[int, dict] = {}  # of each generator's scoring
         self._events_before: Counter[str] = Counter()  # of the run that goes on here
+        self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
 
     def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
         """Metrics of what was reported since the last call; empties the list."""
         own = timer.ledger()["wait"]
         out = {"fully_async/trainer/idle_ratio": own}
-        self._count("learner", own, timer.elapsed)
+        self._count("learner", 0, own, timer.elapsed)
         for report in reports:
             self._events[report["rank"]] = report["events"]
-            self._count("generator", report["ledger"]["wait"], report["elapsed"])
+            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
             out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
         if reports:
             total = sum(report["elapsed"] for report in reports)
@@ -236,20 +238,25 @@ class Watch:
         self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
         self._events_before = Counter(state["events"])
 
-    def _count(self, role: str, share: float, elapsed: float) -> None:
-        self._waited[role] += share * elapsed
-        self._elapsed[role] += elapsed
+    def _count(self, role: str, rank: int, share: float, elapsed: float) -> None:
+        if (role, rank) in self._started:
+            self._waited[role] += share * elapsed
+            self._elapsed[role] += elapsed
+        self._started.add((role, rank))
 
     def words(self) -> str:
-        """Which side has waited, and the split of a node's ranks that would balance them."""
-        g, n = self.split.generators // self.split.nodes, (self.split.generators + self.split.learners) // self.split.nodes
-        idle = {role: self._waited[role] / max(1e-9, self._elapsed[role]) for role in ("generator", "learner")}
+        """Which side has waited, and the split of the job's ranks that would balance them. Every node is split alike."""
+        nodes, g, n = self.split.nodes, self.split.generators, self.split.generators + self.split.learners
+        if not (self._elapsed["generator"] and self._elapsed["learner"]):
+            return "Too few steps to say who waits for whom."
+        idle = {role: self._waited[role] / self._elapsed[role] for role in ("generator", "learner")}
         told = f"generators waited {idle['generator']:.0%} of the time, learners {idle['learner']:.0%}"
         if min(idle.values()) > 0.2:
             return f"{told}: they take turns. A higher --staleness-threshold, or fewer validations, let them overlap."
         work = {"generator": g * (1 - idle["generator"]), "learner": (n - g) * (1 - idle["learner"])}
-        exact = n * work["generator"] / sum(work.values())
-        best = min(n - 1, max(1, round(exact)))
+        exact = n * work["generator"] / sum(work.values())  # generators of the n ranks
+        best = nodes * min(n // nodes - 1, max(1, round(exact / nodes)))
         if best != g:
-            return f"{told}: {best} generators to {n - best} learners would balance them (--generators {best})."
-        return f"{told}: {g} to {n - g} is the best split of {n} ranks; {exact / (n - exact):.2f} to 1 would balance them."
+            flag = f"--generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")
+            return f"{told}: a split of {best} to {n - best} would balance them better ({flag})."
+        return f"{told}: {g} to {n - g} is the best split of {n} ranks; {exact:.1f} to {n - exact:.1f} would balance them."

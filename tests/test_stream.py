@@ -1,0 +1,70 @@
+"""Who waits for whom, worked out by hand."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from rl import dist
+from rl.stream import Watch
+
+
+@dataclass
+class Clock:
+    """What Watch reads of a learner's timers."""
+
+    wait: float
+    elapsed: float
+
+    def ledger(self) -> dict[str, float]:
+        return {"wait": self.wait}
+
+
+def job(generators: int, learners: int, nodes: int) -> dist.Split:
+    return dist.Split("learner", None, learners, generators, 0, nodes, store=None, bridge=None)
+
+
+def report(rank: int, wait: float, elapsed: float) -> dict:
+    counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0}
+    return {"rank": rank, "elapsed": elapsed, "ledger": {"wait": wait}, **counts}
+
+
+def words(generators: int, learners: int, nodes: int, idle: tuple[float, float]) -> str:
+    """After start-up, in which learners wait for the engines, and three steps in which generators and learners wait so much."""
+    watch = Watch(job(generators, learners, nodes))
+    watch.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
+    for _ in range(3):
+        watch.metrics([report(rank, idle[0], 2.0) for rank in range(generators)], Clock(idle[1], 2.0))
+    return watch.words()
+
+
+@pytest.mark.parametrize(
+    ("job", "idle", "expected"),
+    [
+        ((1, 1, 1), (0.0, 0.1), "1 to 1 is the best split of 2 ranks; 1.1 to 0.9 would balance them."),
+        ((2, 2, 1), (0.0, 0.75), "a split of 3 to 1 would balance them better (--generators 3)."),
+        ((2, 2, 2), (0.0, 0.1), "2 to 2 is the best split of 4 ranks; 2.1 to 1.9 would balance them."),
+        ((2, 2, 2), (0.0, 0.75), "2 to 2 is the best split of 4 ranks; 3.2 to 0.8 would balance them."),
+        ((2, 6, 2), (0.0, 0.75), "a split of 4 to 4 would balance them better (--generators 2 on each of 2 nodes)."),
+        ((4, 4, 2), (0.75, 0.0), "a split of 2 to 6 would balance them better (--generators 1 on each of 2 nodes)."),
+        ((1, 1, 1), (0.4, 0.5), "they take turns."),
+    ],
+)
+def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle, expected):
+    told = words(*job, idle)
+    assert told.startswith(f"generators waited {idle[0]:.0%} of the time, learners {idle[1]:.0%}") and expected in told
+
+
+def test_nothing_is_advised_from_start_up_alone():
+    watch = Watch(job(1, 1, 1))
+    watch.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))
+    assert watch.words() == "Too few steps to say who waits for whom."
+
+
+def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
+    before, after = Watch(job(1, 1, 1)), Watch(job(1, 1, 1))
+    for _ in range(2):
+        before.metrics([report(0, 0.1, 10.0)], Clock(0.0, 10.0))
+    after.restore(before.state())
+    after.metrics([report(0, 0.9, 50.0)], Clock(0.99, 50.0))
+    after.metrics([report(0, 0.3, 10.0)], Clock(0.0, 10.0))
+    assert after.words().startswith("generators waited 20% of the time, learners 0%")
