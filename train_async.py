@@ -27,7 +27,7 @@ from rl.generator import VALIDATION
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
-from rl.run import Run, RunArgs
+from rl.run import LogArgs, Run
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.stream import Inbox, Outbox, Watch, open_ring
@@ -37,7 +37,7 @@ from rl.weights import Publisher, Subscriber
 
 
 @dataclass
-class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, RunArgs, CheckpointArgs, WatchdogArgs):
+class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"

