@@ -16,7 +16,7 @@ import torch
 import tyro
 
 import losses
-from rl import checkpoint, dist
+from rl import checkpoint, dist, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
 from rl.checkpoint import CheckpointArgs, Saver
@@ -345,4 +345,4 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))
+    process.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -14,7 +14,7 @@ import torch
 import tyro
 
 import losses
-from rl import checkpoint, dist
+from rl import checkpoint, dist, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.checkpoint import CheckpointArgs, Saver
@@ -27,6 +27,7 @@ from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.run import LogArgs, Run
 from rl.scoring import RewardArgs, ScoringPool, check_sources
+from rl.signals import stop_requested
 from rl.timers import gather_ledgers
 from rl.watchdog import WatchdogArgs
 
@@ -84,7 +85,7 @@ def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        give_up = dist.stop_requested if args.rollout_tp == 1 else bool  # ranks that share an engine must stay together
+        give_up = stop_requested if args.rollout_tp == 1 else bool  # ranks that share an engine must stay together
         mine = generator.generate(tickets[ranks.rank :: ranks.world_size], give_up)
         for group in gather_groups(mine):
             (kept if group.teaches or not args.filter_groups else flat).append(group)
@@ -247,4 +248,4 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))
+    process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))

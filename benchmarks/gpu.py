@@ -27,7 +27,8 @@ import tyro
 from common import MODES, RESULTS, random_model, run_script, setting, table, words, write
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl import dist
+from rl import device, process
+from rl.dist import Ranks
 
 QWEN2 = dict(vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=32_768, eos_token_id=1, pad_token_id=0)
 SHAPES = {
@@ -91,12 +92,12 @@ def save(shape: str, path: str) -> None:
     """Random weights in bf16, made on the device, with the demo's characters for a tokenizer."""
     random_model(path, 64, 1, 64)  # for its tokenizer
     torch.manual_seed(0)
-    with torch.device(dist.device_type()):
+    with torch.device(device.kind()):
         model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16)
     model.save_pretrained(path)
 
 
-def learner(args: Args, ranks: dist.Ranks) -> dict:
+def learner(args: Args, ranks: Ranks) -> dict:
     import train_sync
     from rl.algorithm import KLControl
     from rl.batch import Batch, Group, Response
@@ -126,19 +127,19 @@ def learner(args: Args, ranks: dist.Ranks) -> dict:
     seconds, kl_control = [], KLControl(sync)
     for _ in range(2 + args.repeats):
         of = batch()
-        dist.synchronize()
+        device.synchronize()
         started = time.perf_counter()
         train_sync.learn(sync, model, kl_control, of, sequences, NoRecord)
-        dist.synchronize()
+        device.synchronize()
         seconds.append(time.perf_counter() - started)
     total, middle = sequences * (prompt + response), float(np.median(seconds[2:]))
-    out = {"tokens_per_s": total / middle, "seconds": seconds[2:]} | dist.memory_gb()
-    if peak := dist.peak_flops():
+    out = {"tokens_per_s": total / middle, "seconds": seconds[2:]} | device.memory_gb()
+    if peak := device.peak_flops():
         out["mfu"] = total * train_flops_per_token(model.config, prompt + response) / middle / peak
     return out
 
 
-def engine(args: Args, ranks: dist.Ranks) -> dict:
+def engine(args: Args, ranks: Ranks) -> dict:
     from rl.engine import Request, SamplingParams, TransformersEngine
 
     requests, prompt, response = (256, 128, 256) if not args.toy else (8, 8, 8)
@@ -149,14 +150,14 @@ def engine(args: Args, ranks: dist.Ranks) -> dict:
         for i in range(requests):
             ids = rng.integers(4, vocabulary, prompt).tolist()
             model.add(Request(i, ids, SamplingParams(max_tokens=response, ignore_eos=True), repeat * requests + i))
-        dist.synchronize()
+        device.synchronize()
         started = time.perf_counter()
         while model.num_unfinished:
             model.step()
-        dist.synchronize()
+        device.synchronize()
         seconds.append(time.perf_counter() - started)
     middle = float(np.median(seconds[1:] or seconds))
-    return {"tokens_per_s": requests * response / middle, "seconds": seconds[1:]} | dist.memory_gb()
+    return {"tokens_per_s": requests * response / middle, "seconds": seconds[1:]} | device.memory_gb()
 
 
 def shared(args: Args, path: str) -> dict:
@@ -201,7 +202,7 @@ def row(name: str, shape: str, r: dict) -> list[str]:
 
 
 def main(args: Args) -> None:
-    if dist.device_type() == "cpu" and not args.toy:
+    if device.kind() == "cpu" and not args.toy:
         print("no GPU here: nothing is measured. --toy shows that it runs.")
         return
     shapes = ("toy",) if args.toy else args.shapes
@@ -219,7 +220,7 @@ def main(args: Args) -> None:
         for key in [key for key in results if key.endswith(shape)]:
             print(f"{key}: {results[key]}", flush=True)
     rows = [row(*key.split("/"), r) for key, r in results.items()]
-    here = setting("transformers", device=dist.device_name())
+    here = setting("transformers", device=device.name())
     text = f"{table(['what', 'model', 'tokens/s', 'MFU', 'peak GB'], rows)}\n\n{words(here)}"
     with tempfile.TemporaryDirectory() as nowhere:
         write("gpu", {"setting": here, "results": results}, text, Path(nowhere) if args.toy else RESULTS)
@@ -229,6 +230,6 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.part:
         part = {"learner": learner, "engine": engine}[args.part]
-        dist.run(lambda ranks: print(json.dumps(part(args, ranks))))
+        process.run(lambda ranks: print(json.dumps(part(args, ranks))))
     else:
         main(args)

@@ -26,10 +26,11 @@ from common import RESULTS, Rounds, over, random_model, ratios, setting, table, 
 from transformers import AutoModelForCausalLM
 
 import train_sync
-from rl import dist
+from rl import process
 from rl.algorithm import KLControl
 from rl.attention import ATTENTION
 from rl.batch import Batch, Group, Response, micro_batches
+from rl.dist import Ranks
 from rl.learner import Learner
 from rl.timers import Timers
 
@@ -74,7 +75,7 @@ def make_batch(vocabulary: int, budget: int, shared: bool = True) -> Batch:
     return Batch.of(groups)
 
 
-def measure(name: str, folder: str, args: Args, ranks: dist.Ranks) -> dict:
+def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     hidden, layers, vocabulary, budget = SIZES[name]
     path = f"{folder}/{name}"
     parameters = random_model(path, hidden, layers, vocabulary)
@@ -113,7 +114,7 @@ def measure(name: str, folder: str, args: Args, ranks: dist.Ranks) -> dict:
     return {"parameters": parameters, "tokens": tokens, "tokens_per_s": rates}
 
 
-def main(args: Args, ranks: dist.Ranks) -> None:
+def main(args: Args, ranks: Ranks) -> None:
     here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.gradient_checkpointing)
     results, rows = {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -132,4 +133,4 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda ranks: main(args, ranks))
+    process.run(lambda ranks: main(args, ranks))

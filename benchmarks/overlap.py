@@ -52,7 +52,7 @@ def patched(side: str, median: int, longest: int) -> None:
     import dataclasses
     import importlib
 
-    from rl import dist
+    from rl import dist, process
     from rl.engine import ScriptedEngine, TransformersEngine
 
     name = SCRIPTS.get(side, "train_async")
@@ -72,9 +72,9 @@ def patched(side: str, median: int, longest: int) -> None:
         script.learn = lambda args, learner, kl_control, batch, prompts_per_step, run: {}
     args = tyro.cli(script.Args, args=sys.argv[4:])
     if name == "train_sync":
-        dist.run(lambda ranks: script.main(args, ranks))
+        process.run(lambda ranks: script.main(args, ranks))
     else:
-        dist.run(lambda split: script.main(args, split), join=lambda: dist.init_split(1))
+        process.run(lambda split: script.main(args, split), join=lambda: dist.init_split(1))
 
 
 def Instant():

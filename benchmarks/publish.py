@@ -19,7 +19,7 @@ import tyro
 from common import table, write
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl import dist, weights
+from rl import dist, process, weights
 from rl.engine import TransformersEngine
 from rl.learner import Learner, LearnerArgs
 from rl.run import cpu_name
@@ -128,4 +128,4 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    dist.run(lambda split: main(args, split), join=lambda: dist.init_split(1))
+    process.run(lambda split: main(args, split), join=lambda: dist.init_split(1))

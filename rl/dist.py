@@ -1,44 +1,15 @@
-"""Ranks, process groups and devices: the only file that knows cpu / cuda / npu and gloo / nccl / hccl.
+"""Ranks, their process groups, and what they send each other."""
 
-Everything else asks this file for a device, a memory figure or a collective, and so runs unchanged on all three.
-"""
-
-import contextlib
-import ctypes
-import faulthandler
-import importlib.util
-import json
 import os
 import platform
-import signal
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from rl import watchdog
-from rl.errors import Stopped, UserError
-
-STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
-# Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "910B": 354e12,
-}
-
-
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+from rl import device, signals, watchdog
+from rl.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,6 +24,10 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -87,31 +62,20 @@ class Bridge:
         return self.group.broadcast([tensor], options)
 
 
-def device_type() -> str:
-    """ "cuda", "npu" or "cpu": what this machine has, unless RL_DEVICE says otherwise."""
-    if wanted := os.environ.get("RL_DEVICE"):
-        return wanted
-    if importlib.util.find_spec("torch_npu"):
-        os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # else weight updates of vllm-ascend raise
-        import torch_npu  # noqa: F401  (registers the "npu" device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator and accelerator.type in ("cuda", "npu") else "cpu"
-
-
 def init(hang_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout: of the watchdog, in seconds; 0 for none."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = _claim_device(local_rank)
+    own_device = device.claim(local_rank)
     _watch(f"rank {rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
         timeout = _limit(hang_timeout)
-        store = _open_store(timeout)
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store = open_store(timeout)
+        dist.init_process_group(device.backend(own_device), store=store, rank=rank, world_size=world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
-    _take_signals(store)
-    return Ranks(rank, world_size, local_rank, device)
+    signals.stop_gently(_neighbours(store))
+    return Ranks(rank, world_size, local_rank, own_device)
 
 
 def init_split(generators: int, hang_timeout: float = 0) -> Split:
@@ -124,16 +88,16 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
             "start at least two with `torchrun --standalone --nproc-per-node 2 ...`."
         )
     timeout = _limit(hang_timeout)
-    store, rank = _open_store(timeout), int(os.environ["RANK"])
+    store, rank = open_store(timeout), int(os.environ["RANK"])
     local_rank, node, nodes = int(os.environ["LOCAL_RANK"]), rank // local_world, world // local_world
-    device = _claim_device(local_rank)
+    own_device = device.claim(local_rank)
     learners = local_world - generators
     role, first, per_node = ("learner", 0, learners) if local_rank < learners else ("generator", learners, generators)
-    ranks = Ranks(node * per_node + local_rank - first, nodes * per_node, local_rank, device)
+    ranks = Ranks(node * per_node + local_rank - first, nodes * per_node, local_rank, own_device)
     _watch(f"{role} {ranks.rank}", hang_timeout)
     with watchdog.doing(f"all {role}s to join"):
         dist.init_process_group(
-            BACKENDS[device.type],
+            device.backend(own_device),
             store=dist.PrefixStore(role, store),
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -144,9 +108,10 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     if role == "generator" or ranks.is_main:
         place = 0 if role == "learner" else 1 + ranks.rank
         with watchdog.doing("the bridge's ranks to join"):
-            bridge = _make_bridge(dist.PrefixStore("bridge", store), place, 1 + nodes * generators, device, timeout)
+            bridge_store = dist.PrefixStore("bridge", store)
+            bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + nodes * generators, own_device, timeout))
         show_group("the bridge", bridge.group)
-    _take_signals(store)
+    signals.stop_gently(_neighbours(store))
     return Split(role, ranks, nodes * learners, nodes * generators, node, nodes, store, bridge)
 
 
@@ -155,10 +120,10 @@ def _watch(name: str, hang_timeout: float) -> None:
         raise UserError(f"--hang-timeout must be 0 or more, it is {hang_timeout}.")
     if hang_timeout:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        watchdog.start(name, rank, world_size, hang_timeout, _open_store(timedelta(minutes=1)))
+        watchdog.start(name, rank, world_size, hang_timeout, open_store(timedelta(minutes=1)))
 
 
-def _open_store(timeout: timedelta) -> dist.Store:
+def open_store(timeout: timedelta) -> dist.Store:
     """A connection to what all ranks of the job share, apart from what an attempt before torchrun's restart has left there."""
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -185,21 +150,9 @@ def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
 def _last_collective(backend, group: str = "") -> tuple[int, str]:
     """Number and name; the name is that of torch's flight recorder, and empty where there is none."""
     number = backend._get_sequence_number_for_group()
-    kind = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend.name(), "none")
-    record = json.loads(getattr(torch._C._distributed_c10d, kind, lambda: "{}")()).get("entries", [])
+    record = device.flight_record(backend.name())
     names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
     return number, names[-1] if names else ""
-
-
-def _make_bridge(store: dist.Store, place: int, size: int, device: torch.device, timeout: timedelta) -> Bridge:
-    """Over nccl where each member has a CUDA device of its own, else over gloo."""
-    store.set(f"device/{place}", f"{platform.node()}/{device}")
-    own = len({store.get(f"device/{i}") for i in range(size)}) == size
-    if device.type == "cuda" and own:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return Bridge(dist.ProcessGroupNCCL(store, place, size, options), device)
-    return Bridge(dist.ProcessGroupGloo(store, place, size, timeout), torch.device("cpu"))
 
 
 def job() -> str | None:
@@ -207,118 +160,16 @@ def job() -> str | None:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
-def _claim_device(local_rank: int) -> torch.device:
-    kind = device_type()
-    if kind == "cpu":
-        return torch.device("cpu")
-    index = local_rank % torch.accelerator.device_count()  # generator and learner may share the only one
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
-
-
-def run(main: Callable[[Ranks | Split], None], join: Callable[[], Ranks | Split] = init) -> None:
-    """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
-    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM.
-    A crash in native code leaves every thread's Python stack."""
-    faulthandler.enable()
-    code = 0
-    try:
-        if "RANK" in os.environ:
-            _die_with_parent()
-        place = join()
-        main(place)
-        with watchdog.doing("all ranks to end"):
-            if dist.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
-                dist.destroy_process_group()
-        watchdog.finish()
-    except KeyboardInterrupt:
-        code = 130
-    except Stopped as stopped:
-        code = 128 + signal.SIGTERM
-        if str(stopped):
-            print(stopped, file=sys.stderr, flush=True)
-    except UserError as error:
-        code = 1
-        if _first_to_fail():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-    except Exception as error:
-        code = 1
-        if stop_requested():  # the others have left already
-            os._exit(128 + signal.SIGTERM)
-        if "onnection" in str(error):  # torchrun knows who went and why, and ends this rank before it can say less
-            time.sleep(5)
-        if _first_to_fail():
-            name = place.name if isinstance(place, Split) else f"rank {place.rank}"
-            print(f"{name} failed:", file=sys.stderr)
-            traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
-    # then abort while the interpreter takes itself apart.
-    os._exit(code)
-
-
-def stop_requested() -> bool:
-    """Whether this rank has received SIGTERM, a cluster's notice that the machine will be taken away."""
-    return _sigterm.is_set()
+def _neighbours(store: dist.Store) -> list[int]:
+    """The processes of this node's ranks."""
+    rank, first = int(os.environ.get("RANK", 0)), int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
+    store.set(f"pid/{rank}", str(os.getpid()))
+    return [int(store.get(f"pid/{i}")) for i in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
 
 
 def stopping() -> bool:
-    """Whether any rank of the default group has. A collective."""
-    return bool(all_reduce_sum(torch.tensor([float(stop_requested())])))
-
-
-_sigterm = threading.Event()
-
-
-def _take_signals(store: dist.Store) -> None:
-    """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
-    failed; then, and when the others have left, this rank ends at once."""
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    first = int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
-    store.set(f"pid/{os.environ.get('RANK', 0)}", str(os.getpid()))
-    neighbours = [int(store.get(f"pid/{rank}")) for rank in range(first, first + local_world)]
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-
-    def watch() -> None:  # a thread, because the main one may sit in a collective that never ends
-        while signal.SIGTERM not in os.read(read, 64):
-            pass
-        _sigterm.set()
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and all(map(_is_alive, neighbours)):
-            time.sleep(0.1)
-        os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _die_with_parent() -> None:
-    """A torchrun that is killed takes its ranks along (Linux), from here on and if it was killed before."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        with open("/proc/1/cmdline", "rb") as file:
-            launcher = file.read()
-        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # of a container, that may be 1
-            os._exit(1)
-
-
-def _first_to_fail() -> bool:
-    """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
-    try:
-        return _open_store(timedelta(seconds=5)).add(watchdog.FAILED, 1) == 1
-    except Exception:  # the store is gone, and with it whoever could have said more
-        return True
+    """Whether any rank of the default group has been told to stop (SIGTERM). A collective."""
+    return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
@@ -355,51 +206,11 @@ def barrier() -> None:
     all_reduce_sum(torch.zeros(1))
 
 
-# -------------------------------------------------------------------------------------------------------- devices
-
-
-def synchronize() -> None:
-    """Waits for the device's queued work, so that a timer measures it; nothing to do on a CPU."""
-    if device_type() != "cpu":
-        torch.accelerator.synchronize()
-
-
-def side_stream(device: torch.device):
-    """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
-
-
-def memory_gb() -> dict[str, float]:
-    """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
-    import resource
-
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    out = {"perf/cpu_memory_used_gb": resident}
-    if device_type() != "cpu":
-        out["perf/max_memory_allocated_gb"] = torch.accelerator.max_memory_allocated() / 2**30
-        out["perf/max_memory_reserved_gb"] = torch.accelerator.max_memory_reserved() / 2**30
-        torch.accelerator.reset_peak_memory_stats()
-    return out
-
-
-def device_name() -> str:
-    kind = device_type()
-    if kind == "cpu":
-        return platform.processor() or platform.machine()
-    return getattr(torch, kind).get_device_name()
-
-
-def peak_flops() -> float | None:
-    """The device's dense bf16 peak in FLOP/s, None where it is not known."""
-    name = device_name() if device_type() != "cpu" else ""
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-
-
 def describe_hardware() -> dict[str, str | int]:
     """What the run's config record says of this rank's machine."""
     return {
-        "device": device_type(),
-        "device_name": device_name(),
+        "device": device.kind(),
+        "device_name": device.name(),
         "world_size": dist.get_world_size(),
         "threads_per_rank": torch.get_num_threads(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "default"),

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import ATTENTION, check_supported
 from rl.batch import Batch, MicroBatch
-from rl.dist import Ranks, all_reduce_sum, memory_gb, peak_flops
+from rl.device import memory_gb, peak_flops
+from rl.dist import Ranks, all_reduce_sum
 from rl.head import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.watchdog import progress

@@ -23,7 +23,8 @@ import torch
 import xxhash
 
 from rl import watchdog
-from rl.dist import Split, side_stream
+from rl.device import side_stream
+from rl.dist import Split
 from rl.engine import Engine
 from rl.learner import Learner
 

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from rl import dist, watchdog
+from rl import dist, process, watchdog
 
 if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
@@ -83,6 +83,6 @@ def together(split: dist.Split) -> None:
 
 
 if sys.argv[1] == "alone":
-    dist.run(alone, lambda: dist.init(2))
+    process.run(alone, lambda: dist.init(2))
 else:
-    dist.run(together, lambda: dist.init_split(1, 180))
+    process.run(together, lambda: dist.init_split(1, 180))

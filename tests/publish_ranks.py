@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from rl import dist
+from rl import dist, process
 from rl.batch import Batch, Group, Response, micro_batches
 from rl.engine import Request, SamplingParams, TransformersEngine
 from rl.learner import Learner, LearnerArgs
@@ -74,4 +74,4 @@ def generate(split: dist.Split) -> None:
         outbox.send_group(Group(version, np.array(prompt), "demo", responses))
 
 
-dist.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(1))
+process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(1))

@@ -14,7 +14,7 @@ import time
 import tyro
 
 import train_async
-from rl import dist, watchdog
+from rl import dist, process, watchdog
 from rl.generator import VALIDATION, Generator
 from rl.schedule import Board, started
 
@@ -74,4 +74,4 @@ def rough_poll(generator, *arguments, **keywords):
 
 train_async.learn, Generator.poll, Board.__init__ = rough_learn, rough_poll, rough_init
 args = tyro.cli(train_async.Args, args=sys.argv[1:])
-dist.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))
+process.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

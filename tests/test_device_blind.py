@@ -1,10 +1,10 @@
-"""CPU, CUDA and NPU run the same code: only rl/dist.py and the engines may speak to one kind of device."""
+"""CPU, CUDA and NPU run the same code: only rl/device.py and the engines may speak to one kind of device."""
 
 import ast
 
 from conftest import ROOT
 
-MAY = {"rl/dist.py", "rl/engine.py", "rl/engine_vllm.py", "rl/engine_vllm_weights.py"}
+MAY = {"rl/device.py", "rl/engine.py", "rl/engine_vllm.py", "rl/engine_vllm_weights.py"}
 DEVICES = {"cuda", "npu"}
 
 

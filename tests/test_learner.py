@@ -15,7 +15,7 @@ WORKER = """
 import json, sys, numpy as np, torch
 sys.path.insert(0, "tests")
 from test_batch import make_group
-from rl import dist
+from rl import process
 from rl.batch import Batch, MicroBatch, micro_batches
 from rl.learner import Learner, LearnerArgs
 
@@ -43,7 +43,7 @@ def main(ranks):
         torch.save({"names": names, **result, "token": batch.token, "lengths": batch.lengths,
                     "prompts": [p.tolist() for p in batch.prompts], "weight": weight}, out)
 
-dist.run(main)
+process.run(main)
 """
 BUDGETS = [32, 100, 4096]
 
@@ -165,7 +165,7 @@ NON_FINITE = """
 import sys, torch
 sys.path.insert(0, "tests")
 from test_batch import make_group
-from rl import dist
+from rl import dist, process
 from rl.batch import Batch, micro_batches
 from rl.learner import Learner, LearnerArgs
 
@@ -184,7 +184,7 @@ def main(ranks):
         assert metrics["actor/skipped_steps"] == 1
     dist.barrier()
 
-dist.run(main)
+process.run(main)
 """
 
 

@@ -216,7 +216,7 @@ def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
 def test_a_run_ends_well_whose_process_group_is_gone_already(tmp_path):
     """vLLM's engine destroys the default group when it is collected, after main and at any moment."""
     script = tmp_path / "script.py"
-    script.write_text("import torch; from rl import dist; dist.run(lambda _: torch.distributed.destroy_process_group())")
+    script.write_text("import torch; from rl import process; process.run(lambda _: torch.distributed.destroy_process_group())")
     run_script(script)
 
 

@@ -1,0 +1,135 @@
+"""The devices: the only file that tells cpu, cuda and npu apart, and that knows their backends (gloo, nccl, hccl).
+
+Everything else asks here what a device can do, and so runs unchanged on all three.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import resource
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from rl.errors import UserError
+
+HOST_BACKEND = "gloo"  # of groups that send host memory only
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+# Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "910B": 354e12,
+}
+
+
+@cache
+def kind() -> str:
+    """The kind of this machine's devices, "cuda", "npu" or "cpu"; RL_DEVICE overrides what is found."""
+    if importlib.util.find_spec("torch_npu"):
+        os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # otherwise vllm-ascend cannot take new weights
+        import torch_npu  # noqa: F401  (registers the "npu" device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator and accelerator.type in BACKENDS else "cpu"
+    wanted = os.environ.get("RL_DEVICE") or found
+    if wanted not in ("cpu", found):
+        has = "only a CPU" if found == "cpu" else f"{found} devices and the CPU"
+        raise UserError(f"RL_DEVICE={wanted}, but torch finds {has} here: unset RL_DEVICE.")
+    return wanted
+
+
+def claim(local_rank: int) -> torch.device:
+    """This rank's device. Ranks share devices where there are fewer of them, as a generator and a learner may."""
+    if kind() == "cpu":
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind(), index)
+
+
+# --------------------------------------------------------------------------------------------------- what a device can do
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has memory and queues of its own. Host memory sent to it is pinned, work on it is asynchronous."""
+    return device.type != "cpu"
+
+
+def has_varlen_attention(query: torch.Tensor) -> bool:
+    """Whether torch's attention over packed sequences has a kernel for this tensor."""
+    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------- process groups
+
+
+def backend(device: torch.device) -> str:
+    """What a process group of ranks on such devices is made of; host tensors can be sent on each."""
+    return BACKENDS[device.type]
+
+
+def broadcast_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
+    """A group apart from the default one, and the device on which its tensors must be. It sends device memory directly where
+    each member has a CUDA device of its own, and host memory otherwise."""
+    store.set(f"device/{rank}", f"{platform.node()}/{device}")
+    own = len({store.get(f"device/{i}") for i in range(size)}) == size
+    if device.type == "cuda" and own:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options), device
+    return dist.ProcessGroupGloo(store, rank, size, timeout), torch.device("cpu")
+
+
+def flight_record(backend_name: str) -> list[dict]:
+    """What torch's flight recorder has of the backend's collectives; nothing where it has no recorder."""
+    dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
+    return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
+
+
+# ---------------------------------------------------------------------------------------------------------- time and memory
+
+
+def synchronize() -> None:
+    """Waits for the device's queued work, so that a timer measures it; nothing to do on a CPU."""
+    if kind() != "cpu":
+        torch.accelerator.synchronize()
+
+
+def side_stream(device: torch.device):
+    """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
+    return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
+
+
+def memory_gb() -> dict[str, float]:
+    """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
+    out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if kind() != "cpu":
+        out["perf/max_memory_allocated_gb"] = torch.accelerator.max_memory_allocated() / 2**30
+        out["perf/max_memory_reserved_gb"] = torch.accelerator.max_memory_reserved() / 2**30
+        torch.accelerator.reset_peak_memory_stats()
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------------- facts
+
+
+def name() -> str:
+    """The model of the device, as its driver or the system calls it."""
+    if kind() == "cpu":
+        return platform.processor() or platform.machine()
+    return getattr(torch, kind()).get_device_name()
+
+
+def peak_flops() -> float | None:
+    """The device's dense bf16 peak in FLOP/s, None where it is not known."""
+    if kind() == "cpu":
+        return None
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name()), None)
