@@ -3,13 +3,15 @@
     python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
 
-Runs whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest to highest.
+Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
+to highest.
 Unfinished and damaged logs are read as far as they go. A conclusion stands beside the numbers it rests on; where they are too
 few to carry one, it says so. Left out: anything that is not in the metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +21,12 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from rl.conclusions import IDLE, REWARD, THROUGHPUT, conclude, overview, speedup
 from rl.errors import UserError
-from rl.runlog import Group, Log, find_runs, group_runs, is_accuracy, load, smoothed
+from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, overview, speedup
+from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 
 LINES = {  # file: title, and for each panel its metric and label
-    "throughput": ("Throughput", {THROUGHPUT: "prompt and response tokens/s, of all ranks together"}),
+    "throughput": ("Throughput", {THROUGHPUT: "tokens/s of all ranks, prompts included"}),
     "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
     "lengths": (
         "Response lengths",
@@ -43,6 +45,13 @@ LINES = {  # file: title, and for each panel its metric and label
     ),
     "mfu": ("MFU", {"perf/mfu/actor": "MFU of the update"}),
 }
+SMOOTHED = {REWARD, THROUGHPUT, *IDLE.values()}  # differ much from step to step
+PHASES = """Seconds of a mean step, the first step of each attempt left out. generate: the engine's steps. score: verifiers.
+wait: for the other role. publish: sending or taking weights. train: forward, backward and optimizer. other: everything
+without a timer of its own, which is mostly bookkeeping (drawing tickets and reading the control block, both round trips to
+torchrun's store; packing records; logs, validation, checkpoints). On a busy machine the time in which a process is given no
+core counts for the phase it is in, so that "other" grows, too."""
+WRAP = 38  # characters of a label's line that fit a panel
 
 
 @dataclass
@@ -56,13 +65,13 @@ class Args:
     speedup: str | None = None
     """Compare wall clock to the same reward against this group (its name in the report) or run (its directory)."""
     smooth: int = 10
-    """Steps of which a reward curve shows the mean."""
+    """Steps of which a curve of rewards, throughput or idle ratios shows the mean."""
 
 
 # ------------------------------------------------------------------------------------------------------- plots
 
 
-def draw(axes, groups: list[Group], curve: Callable) -> bool:
+def draw(axes, groups: list[RunGroup], curve: Callable) -> bool:
     """A line for each group, of curve(log) [n, 2]: the mean over its runs as far as all go, the band from lowest to highest,
     each run thin behind it. Returns whether there was anything."""
     for i, group in enumerate(groups):
@@ -76,10 +85,10 @@ def draw(axes, groups: list[Group], curve: Callable) -> bool:
         grid = grid[(grid >= max(c[0, 0] for c in curves)) & (grid <= min(c[-1, 0] for c in curves))]
         if len(grid):
             values = np.stack([np.interp(grid, *c.T) for c in curves])  # [runs, n]
-            axes.plot(grid, values.mean(0), color=f"C{i}", lw=1.6, label=group.label, **marker)
+            axes.plot(grid, values.mean(0), color=f"C{i}", lw=1.6, label=wrap(group.label), **marker)
             axes.fill_between(grid, values.min(0), values.max(0), color=f"C{i}", alpha=0.15, lw=0)
         else:
-            axes.lines[-1].set_label(group.label)  # the runs have no step in common
+            axes.lines[-1].set_label(wrap(group.label))  # the runs have no step in common
     axes.grid(alpha=0.3)
     return bool(axes.lines)
 
@@ -94,26 +103,36 @@ def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.
     return of
 
 
-def plot_lines(groups: list[Group], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
+def plot_lines(groups: list[RunGroup], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
     """A panel for each (metric, label, axis, steps to average). Writes nothing, and returns False, if there is no number."""
     figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=75)
     unit, seconds = ("hours", 3600) if max(log.seconds for g in groups for log in g.logs) > 7200 else ("seconds", 1)
     drawn = False
     for axes, (name, label, axis, width) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         drew = draw(axes, groups, curve(name, axis, width, seconds if axis == "seconds" else 1))
-        axes.set(xlabel={"responses": "responses trained", "seconds": unit}.get(axis, axis), ylabel=label)
+        xlabel = {"responses": "responses trained", "seconds": f"{unit} of training"}.get(axis, axis)
+        axes.set(xlabel=xlabel, ylabel=wrap(label))
         if drew and not drawn:
             axes.legend(fontsize=7)
         drawn = drawn or drew
         if not drew:
             axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
     if drawn:
-        figure.tight_layout()
-        figure.savefig(target)
+        save(figure, target)
     return drawn
 
 
-def shares(group: Group) -> dict[str, dict[str, float]]:
+def wrap(label: str) -> str:
+    return textwrap.fill(label, WRAP)
+
+
+def save(figure: Figure, target: Path) -> None:
+    """Writes the plot with room for every label, however long."""
+    figure.tight_layout()
+    figure.savefig(target, bbox_inches="tight")
+
+
+def shares(group: RunGroup) -> dict[str, dict[str, float]]:
     """The ledger: {role: {phase: share of its ranks' time}}, over all ranks, steps and runs of the group."""
     out: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for log in group.logs:
@@ -132,17 +151,16 @@ def plot_bars(bars: dict[str, dict[str, float]], target: Path, label: str) -> bo
     left = np.zeros(len(bars))
     for part in dict.fromkeys(part for parts in bars.values() for part in parts):
         width = np.array([parts.get(part, 0.0) for parts in bars.values()])
-        axes.barh(list(bars), width, left=left, label=part)
+        axes.barh([wrap(bar) for bar in bars], width, left=left, label=part)
         left += width
     axes.set(xlabel=label)
     axes.invert_yaxis()
     axes.legend(fontsize=7, bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(target)
+    save(figure, target)
     return True
 
 
-def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
+def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
     """Writes every plot that the runs have numbers for; returns the page's blocks, which name what is missing."""
     made, absent = [], []
 
@@ -150,7 +168,7 @@ def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
         made.extend([("heading", title), ("image", f"{file}.png", title)]) if drawn else absent.append(title.lower())
 
     accuracies = sorted({n for g in groups for log in g.logs for row in log.rows for n in row if is_accuracy(n)})
-    wanted = [("reward", "Reward", REWARD, f"reward, mean of up to {smooth} steps", smooth)]
+    wanted = [("reward", "Reward", REWARD, *smoothing(REWARD, "reward", smooth))]
     wanted += [(f"accuracy_{i}", f"Validation accuracy: {n}", n, "accuracy", 1) for i, n in enumerate(accuracies, 1)]
     for file, title, name, label, width in wanted:
         panels = [(name, label, axis, width) for axis in ("step", "responses", "seconds")]
@@ -159,7 +177,7 @@ def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
         absent.append("validation accuracy")
     bars = {}
     for group in groups:
-        step = group.each(lambda log: np.mean(t) if len(t := log.points("timing_s/step")[:, 1]) else None)
+        step = group.each(lambda log: log.mean_step)
         for role, of in shares(group).items() if step else []:
             bars[f"{group.label}, {role}"] = {phase: share * np.mean(step) for phase, share in of.items()}
     add(
@@ -167,8 +185,10 @@ def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
         "Step time by the ledger",
         plot_bars(bars, directory / "step_time.png", "seconds of a mean step"),
     )
+    made.extend([("text", " ".join(PHASES.split()))] if bars else [])
     for file, (title, panels) in LINES.items():
-        add(file, title, plot_lines(groups, directory / f"{file}.png", [(n, lab, "step", 1) for n, lab in panels.items()]))
+        lines = [(name, *smoothing(name, label, smooth)) for name, label in panels.items()]
+        add(file, title, plot_lines(groups, directory / f"{file}.png", [(n, lab, "step", width) for n, lab, width in lines]))
     ages = {group.label: of for group in groups if (of := staleness(group))}
     add(
         "staleness",
@@ -178,7 +198,12 @@ def plots(groups: list[Group], directory: Path, smooth: int) -> list[tuple]:
     return made + ([("text", f"Not recorded by any of these runs: {', '.join(absent)}.")] if absent else [])
 
 
-def staleness(group: Group) -> dict[str, float]:
+def smoothing(name: str, label: str, steps: int) -> tuple[str, int]:
+    """The label of a metric's panel, and of how many steps it shows the mean."""
+    return (f"{label}, mean of up to {steps} steps", steps) if name in SMOOTHED else (label, 1)
+
+
+def staleness(group: RunGroup) -> dict[str, float]:
     """{age in versions: mean share of a step's tokens}; an age that a step does not name is none of its tokens'."""
     rows = [row for log in group.logs for row in log.rows if "staleness/mean" in row]
     ages = sorted({n for row in rows for n in row if n.startswith("staleness/age_")})
@@ -188,12 +213,15 @@ def staleness(group: Group) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------- pages
 
 
-def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
+def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
     """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words). The first
     group is what the others are compared with."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
-    words = "Several runs: mean (lowest - highest). Seconds run from the first step's beginning, start-up left out."
+    words = (
+        "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the pauses "
+    )
+    words += "of a run that was stopped and resumed are left out, and so are steps that were lost and trained again."
     hardware = [log.config["hardware"] for log in logs if "hardware" in log.config]
     machines = sorted({f"{h.get('device_name')} ({h.get('cpu')}, {h.get('cores')} cores)" for h in hardware})
     words += f" Ran on {'; '.join(machines)}." if machines else ""
@@ -210,7 +238,7 @@ def compose(groups: list[Group], args: Args, directory: Path) -> list[tuple]:
     return blocks + ([("heading", "Of the records"), ("table", [["run", "note"], *noted])] if noted else [])
 
 
-def find_base(groups: list[Group], name: str) -> Group:
+def find_base(groups: list[RunGroup], name: str) -> RunGroup:
     """The group of that label, or that holds that run."""
     for group in groups:
         if name == group.label or Path(name).resolve() in [log.path.resolve() for log in group.logs]:

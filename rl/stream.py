@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 
 from rl import dist, watchdog
+from rl.balance import advice
 from rl.batch import Group, join_records, split_records
 from rl.errors import UserError
 from rl.generator import event_metrics, validation_metrics
@@ -245,18 +246,8 @@ class Watch:
         self._started.add((role, rank))
 
     def words(self) -> str:
-        """Which side has waited, and the split of the job's ranks that would balance them. Every node is split alike."""
-        nodes, g, n = self.split.nodes, self.split.generators, self.split.generators + self.split.learners
+        """Which side has waited, and the split of the job's ranks that would balance them."""
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
-            return "Too few steps to say who waits for whom."
-        idle = {role: self._waited[role] / self._elapsed[role] for role in ("generator", "learner")}
-        told = f"generators waited {idle['generator']:.0%} of the time, learners {idle['learner']:.0%}"
-        if min(idle.values()) > 0.2:
-            return f"{told}: they take turns. A higher --staleness-threshold, or fewer validations, let them overlap."
-        work = {"generator": g * (1 - idle["generator"]), "learner": (n - g) * (1 - idle["learner"])}
-        exact = n * work["generator"] / sum(work.values())  # generators of the n ranks
-        best = nodes * min(n // nodes - 1, max(1, round(exact / nodes)))
-        if best != g:
-            flag = f"--generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")
-            return f"{told}: a split of {best} to {n - best} would balance them better ({flag})."
-        return f"{told}: {g} to {n - g} is the best split of {n} ranks; {exact:.1f} to {n - exact:.1f} would balance them."
+            return "too few steps to say who waits for whom"
+        idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
+        return advice(self.split.generators, self.split.learners, self.split.nodes, *idle)

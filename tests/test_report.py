@@ -15,9 +15,9 @@ from conftest import ROOT
 
 import report
 from report import Args, main
-from rl.conclusions import conclude, first_at, overview, speedup
 from rl.errors import UserError
-from rl.runlog import Group, Log, find_runs, group_runs, load, smoothed
+from rl.report.conclusions import conclude, first_at, overview, speedup
+from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -99,10 +99,10 @@ def test_smoothing_is_a_mean_of_the_steps_before():
     assert len(smoothed(points, 4)) == 0
 
 
-def waits(g: float, n: float, generators: int, learners: int, steps=40) -> Group:
+def waits(g: float, n: float, generators: int, learners: int, steps=40) -> RunGroup:
     names = [f"generator_{i}" for i in range(generators)] + [f"learner_{i}" for i in range(learners)]
     more = {"fully_async/rollouter/idle_ratio": g, "fully_async/trainer/idle_ratio": n} | {f"ledger/{x}/wait": g for x in names}
-    return Group("a", [Log(Path("a"), {}, rows(steps, **more))])
+    return RunGroup("a", [Log(Path("a"), {}, rows(steps, **more))])
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_too_few_steps_are_said_to_be():
     ]
 
 
-def alone(data: list[dict], **flags) -> Group:
-    return Group("a", [Log(Path("a"), {"flags": flags}, data)])
+def alone(data: list[dict], **flags) -> RunGroup:
+    return RunGroup("a", [Log(Path("a"), {"flags": flags}, data)])
 
 
 def test_whether_the_reward_moved():
@@ -159,7 +159,7 @@ def speed(tokens: float) -> dict[str, float]:
 
 def test_groups_are_compared_only_with_several_runs_each():
     def group(name, speeds):
-        return Group(
+        return RunGroup(
             name, [Log(Path(name), {}, rows(40, **{"perf/total_num_tokens": s, "perf/time_per_step": 1.0})) for s in speeds]
         )
 
@@ -172,13 +172,13 @@ def test_groups_are_compared_only_with_several_runs_each():
 
 
 def test_ends_at_different_steps_do_not_compare():
-    groups = [Group(n, [Log(Path(n), {}, rows(steps)) for _ in range(3)]) for n, steps in (("base", 30), ("other", 60))]
+    groups = [RunGroup(n, [Log(Path(n), {}, rows(steps)) for _ in range(3)]) for n, steps in (("base", 30), ("other", 60))]
     told = [t for _, t, rests in conclude(groups) if rests.startswith("reward of")]
     assert told == ["reward of the last steps: the runs stopped at different steps (30 to 60), so their ends do not compare"]
 
 
 def test_speedup_by_hand():
-    base, fast = alone(rows(40, seconds=2.0)), Group("b", [Log(Path("b"), {}, rows(40, seconds=1.0))])
+    base, fast = alone(rows(40, seconds=2.0)), RunGroup("b", [Log(Path("b"), {}, rows(40, seconds=1.0))])
     table = speedup([base, fast], base, smooth=1)
     # both start at 0 and end at 0.78: halfway is 0.39, first reached at step 21 (0.40): 42 s against 21 s
     assert table[1] == ["b", "0.390", "21.0", "42.0", "2.00", "one pair: no spread"]
@@ -187,11 +187,11 @@ def test_speedup_by_hand():
 
 
 def test_speedup_says_when_it_cannot_tell():
-    base, flat = alone(rows(40)), Group("b", [Log(Path("b"), {}, rows(40, slope=0))])
+    base, flat = alone(rows(40)), RunGroup("b", [Log(Path("b"), {}, rows(40, slope=0))])
     assert speedup([base, flat], base, smooth=1)[1][-1] == "no level that all runs reach and none starts above"
-    short = Group("b", [Log(Path("b"), {}, rows(12))])
+    short = RunGroup("b", [Log(Path("b"), {}, rows(12))])
     assert speedup([base, short], base, smooth=5)[1][-1] == "too few steps: 24 are the least"
-    three, same = (Group(n, [Log(Path(n), {}, rows(40, seconds=s)) for s in (1.0, 1.1, 1.2)]) for n in "cd")
+    three, same = (RunGroup(n, [Log(Path(n), {}, rows(40, seconds=s)) for s in (1.0, 1.1, 1.2)]) for n in "cd")
     assert speedup([three, same], three, smooth=1)[1][-1].endswith("not told apart")
 
 

@@ -40,13 +40,14 @@ def words(generators: int, learners: int, nodes: int, idle: tuple[float, float])
 @pytest.mark.parametrize(
     ("job", "idle", "expected"),
     [
-        ((1, 1, 1), (0.0, 0.1), "1 to 1 is the best split of 2 ranks; 1.1 to 0.9 would balance them."),
-        ((2, 2, 1), (0.0, 0.75), "a split of 3 to 1 would balance them better (--generators 3)."),
-        ((2, 2, 2), (0.0, 0.1), "2 to 2 is the best split of 4 ranks; 2.1 to 1.9 would balance them."),
-        ((2, 2, 2), (0.0, 0.75), "2 to 2 is the best split of 4 ranks; 3.2 to 0.8 would balance them."),
-        ((2, 6, 2), (0.0, 0.75), "a split of 4 to 4 would balance them better (--generators 2 on each of 2 nodes)."),
-        ((4, 4, 2), (0.75, 0.0), "a split of 2 to 6 would balance them better (--generators 1 on each of 2 nodes)."),
-        ((1, 1, 1), (0.4, 0.5), "they take turns."),
+        ((1, 1, 1), (0.0, 0.1), "1 to 1 is the best split of 2 ranks (1.1 to 0.9 would balance exactly)"),
+        ((2, 2, 1), (0.0, 0.75), "3 to 1 would balance 4 ranks better (3.2 to 0.8 exactly): --generators 3"),
+        ((2, 2, 2), (0.0, 0.1), "2 to 2 is the best split of 4 ranks (2.1 to 1.9 would balance exactly)"),
+        ((2, 2, 2), (0.0, 0.75), "2 to 2 is the best split of 4 ranks (3.2 to 0.8 would balance exactly)"),
+        ((2, 6, 2), (0.0, 0.75), "4 to 4 would balance 8 ranks better (4.6 to 3.4 exactly): --generators 2 on each of 2 nodes"),
+        ((4, 4, 2), (0.75, 0.0), "2 to 6 would balance 8 ranks better (1.6 to 6.4 exactly): --generators 1 on each of 2 nodes"),
+        ((1, 1, 1), (0.4, 0.5), "they take turns"),
+        ((1, 1, 1), (0.05, 0.09), "balanced"),
     ],
 )
 def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle, expected):
@@ -57,7 +58,7 @@ def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle,
 def test_nothing_is_advised_from_start_up_alone():
     watch = Watch(job(1, 1, 1))
     watch.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))
-    assert watch.words() == "Too few steps to say who waits for whom."
+    assert watch.words() == "too few steps to say who waits for whom"
 
 
 def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():

@@ -1,15 +1,15 @@
-"""What the numbers of runs say, in words beside the numbers: and where they are too few to say it, that.
+"""Conclusions from the numbers of runs, each beside the numbers it rests on; or the remark that these are too few.
 
 Every function returns rows (of what, conclusion, the numbers it rests on). A claim about learning needs MIN_STEPS steps, one
 between groups MIN_SEEDS runs of each that do not overlap.
 """
 
 import math
-from fractions import Fraction
 
 import numpy as np
 
-from rl.runlog import Group, Log, is_accuracy, smoothed
+from rl.balance import advice
+from rl.report.logs import Log, RunGroup, is_accuracy, smoothed
 
 MIN_STEPS, MIN_SEEDS = 20, 3
 REWARD, THROUGHPUT = "critic/score/mean", "tokens/s"
@@ -26,13 +26,13 @@ def spread(values: list[float], form: str = ".3f") -> str:
     return mean if low == high else f"{mean} ({low} - {high})"
 
 
-def accuracy_names(group: Group) -> list[str]:
+def accuracy_names(group: RunGroup) -> list[str]:
     return sorted({name for log in group.logs for row in log.rows for name in row if is_accuracy(name)})
 
 
 def accuracy_at(log: Log, which: int) -> float | None:
     """The first (0) or last (-1) validation's accuracy, the mean over its data sources."""
-    curves = [log.points(name) for name in accuracy_names(Group("", [log]))]
+    curves = [log.points(name) for name in accuracy_names(RunGroup("", [log]))]
     return float(np.mean([c[which, 1] for c in curves])) if curves else None
 
 
@@ -41,10 +41,10 @@ def last_reward(log: Log, steps: int) -> float | None:
     return float(points[-steps:, 1].mean()) if len(points) else None
 
 
-def overview(groups: list[Group], smooth: int) -> list[list[str]]:
+def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
     """The table of groups, its header first."""
-    head = ["group", "runs", "steps", "seconds", f"reward, last {smooth} steps", "accuracy, first", "last", "tokens/s"]
-    out = [[*head, "state"]]
+    head = ["group", "runs", "steps", "seconds of training", f"reward, last {smooth} steps", "accuracy, first", "last"]
+    out = [[*head, "tokens/s, median step", "tokens/s, all steps", "state"]]
     for group in groups:
         out.append(
             [
@@ -56,27 +56,28 @@ def overview(groups: list[Group], smooth: int) -> list[list[str]]:
                 spread(group.each(lambda log: accuracy_at(log, 0))),
                 spread(group.each(lambda log: accuracy_at(log, -1))),
                 spread(group.each(lambda log: _median(log, THROUGHPUT)), ",.0f"),
+                spread(group.each(lambda log: log.tokens_per_second), ",.0f"),
                 ", ".join(sorted({log.state for log in group.logs if log.state})),
             ]
         )
     return out
 
 
-def conclude(groups: list[Group]) -> list[Row]:
+def conclude(groups: list[RunGroup]) -> list[Row]:
     rows = [
         row for group in groups for about in (learning, accuracy, waiting, lengths, mismatch, trouble) for row in about(group)
     ]
     return rows + between(groups)
 
 
-def enough(group: Group, metric: str) -> Row | None:
+def enough(group: RunGroup, metric: str) -> Row | None:
     """None, or the row that says why nothing is concluded from the group's steps of that metric."""
     steps = min(len(log.points(metric)) for log in group.logs)
     told = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
     return (group.label, told, f"{metric} of {steps} steps") if steps < MIN_STEPS else None
 
 
-def learning(group: Group) -> list[Row]:
+def learning(group: RunGroup) -> list[Row]:
     """Whether the reward moved by more than twice the noise of the two means."""
     if few := enough(group, REWARD):
         return [few]
@@ -93,7 +94,7 @@ def learning(group: Group) -> list[Row]:
     ]
 
 
-def accuracy(group: Group) -> list[Row]:
+def accuracy(group: RunGroup) -> list[Row]:
     out = []
     for name in accuracy_names(group):
         curves = [p[:, 1] for log in group.logs if len(p := log.points(name))]
@@ -113,42 +114,29 @@ def accuracy(group: Group) -> list[Row]:
     return out
 
 
-def waiting(group: Group) -> list[Row]:
-    """Who waited for whom, and the split that would balance them: work is ranks times the share in which they did not wait."""
+def waiting(group: RunGroup) -> list[Row]:
+    """Who waited for whom, and the split that would balance them."""
     idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
     if not all(idle.values()):
         return []
     if few := enough(group, IDLE["learner"]):
         return [(few[0], few[1].replace("anything", "who waits for whom"), few[2])]
-    g, n = (float(np.mean(idle[role])) for role in ("generator", "learner"))
-    rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
     generators, learners = (len(ranks_of(group, role)) for role in ("generator", "learner"))
-    told = f"the generators waited {g:.0%} of the time, the learners {n:.0%}"
-    if max(g, n) < 0.1:
-        return [(group.label, f"{told}: balanced", rests)]
-    if min(g, n) > 0.2:
-        return [
-            (group.label, f"{told}: they take turns, and no other split mends that; a higher staleness threshold may", rests)
-        ]
-    if not (generators and learners and g < 1 and n < 1):
-        return [(group.label, told, rests)]
-    exact = generators * (1 - g) / (learners * (1 - n))
-    ratio = Fraction(exact).limit_denominator(4) or Fraction(1, 4)
-    rests += f"; {generators} to {learners} ranks, {generators * (1 - g):.2f} to {learners * (1 - n):.2f} at work"
-    plural = "generator" if ratio.numerator == 1 else "generators", "learner" if ratio.denominator == 1 else "learners"
-    told += f": {ratio.numerator} {plural[0]} to {ratio.denominator} {plural[1]} would balance"
-    if ratio == Fraction(generators, learners):
-        told = told.rpartition(":")[0] + f": {generators} to {learners} is about balanced"
-    return [(group.label, told, rests)]
+    if not (generators and learners):
+        return []
+    nodes = generators // group.logs[0].flags.get("generators", generators)  # the flag counts a node's
+    told = advice(generators, learners, max(1, nodes), *(float(np.mean(idle[role])) for role in ("generator", "learner")))
+    rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
+    return [(group.label, told, f"{rests}, the first step of each attempt left out; {generators} to {learners} ranks")]
 
 
-def ranks_of(group: Group, role: str) -> set[str]:
+def ranks_of(group: RunGroup, role: str) -> set[str]:
     """Names of the group's ranks of that role, out of its ledgers."""
     names = {name.split("/")[1] for log in group.logs for row in log.rows for name in row if name.startswith("ledger/")}
     return {name for name in names if name.rpartition("_")[0] == role}
 
 
-def lengths(group: Group) -> list[Row]:
+def lengths(group: RunGroup) -> list[Row]:
     clipped = [p[-MIN_STEPS:, 1].mean() for log in group.logs if len(p := log.points("response_length/clip_ratio"))]
     if not clipped or np.mean(clipped) <= 0.1:
         return []
@@ -156,7 +144,7 @@ def lengths(group: Group) -> list[Row]:
     return [(group.label, told, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(clipped)}")]
 
 
-def mismatch(group: Group) -> list[Row]:
+def mismatch(group: RunGroup) -> list[Row]:
     """Generator against learner. Only in fp32 and on-policy is there a bound: else precision and staleness explain much."""
     name = "training/rollout_probs_diff_max"
     worst = group.each(lambda log: p[:, 1].max() if len(p := log.points(name)) else None)
@@ -171,7 +159,7 @@ def mismatch(group: Group) -> list[Row]:
     return [(group.label, f"{told} (fp32, on-policy)", f"{name}: {max(worst):.2g}, where 0.1 is the bound")]
 
 
-def trouble(group: Group) -> list[Row]:
+def trouble(group: RunGroup) -> list[Row]:
     """Counters that should be zero."""
     counters = {"actor/skipped_steps": "optimizer steps were skipped for a non-finite gradient"}
     counters |= {
@@ -186,13 +174,13 @@ def trouble(group: Group) -> list[Row]:
     return out
 
 
-def between(groups: list[Group]) -> list[Row]:
+def between(groups: list[RunGroup]) -> list[Row]:
     """The groups against the first, where every run of the one lies beyond every run of the other."""
     if len(groups) < 2:
         return []
     numbers = [("reward of the last steps", REWARD, lambda log: last_reward(log, MIN_STEPS), ".3f")]
     numbers += [(f"last {name}", name, lambda log, n=name: _last(log, n), ".3f") for name in accuracy_names(groups[0])]
-    numbers += [("tokens/s", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
+    numbers += [("tokens/s of the median step", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
     out = []
     for what, name, number, form in numbers:
         for group in groups[1:]:
@@ -233,7 +221,7 @@ def _median(log: Log, name: str) -> float | None:
 # ------------------------------------------------------------------------------------------------------ speed-up
 
 
-def speedup(groups: list[Group], base: Group, smooth: int) -> list[list[str]]:
+def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[str]]:
     """Wall clock to the same reward, base over group, at levels that every run reaches and none starts above; header first.
     The reward is the mean of `smooth` steps, so that no lucky batch counts."""
     out = [["group", "level of reward", "seconds", f"seconds of {base.label}", "speed-up", "worst to best pair"]]

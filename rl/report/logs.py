@@ -1,6 +1,9 @@
-"""What runs left behind, read back: metrics.jsonl or TensorBoard event files, as far as they go, and runs of a kind together.
+"""Reads what runs left behind (metrics.jsonl, or TensorBoard event files) and puts runs of a kind into groups. Needs no torch.
 
-Needs no torch. A damaged record is read around, and says so in `Log.notes`.
+Damaged records are left out, and `Log.notes` says so. Seconds are seconds of training: start-up before the first step and
+the pauses between a run's attempts (a stop, a crash, a restart) are not counted. A step ends at its record's `time` and began
+`timing_s/step` seconds before, so a gap between one step's end and the next one's beginning is such a pause. What was trained
+again after a restart counts once.
 """
 
 import json
@@ -15,6 +18,7 @@ import numpy as np
 from rl.errors import UserError
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
+PAUSE = 1.0  # seconds between two steps that only a restart explains
 
 
 @dataclass
@@ -27,8 +31,9 @@ class Log:
     notes: list[str] = field(default_factory=list)  # what is wrong with the record
 
     def __post_init__(self):
-        times = [row for row in self.rows if "time" in row]
-        self.began = times[0]["time"] - times[0].get("timing_s/step", 0.0) if times else 0.0
+        self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
+        self.starts: set[float] = set()  # the first step of each attempt
+        self._read_clock()
         for row in self.rows:  # of all ranks together, for runs on equal machines: perf/throughput is a rank's, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
@@ -40,7 +45,19 @@ class Log:
 
     @property
     def seconds(self) -> float:
-        return max((row["time"] - self.began for row in self.rows if "time" in row), default=0.0)
+        """Seconds of training."""
+        return max(self.clock.values(), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all steps over the seconds of training; None if they were not recorded."""
+        tokens = sum(row.get("perf/total_num_tokens", 0.0) for row in self.rows)
+        return tokens / self.seconds if tokens and self.seconds else None
+
+    @property
+    def code(self) -> str | None:
+        """What tells the run's code from another's: a digest of its files, or the commit where the record has none."""
+        return self.config.get("code") or self.config.get("commit")
 
     @property
     def responses_per_step(self) -> int | None:
@@ -64,21 +81,51 @@ class Log:
             step = row.get("training/validated_step", row["step"]) if name.startswith("val-") else row["step"]
             per_step = self.responses_per_step
             x = {"step": step, "responses": step * per_step if per_step else None}.get(axis)
-            if axis == "seconds" and "time" in row:
-                x = row["time"] - self.began
+            if axis == "seconds":
+                x = self.clock.get(row["step"])
             if name in row and x is not None:
                 out.append((x, row[name]))
         return np.array(out, dtype=float).reshape(-1, 2)
 
     def over_time(self, name: str) -> float | None:
-        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded."""
-        known = [(row[name], row.get("timing_s/step", 1.0)) for row in self.rows if name in row]
+        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out the
+        steps with which an attempt began, if there are others: start-up is in their waiting."""
+        known = [(row[name], row.get("timing_s/step", 1.0)) for row in self._steady if name in row]
         total = sum(seconds for _, seconds in known)
         return sum(share * seconds for share, seconds in known) / total if total else None
 
+    @property
+    def mean_step(self) -> float | None:
+        """Seconds of a mean step, without the steps with which an attempt began; None if they were not recorded."""
+        seconds = [row["timing_s/step"] for row in self._steady if "timing_s/step" in row]
+        return sum(seconds) / len(seconds) if seconds else None
+
+    @property
+    def _steady(self) -> list[dict[str, float]]:
+        return [row for row in self.rows if row["step"] not in self.starts] or self.rows
+
+    def _read_clock(self) -> None:
+        seconds, pauses, before = 0.0, 0.0, None
+        for row in self.rows:
+            if "time" not in row:
+                continue
+            own = row.get("timing_s/step")
+            passed = row["time"] - before["time"] if before else None
+            gap = passed - own if before and own is not None and row["step"] == before["step"] + 1 else 0.0
+            if before is None or gap > PAUSE:
+                self.starts.add(row["step"])
+                pauses += gap
+            if before is None or gap > PAUSE or passed < 0:  # a clock that was set back
+                passed = own or 0.0
+            seconds += passed
+            self.clock[row["step"]] = seconds
+            before = row
+        if pauses:
+            self.notes.append(f"{len(self.starts)} attempts: the {pauses:,.0f} seconds between them are not counted")
+
 
 @dataclass
-class Group:
+class RunGroup:
     label: str
     logs: list[Log]
 
@@ -179,13 +226,15 @@ def _is_number(value) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def group_runs(logs: list[Log]) -> list[Group]:
-    """Runs that differ in seed and names only, together; each labelled by its script and by what tells it from the others."""
+def group_runs(logs: list[Log]) -> list[RunGroup]:
+    """Puts runs together that differ in seed and names only; other code is another group. Each group's label is its script and
+    what tells it from the others."""
 
     def marks(log: Log) -> dict:
         hardware = log.config.get("hardware", {})
         flags = {f"--{name.replace('_', '-')}": value for name, value in log.flags.items() if name not in NAMES}
-        return flags | {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role, if split
+        ranks = {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role, if split
+        return flags | ranks | {"code:": log.code}
 
     kinds: dict[str, list[Log]] = defaultdict(list)
     for log in logs:
@@ -195,12 +244,18 @@ def group_runs(logs: list[Log]) -> list[Group]:
         first = members[0]
         rivals = [marks(others[0]) for others in kinds.values() if others[0].script == first.script]
         differ = [(n, value) for n, value in marks(first).items() if any(other.get(n) != value for other in rivals)]
-        label = " ".join([first.script, *(f"{name} {value}" for name, value in differ)])
-        groups.append(Group(label if first.flags else first.path.name, members))
+        label = " ".join([first.script, *(f"{name} {_short(value) if name == 'code:' else value}" for name, value in differ)])
+        groups.append(RunGroup(label if first.flags else first.path.name, members))
     for label, count in Counter(group.label for group in groups).items():
         for number, group in enumerate([g for g in groups if g.label == label] if count > 1 else [], 1):
             group.label += f" ({number})"
     return groups
+
+
+def _short(code: str | None) -> str:
+    """The first eight digits of a digest or commit, with what stands behind a plus sign."""
+    digits, plus, state = (code or "unknown").partition("+")
+    return digits[:8] + plus + state
 
 
 def is_accuracy(name: str) -> bool:

@@ -1,0 +1,22 @@
+"""Tells whether two runs were made by the same code, whether or not it was committed."""
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def code_digest(script: Path, *more: Path) -> str:
+    """A digest of all code of the project that a run of the script may execute: rl/, losses.py, the script, the modules that it
+    has imported from its own directory, and the files in `more`. Equal digests mean equal code."""
+    beside = script.resolve().parent
+    files = {*PACKAGE.rglob("*.py"), script.resolve(), *(path.resolve() for path in more)}
+    files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
+    loaded = {Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    files |= {file for file in loaded if file.parent == beside}
+    digest = hashlib.sha256()
+    for name, content in sorted((file.name, file.read_bytes()) for file in files if file.is_file()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
