@@ -19,7 +19,7 @@ import losses
 from rl import checkpoint, dist, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs, Saver
+from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -28,6 +28,7 @@ from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.run import LogArgs, Run
+from rl.saver import Saver
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.stream import Inbox, Outbox, Watch, open_ring
@@ -266,12 +267,12 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
         open_tickets(split.store, drawn_before, drawn_before - len(again), again, unfinished)
         split.store.set("validated", str(inbox.validated))
     run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_async", origin)
-    saver = Saver(args, run.dir, "train_async", learner, prompts.tokenizer, origin)
+    saver = Saver(args, run, "train_async", learner, prompts.tokenizer, origin)
 
     def save(step: int) -> None:
         with run.timer("save_checkpoint"):
             board.update(snapshot=step)
-            saver.copy()  # while the generators answer
+            saver.copy(step)  # while the generators answer
             unfinished = inbox.unfinished_at(step)
             groups = [*intake.waiting.values(), *inbox.groups]
             state = {"kl_coef": kl_control.coef, "intake": intake.state(), "inbox": inbox.state(), "watch": watch.state()}

@@ -20,7 +20,7 @@ import losses
 from rl import checkpoint, dist, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs, Saver
+from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
@@ -29,6 +29,7 @@ from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.run import LogArgs, Run
+from rl.saver import Saver
 from rl.schedule import Board, SplitArgs, staleness_metrics
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.stream import Inbox, Outbox, Watch, open_ring
@@ -258,7 +259,7 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     if ranks.is_main:
         split.store.set("start", json.dumps(start))
     run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_one_step_off", origin)
-    saver = Saver(args, run.dir, "train_one_step_off", learner, prompts.tokenizer, origin)
+    saver = Saver(args, run, "train_one_step_off", learner, prompts.tokenizer, origin)
     made = {"next_ticket": start["ticket"]}
 
     def save(step: int, groups: Sequence[Group] = ()) -> None:

@@ -17,7 +17,7 @@ import losses
 from rl import checkpoint, dist, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs, Saver
+from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
@@ -26,6 +26,7 @@ from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
 from rl.run import LogArgs, Run
+from rl.saver import Saver
 from rl.scoring import RewardArgs, ScoringPool, check_sources
 from rl.signals import stop_requested
 from rl.timers import gather_ledgers
@@ -203,7 +204,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     team = Team(ranks, args.rollout_tp)
     generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
     run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_sync", origin)
-    saver = Saver(args, run.dir, "train_sync", learner, tokenizer, origin)
+    saver = Saver(args, run, "train_sync", learner, tokenizer, origin)
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):

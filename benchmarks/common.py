@@ -56,7 +56,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def setting(*packages: str, **more) -> dict:
     """The machine, its load now, the versions and the thread settings: what stands under a table."""
-    from rl.run import cpu_name
+    from rl.host import cpu_name
 
     out = {"processor": cpu_name(), "cores": os.cpu_count(), "load average": round(os.getloadavg()[0], 2)}
     out |= {"python": platform.python_version()}

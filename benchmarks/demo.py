@@ -26,7 +26,7 @@ class Args:
 
 
 def one_run(mode: str, seed: int, steps: int, engine: str) -> dict:
-    from rl.run import cpu_name
+    from rl.host import cpu_name
 
     flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--engine", engine]
     done, rows = run_script(sys.executable, MODES[mode], *flags)

@@ -136,7 +136,7 @@ def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> di
 
 def main(args: Args) -> None:
     from rl.demo import model_dir
-    from rl.run import cpu_name
+    from rl.host import cpu_name
 
     model_dir()
     equal: dict[str, list[dict]] = {side: [] for side in ("generation", "training", BUSY, "async")}

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl import dist, process, weights
 from rl.engine import TransformersEngine
+from rl.host import cpu_name
 from rl.learner import Learner, LearnerArgs
-from rl.run import cpu_name
 from rl.weights import Publisher, Subscriber
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary

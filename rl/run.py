@@ -13,14 +13,13 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl import dist
+from rl import dist, host
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.provenance import code_digest
@@ -66,7 +65,7 @@ class Run:
     ):
         """origin: the run that goes on, in its directory; else a new one is made. Raises UserError if there can be none."""
         self.timer = Timers()
-        self.enabled = enabled
+        self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
@@ -213,8 +212,8 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
         "flags": flags,
         "python": platform.python_version(),
         "packages": versions,
-        "hardware": {"host": platform.node(), **_machine(), **hardware},
-        "commit": _commit(),
+        "hardware": {"host": platform.node(), **host.machine(), **hardware},
+        "commit": host.commit(),
         "code": code_digest(Path(sys.argv[0]), *reward),
     }
 
@@ -242,31 +241,6 @@ def _strict(value):
     if isinstance(value, list | tuple):
         return [_strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _machine() -> dict:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The code's git commit, "+dirty" behind it if files differ; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        dirty = subprocess.run(status, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head + ("+dirty" if dirty else "")
 
 
 def _cell(value) -> str:

@@ -1,0 +1,358 @@
+"""Writes a run's checkpoints: beside their place, in the background, and renamed when complete, so that a kill leaves the last
+good one. rl/checkpoint.py says what stands where, and reads them.
+
+Memory: training goes on while a checkpoint is written, so each learner holds a copy of what training changes, which is its
+shard of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. Nothing else is held but
+a few pieces of PIECE_BYTES: both the training files and the Hugging Face export are written from that copy, a piece at a time.
+No copy is made for the last save, after which nothing changes, nor where memory is short: training then waits instead.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedTokenizerBase
+
+from rl import dist, host, watchdog
+from rl.batch import Group, join_records
+from rl.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    STATE,
+    STEPS,
+    TRAINING,
+    UNFINISHED,
+    CheckpointArgs,
+    fixed_flags,
+    sync_directory,
+    write_manifest,
+)
+from rl.errors import Stopped, UserError
+from rl.learner import Learner
+from rl.run import Origin, Run
+from rl.tensor_files import TensorFile, piece_sizes, pieces, write_model
+
+SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
+Block = tuple[list[int], list[int]]  # a shard's offset in its tensor, and its shape
+
+
+class Saver:
+    """Saves on all learners together. `save` copies what training changes and returns; a thread writes it down."""
+
+    def __init__(
+        self,
+        args: CheckpointArgs,
+        run: Run,
+        script: str,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        origin: Origin | None,
+    ):
+        """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
+        self.args, self.run, self.learner, self.tokenizer, self.script = args, run, learner, tokenizer, script
+        self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
+        # A group of its own: what the thread sends must not meet what training sends.
+        self._group = torch.distributed.new_group(backend="gloo") if learner.ranks.world_size > 1 else None
+        named = dict(learner.policy.model.named_parameters())
+        record = json.dumps({name: _block(parameter) for name, parameter in named.items()}).encode()
+        self._blocks: list[dict[str, Block]] = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(record)]
+        self._shapes, self._dtype = {name: p.shape for name, p in named.items()}, learner.config.dtype or torch.float32
+        self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
+            {name: torch.empty(shape, dtype=self._dtype, device="meta") for name, shape in self._shapes.items()}
+        )
+        # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
+        self._copies: dict[str, torch.Tensor] = {}
+        self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
+        self._was_short = False  # of memory, at some save
+        self._leaving = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the thread: another learner is gone
+        self._scores: dict[int, float] = {}  # validation by step
+        self.step = origin.step if origin else 0  # that was saved last
+        self.fault = ""  # of the last save; empty if it is whole
+        if origin and learner.ranks.is_main:
+            self._set_aside(after=origin.step)
+
+    def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
+        """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
+
+        state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
+        being generated. A checkpoint that cannot be written (disk full, no permission) leaves nothing behind; training goes
+        on and `finish` tells.
+        """
+        if self._state is None:
+            self.copy(step)
+        tensors, self._state = self._state, None
+        self.step = step
+        target = self.run_dir / f"step_{step:06d}"
+        work = target.with_name(f"{target.name}.partial")
+        fault = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
+        if fault := dist.from_main(fault):
+            self._give_up(step, work, fault)
+            return
+        ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
+        record = {"step": step, "state": state, "fixed": fixed_flags(self.args, self.script), "learner": self.learner.state()}
+        record["ranks"] = [json.loads(rank) for rank in ranks]
+        files = {
+            STATE: json.dumps(record).encode(),
+            GROUPS: join_records([group.to_bytes() for group in groups]),
+            UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
+        }
+        self._thread = threading.Thread(target=self._complete, args=(step, work, target, tensors, files), daemon=True)
+        self._thread.start()
+        if not self._is_last(step) and tensors is not self._copies:
+            self.wait()  # before training changes them
+
+    def copy(self, step: int) -> None:
+        """The part of `save` that reads the weights, if it has not been done: copies them and the moments when the checkpoint
+        before is complete, where that is needed and memory allows. A collective of the learners."""
+        self.wait()
+        live = {name: _local(tensor) for name, tensor in self.learner.state_tensors().items()}
+        self._state = live
+        if self._is_last(step) or not self._has_room(live):
+            return
+        for name, tensor in live.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._copies[name].copy_(tensor)
+        self._state = self._copies
+
+    def wait(self) -> None:
+        """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
+        if self._thread:
+            with watchdog.doing("the checkpoint before to be written"):
+                self._thread.join()
+            self._thread = None
+        if self._error:
+            raise self._error
+
+    def finish(self, step: int) -> Path:
+        """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
+        self.wait()
+        if self.fault:
+            raise UserError(
+                f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.fault}. "
+                f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
+                "the newest that is there."
+            )
+        return self.run_dir / f"step_{step:06d}"
+
+    def leave(self, step: int, save: Callable[[int], None]) -> NoReturn:
+        """After SIGTERM: has that step saved if it is not yet, waits for it, and raises Stopped."""
+        self._leaving = True
+        if step > self.step:
+            save(step)
+        kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
+        raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
+
+    def validated(self, metrics: dict[str, float]) -> None:
+        """Tells how the weights after training/validated_step did: of the saved steps the best is kept as `best`."""
+        scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
+        if scores:
+            self._scores[metrics["training/validated_step"]] = sum(scores) / len(scores)
+            if not self._thread:
+                self._keep_best()
+
+    # ------------------------------------------------------------------------------------------- before the thread
+
+    def _is_last(self, step: int) -> bool:
+        """Whether nothing changes the weights after this step's save."""
+        return step >= self.run.total_steps or self._leaving
+
+    def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
+        """Whether every learner has the memory for its copies; says it once where one has not. A collective."""
+        missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
+        report = json.dumps([platform.node(), missing, host.available_memory()]).encode()
+        reports = [json.loads(record) for record in dist.all_gather_bytes(report)]
+        for node in {node for node, _, _ in reports}:
+            need = SPARE * sum(size for name, size, _ in reports if name == node)
+            free = min(free for name, _, free in reports if name == node)
+            if need > free:
+                if not self._was_short:
+                    self.run.say(
+                        f"checkpoints: {node} has {free / 2**30:.1f} GB of memory free, too little for the copies that let "
+                        f"training go on meanwhile ({need / 2**30:.1f} GB): each is written while training waits"
+                    )
+                self._was_short = True
+                return False
+        return True
+
+    def _set_aside(self, after: int) -> None:
+        for path in [*self.run_dir.glob("*.partial"), *self.run_dir.glob("*.removed")]:  # what a kill has left
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.run_dir.glob(STEPS):
+            if int(path.name.removeprefix("step_")) > after:
+                aside = path.with_name(f"{path.name}.superseded")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+
+    # ------------------------------------------------------------------------------------------------- the thread
+
+    def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
+        try:
+            self.fault = self._write(work, target, tensors, files)
+        except Exception as error:  # of a collective, since the rest tells its faults: another learner is gone
+            self._error = error
+            return
+        if self.fault:
+            self._give_up(step, work, self.fault)
+        else:
+            self._keep_best()
+
+    def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
+        """Writes all of the checkpoint; returns what went wrong on the first learner that says so, or "". A collective."""
+        ranks, written = self.learner.ranks, {}
+        shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
+        fault = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
+        reports = [json.loads(record) for record in self._gather(json.dumps([written, fault]).encode())]
+        if fault := next((fault for _, fault in reports if fault), ""):
+            return fault
+        for of_rank, _ in reports:
+            written |= of_rank
+        stream = self._stream_model(tensors)
+        if ranks.is_main:
+            fault = _attempt(lambda: written.update(write_model(work, self._plan, self._shapes, self._dtype, stream)))
+        for _ in stream:
+            pass  # where writing failed, too: the others still send
+        if ranks.is_main and not fault:
+            fault = _attempt(lambda: self._seal(work, target, files, written))
+        return self._gather(fault.encode())[0].decode()
+
+    def _gather(self, record: bytes) -> list[bytes]:
+        return dist.all_gather_bytes(record, self._group)
+
+    def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+        """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
+        checksum)."""
+        offsets = {key: self._blocks[self.learner.ranks.rank][key.partition(".")[2]][0] for key in tensors}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0"}
+        metadata["DCP_SHARDING_INFO"] = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
+        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], metadata)
+        for tensor in tensors.values():
+            for piece in pieces(tensor, tensor.dtype):
+                file.write(piece)
+        return file.close()
+
+    def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The whole model's weights in the plan's order and the model's own precision, on the first learner, a piece at a time:
+        the others send their shards. A collective."""
+        ranks = self.learner.ranks
+        for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
+            order = sorted(range(ranks.world_size), key=lambda rank, name=name: self._blocks[rank][name][0])
+            for rank in order:
+                if rank == ranks.rank:
+                    for piece in pieces(tensors[f"model.{name}"], self._dtype):
+                        if ranks.is_main:
+                            yield piece
+                        else:
+                            torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
+                elif ranks.is_main:
+                    for size in piece_sizes(math.prod(self._blocks[rank][name][1]), self._dtype):
+                        piece = torch.empty(size, dtype=self._dtype)
+                        torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
+                        yield piece
+
+    def _seal(self, work: Path, target: Path, files: dict[str, bytes], written: dict[str, tuple[int, str]]) -> None:
+        """Adds the small files and the manifest, and gives the checkpoint its name. Raises OSError if another learner's file is
+        not to be seen here: without all of them there is no checkpoint."""
+        for name, (size, _) in written.items():
+            if not (work / name).is_file() or (work / name).stat().st_size != size:
+                raise FileNotFoundError(
+                    f"{work / name} is not there as its learner wrote it: all learners must see the same --output-dir"
+                )
+        self.learner.config.save_pretrained(work)
+        self.learner.policy.model.generation_config.save_pretrained(work)
+        self.tokenizer.save_pretrained(work)
+        for name, content in files.items():
+            (work / TRAINING / name).write_bytes(content)
+        write_manifest(work, written)
+        if target.exists():  # of a run that went on from an older checkpoint
+            _remove(target)
+        os.rename(work, target)
+        sync_directory(self.run_dir)
+        saved = sorted(self.run_dir.glob(STEPS))
+        for path in saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []:
+            _remove(path)
+
+    def _give_up(self, step: int, work: Path, fault: str) -> None:
+        self.fault = fault
+        if self.learner.ranks.is_main:
+            shutil.rmtree(work, ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} could not be written: {fault}. Training goes on.", file=sys.stderr)
+
+    def _keep_best(self) -> None:
+        """Links the Hugging Face files of the best saved step into `best`."""
+        if not self.learner.ranks.is_main:
+            return
+        best, record = self.run_dir / "best", {"score": -1.0}
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads((best / "best.json").read_text())
+        for step, score in self._scores.items():
+            source = self.run_dir / f"step_{step:06d}"
+            if score > record["score"] and (source / MANIFEST).exists():
+                record = {"step": step, "score": score}
+                _attempt(lambda source=source, record=record: _link_best(source, best, record))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _block(tensor: torch.Tensor) -> Block:
+    """Where this rank's part of the tensor lies in it."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim(), list(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset), list(shape)
+
+
+def _attempt(act: Callable[[], object]) -> str:
+    """Does it; returns what went wrong, in one line, or ""."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _make_anew(work: Path) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    (work / TRAINING).mkdir(parents=True)
+
+
+def _remove(path: Path) -> None:
+    """Takes the name away first: what is left by a kill is no checkpoint any more."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _link_best(source: Path, best: Path, record: dict) -> None:
+    work = best.with_name("best.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and file.name != MANIFEST:
+            try:
+                os.link(file, work / file.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, work / file.name)
+    (work / "best.json").write_text(json.dumps(record))
+    if best.exists():
+        _remove(best)
+    os.rename(work, best)
