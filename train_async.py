@@ -286,6 +286,9 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
             batch = next_batch(step, inbox, intake, board)
         if batch is None:
             saver.leave(step - 1, save)
+        if step == done + 1:
+            batch.check_scored()
+        run.warn_unscored(batch.errors)
 
         metrics = learn(args, learner, kl_control, batch, args.ppo_mini_batch_size, run)
 

@@ -102,7 +102,7 @@ def make_batch(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int)
         ticket = tickets.stop
         mine = generator.generate(tickets[ranks.rank :: ranks.world_size])
         for group in gather_groups(mine):
-            (kept if group.teaches or not args.filter_groups else flat).append(group)
+            (kept if group.has_signal or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
     return kept + flat[:missing], ticket, metrics
@@ -282,6 +282,9 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
         if stopping:
             saver.leave(step - 1, save)
         batch, metrics = Batch.of(groups), made["metrics"]
+        if step == done + 1:
+            batch.check_scored()
+        run.warn_unscored(batch.errors)
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 

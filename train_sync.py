@@ -89,7 +89,7 @@ def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -
         give_up = stop_requested if args.rollout_tp == 1 else bool  # ranks that share an engine must stay together
         mine = generator.generate(tickets[ranks.rank :: ranks.world_size], give_up)
         for group in gather_groups(mine):
-            (kept if group.teaches or not args.filter_groups else flat).append(group)
+            (kept if group.has_signal or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
     return kept + flat[:missing], ticket, metrics
@@ -210,6 +210,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
         with run.timer("testing"):
             rows = validate_on_all_ranks(generator, val_prompts, team.place)
         run.log_generations(step, rows[: args.log_val_generations])
+        run.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {"training/validated_step": step}
         saver.validated(metrics)
         return metrics
@@ -227,6 +228,9 @@ def main(args: Args, ranks: dist.Ranks) -> None:
             saver.leave(step - 1, save)  # this batch, whole or not, will be made again
         engine.sleep()
         batch, tickets, ticket = Batch.of(groups), range(ticket, next_ticket), next_ticket
+        if step == done + 1:
+            batch.check_scored()
+        run.warn_unscored(batch.errors)
 
         metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
 

@@ -15,6 +15,7 @@ import torch
 
 from rl.attention import Packed
 from rl.dist import Ranks
+from rl.errors import UserError
 from rl.metrics import describe, summarize
 
 
@@ -26,8 +27,10 @@ class Response:
     log_probs: np.ndarray  # [n] float32, as recorded while sampling
     versions: np.ndarray  # [n] int32, of the weights that sampled each token
     finish_reason: str  # "stop" or "length"
-    score: float = 0.0
+    score: float | None = 0.0  # None if it could not be scored: then it is not trained
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
+    error: str | None = None  # why it could not be scored
+    mask: np.ndarray | None = None  # [n] bool, the tokens that are trained; None trains them all
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,14 @@ class Group:
     baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
 
     @property
-    def teaches(self) -> bool:
-        """Whether its scores differ: with equal ones all group-wise advantages are 0."""
-        return len({r.score for r in self.responses}) > 1
+    def scored(self) -> list[Response]:
+        """Its responses but for those that could not be scored."""
+        return [r for r in self.responses if r.score is not None]
+
+    @property
+    def has_signal(self) -> bool:
+        """True if its scores differ: with zero variance all group-wise advantages are 0."""
+        return len({r.score for r in self.scored}) > 1
 
     @property
     def oldest(self) -> int:
@@ -57,12 +65,15 @@ class Group:
             "data_source": self.data_source,
             "baseline": self.baseline,
             "prompt": len(self.prompt_ids),
-            "responses": [[len(r.token_ids), r.finish_reason, r.score, r.extra] for r in self.responses],
+            "responses": [
+                [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
+            ],
         }
         head = json.dumps(header).encode()
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:
             arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
+        arrays += [r.mask.astype(bool) for r in self.responses if r.mask is not None]  # last: single bytes align nothing
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
@@ -73,14 +84,17 @@ class Group:
 
         def take(n: int, dtype) -> np.ndarray:
             nonlocal at
-            at += 4 * n
-            return np.frombuffer(record, dtype, n, at - 4 * n)
+            array = np.frombuffer(record, dtype, n, at)
+            at += array.nbytes
+            return array
 
         prompt = take(header["prompt"], np.int32)
-        responses = []
-        for n, reason, score, extra in header["responses"]:
-            ids, log_probs, versions = take(n, np.int32), take(n, np.float32), take(n, np.int32)
-            responses.append(Response(ids, log_probs, versions, reason, score, extra))
+        arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
+        masks = [take(n, bool) if has_mask else None for n, *_, has_mask in header["responses"]]
+        responses = [
+            Response(*of_one, *fields, mask)
+            for of_one, (_, *fields, _), mask in zip(arrays, header["responses"], masks, strict=True)
+        ]
         return Group(header["ticket"], prompt, header["data_source"], responses, header["baseline"])
 
 
@@ -102,17 +116,20 @@ def split_records(joined: bytes) -> list[bytes]:
 class Batch:
     """B responses with N response tokens in all; CPU tensors, identical on every learner rank.
 
-    Per token, [N]: the tokens of one response are contiguous. Per response, [B].
+    Per token, [N]: the tokens of one response are contiguous. Per response, [B]. Responses that could not be scored are not
+    among them: they have no part in the loss, its denominators or any baseline.
     """
 
-    tickets: list[int]  # of its groups
+    tickets: list[int]  # of its groups, also of one none of whose responses could be scored
+    unscored: int  # responses left out
+    errors: list[str]  # why responses could not be scored, left out or (--on-error zero) not
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
     score: torch.Tensor  # [B] float32
     baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
     extra: list[dict[str, float]]  # B further numbers of the reward function
-    clipped: torch.Tensor  # [B] bool, the response ran into its budget
+    truncated: torch.Tensor  # [B] bool, the response ran into its budget
     token: torch.Tensor  # [N] long
     seq: torch.Tensor  # [N] long, the response each token belongs to
     mask: torch.Tensor  # [N] bool, tokens that are trained
@@ -132,23 +149,36 @@ class Batch:
     def of(groups: list[Group]) -> "Batch":
         """Groups in ticket order -> the batch, whoever generated them and whenever they arrived."""
         groups = sorted(groups, key=lambda g: g.ticket)
-        pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.responses]
-        lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs])
+        pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
+        lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
+        masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for _, _, r in pairs]
+        joined = lambda arrays, dtype: torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))  # noqa: E731
         return Batch(
             tickets=[g.ticket for g in groups],
+            unscored=sum(len(g.responses) for g in groups) - len(pairs),
+            errors=[r.error for g in groups for r in g.responses if r.error is not None],
             prompts=[g.prompt_ids for _, g, _ in pairs],
             lengths=lengths,
-            group=torch.tensor([i for i, _, _ in pairs]),
+            group=torch.tensor([i for i, _, _ in pairs], dtype=torch.long),
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
             baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
             extra=[r.extra for _, _, r in pairs],
-            clipped=torch.tensor([r.finish_reason == "length" for _, _, r in pairs]),
-            token=torch.from_numpy(np.concatenate([r.token_ids for _, _, r in pairs])).long(),
+            truncated=torch.tensor([r.finish_reason == "length" for _, _, r in pairs], dtype=torch.bool),
+            token=joined((r.token_ids for _, _, r in pairs), np.int32).long(),
             seq=torch.arange(len(pairs)).repeat_interleave(lengths),
-            mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
-            rollout_log_prob=torch.from_numpy(np.concatenate([r.log_probs for _, _, r in pairs])),
-            version=torch.from_numpy(np.concatenate([r.versions for _, _, r in pairs])).long(),
+            mask=joined(masks, bool),
+            rollout_log_prob=joined((r.log_probs for _, _, r in pairs), np.float32),
+            version=joined((r.versions for _, _, r in pairs), np.int32).long(),
         )
+
+    def check_scored(self) -> None:
+        """Raises UserError if not one of its responses could be scored: for the first step, where that means a reward function
+        that cannot work."""
+        if self.errors and len(self.errors) == self.unscored + len(self.score):
+            raise UserError(
+                f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
+                "Correct the reward function, or what it needs."
+            )
 
     @property
     def starts(self) -> torch.Tensor:
@@ -164,7 +194,7 @@ class Batch:
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
         """The responses [b] of each run of `prompts` prompts, in ticket order."""
-        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(int(self.group.max()) // prompts + 1)]
+        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(-(-len(self.tickets) // prompts))]
 
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
@@ -195,11 +225,12 @@ class Batch:
         the learner's."""
         out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
         out |= summarize("critic/rewards", torch.zeros_like(self.score).index_add(0, self.seq, self.reward))
-        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": float(self.clipped.float().mean())}
+        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": describe(self.truncated)["mean"]}
         out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
         difference = (self.actor_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask & self.known]
         for name in ("mean", "max", "std"):
             out[f"training/rollout_probs_diff_{name}"] = describe(difference)[name]
+        out["reward/unscored"] = self.unscored
         for key in sorted({key for extra in self.extra for key in extra}):
             values = [extra[key] for extra in self.extra if key in extra]
             out[f"reward/extra/{key}/mean"] = sum(values) / len(values)

@@ -121,11 +121,17 @@ class Generator:
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
             penalty = self._overlong(len(output.token_ids))
-            if i == work.n:
-                baseline = score.score + penalty
-                break
+            value = 0.0 if score.event and self.args.on_error == "zero" else score.score
+            total = None if value is None else value + penalty
             extra = {**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})}
-            responses.append(_response(output, score.score + penalty, extra))
+            responses.append(_response(output, total, extra, score.error))
+        if work.greedy:
+            greedy = responses.pop()
+            baseline = greedy.score or 0.0
+            if greedy.score is None:  # without the baseline no response has an advantage
+                responses = [
+                    dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
+                ]
         return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
 
     def start_validation(self, prompts: PromptDataset, indices: Iterable[int]) -> None:
@@ -155,8 +161,9 @@ class Generator:
             "prompt": work.prompt.text,
             "response": self._text(work.outputs[number]),
             "ground_truth": str(work.prompt.ground_truth),
-            "score": score.score,
-            "acc": float(score.extra.get("acc", score.score)),
+            "score": score.score if score.event is None else 0.0,
+            "acc": 0.0 if score.event else float(score.extra.get("acc", score.score)),
+            "error": score.error,
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, so_far: Sequence[Response] = ()) -> None:
@@ -193,7 +200,9 @@ class Generator:
         return overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
 
 
-def _response(output: Output, score: float = 0.0, extra: dict[str, float] | None = None) -> Response:
+def _response(
+    output: Output, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
+) -> Response:
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -201,6 +210,7 @@ def _response(output: Output, score: float = 0.0, extra: dict[str, float] | None
         finish_reason=output.finish_reason,
         score=score,
         extra=extra or {},
+        error=error,
     )
 
 
@@ -219,11 +229,12 @@ def validate_on_all_ranks(generator: Generator, prompts: PromptDataset, ranks: d
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
-    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source."""
+    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
+    how many responses could not be scored, which count as wrong."""
     by_prompt: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         by_prompt.setdefault((row["data_source"], row["index"]), []).append(row["acc"])
-    metrics = {}
+    metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source in dict.fromkeys(source for source, _ in by_prompt):
         prompts = [acc for (s, _), acc in by_prompt.items() if s == source]
         n = len(prompts[0])

@@ -218,7 +218,7 @@ class Learner:
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = train_flops_per_token(self.config, tokens / len(lengths))
+            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
             flops *= batch.distinct_tokens() * self.args.ppo_epochs
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
         return out

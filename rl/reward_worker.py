@@ -7,6 +7,7 @@ transformers: it starts in a blink.
 import contextlib
 import ctypes
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -18,6 +19,8 @@ import traceback
 
 from rl.verifiers import BUILT_IN
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a verifier, by name
+
 
 def load(spec: str):
     """The function of path/to/file.py:function."""
@@ -27,15 +30,25 @@ def load(spec: str):
     sys.modules["user_reward"] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")
-    return getattr(module, name)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{name} is an async function; it must return the score itself")
+    with contextlib.suppress(ValueError):  # a callable that tells no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(**dict.fromkeys(ARGUMENTS))
+        except TypeError as error:
+            raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}") from None
+    return function
 
 
 def one_line(error: BaseException) -> str:
     """The error with the line of code it came from."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})".replace("\n", " ")
+    place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"  # a fault in the user's file
+    return f"{type(error).__name__}: {error}{place}".replace("\n", " ")
 
 
 def limit_cpu(seconds: float) -> None:

@@ -15,6 +15,7 @@ import platform
 import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -91,6 +92,7 @@ class Run:
             self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=first_step or None)
         if "wandb" in args.logger:
             self._wandb = _start_wandb(args, self.dir)
+        self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
@@ -134,6 +136,20 @@ class Run:
         """Prints a line for the user, above the progress bar if there is one."""
         if self.enabled and self._console:
             self._console.say(text)
+
+    def warn(self, what: str, count: int, detail: str) -> None:
+        """Counts `what`, which went wrong `count` times more without stopping the run, and prints one line when it begins and
+        whenever its total has grown tenfold."""
+        if not (self.enabled and count):
+            return
+        before = self._warned[what]
+        self._warned[what] += count
+        if len(str(self._warned[what])) > len(str(before)) or not before:
+            self.say(f"warning: {what}: {self._warned[what]:,} so far. {detail}")
+
+    def warn_unscored(self, errors: list[str]) -> None:
+        """Warns of responses that could not be scored, with the last one's error."""
+        self.warn("responses that could not be scored (--on-error)", len(errors), f"The last: {errors[-1]}" if errors else "")
 
     def finish(self, checkpoint: Path) -> None:
         """Draws the reward plot, closes everything, and says where things are."""

@@ -216,10 +216,10 @@ class Intake:
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.required if filter_groups else 0
 
     def add(self, group: Group) -> None:
-        """Takes a group in; with --filter-groups one that teaches nothing is dropped, unless a step has lost too many."""
+        """Takes a group in; with --filter-groups one without signal is dropped, unless a step has lost too many."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
             raise RuntimeError(f"ticket {group.ticket} came in twice")
-        if self._flat_left and not group.teaches:
+        if self._flat_left and not group.has_signal:
             self._flat_left -= 1
             self._drop(group.ticket, "filtered")
         else:
@@ -318,9 +318,12 @@ class Intake:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How old a step's tokens are, in versions, under verl's names where it has them. version: what the step begins with."""
+    """How old a step's tokens are, in versions, under verl's names where it has them; empty for a batch without any. version:
+    what the step begins with."""
+    if not len(batch.token):
+        return {}
     age = version - batch.version  # [N]
-    tokens, responses = max(1, len(age)), len(batch.lengths)
+    tokens, responses = len(age), len(batch.lengths)
     oldest, newest = torch.zeros(responses, dtype=torch.long), torch.zeros(responses, dtype=torch.long)
     oldest = oldest.scatter_reduce(0, batch.seq, age, "amax", include_self=False)  # [B]
     newest = newest.scatter_reduce(0, batch.seq, age, "amin", include_self=False)

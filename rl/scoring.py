@@ -1,8 +1,8 @@
 """Scores for responses: the pool that runs the built-in verifiers (rl/verifiers.py) or the user's own function.
 
 The pool runs them in processes of their own, so that a response that cannot be scored - the function hangs, raises, returns
-no finite number, eats the memory, dies - becomes a score of 0 and a counted event, never a stuck run. The worker is
-rl/reward_worker.py; what passes between is JSON, nothing is pickled.
+no finite number, eats the memory, dies - becomes a counted event, never a stuck run: it is left out of the training
+(--on-error). The worker is rl/reward_worker.py; what passes between is JSON, nothing is pickled.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl.errors import UserError
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
@@ -30,13 +30,16 @@ class RewardArgs:
     """Your own reward function, as path/to/file.py:function, called with (data_source, solution_str, ground_truth,
     extra_info); returns a number, or a dict with "score" and further numbers that become metrics."""
     reward_timeout: float = 10.0
-    """Seconds to score one response; one that takes longer gets 0 and is counted."""
+    """Seconds to score one response; for one that takes longer see --on-error."""
     reward_cpu_limit: float = 60.0
     """CPU seconds to score one response, over all threads of its process; 0 sets no limit."""
     reward_workers: int = 1
     """Processes that score, on each rank."""
     reward_memory_limit_gb: float = 4.0
     """Address space of each scoring process; 0 sets no limit."""
+    on_error: Literal["mask", "zero"] = "mask"
+    """A response that could not be scored: leave it out of loss, baseline and mean scores, or give it a score of 0. Counted
+    either way; in a validation it is wrong."""
     format_score: float = 0.0
     """Built-in gsm8k: the score of a wrong answer in the right format."""
     overlong_buffer_len: int = 0
@@ -45,15 +48,22 @@ class RewardArgs:
     """DAPO: the penalty at the very end of the budget."""
 
 
+EVENTS = ("timeout", "error", "bad_value", "died")
+
+
 @dataclass(frozen=True)
 class Score:
-    score: float
+    score: float | None  # None if an event kept the response from being scored
     extra: dict[str, float] = field(default_factory=dict)
-    event: str | None = None  # "timeout", "error", "bad_value" or "died": why there is no real score
-    message: str = ""
+    event: str | None = None  # one of EVENTS
+    message: str = ""  # how it came to the event
+
+    @property
+    def error(self) -> str | None:
+        """The event in words; None if there was none."""
+        return f"{self.event}: {self.message}" if self.event else None
 
 
-EVENTS = ("timeout", "error", "bad_value", "died")
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 
@@ -304,7 +314,7 @@ class ScoringPool:
             return True
         (key,), worker.key = worker.key, None
         if "failed" in reply:
-            self._record(key, Score(0.0, event="error", message=f"{reply['failed']:.500}"))
+            self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
         else:
             self._record(key, as_score(reply["value"]))
         return True
@@ -317,7 +327,7 @@ class ScoringPool:
             if self._bad_starts > 3:
                 self._refuse(f"importing it does not work: {message}")
         if worker.key:
-            self._record(worker.key[0], Score(0.0, event=event, message=message))
+            self._record(worker.key[0], Score(None, event=event, message=message))
         elif event != "died":
             self._count(event, message)
 
@@ -332,20 +342,18 @@ class ScoringPool:
     def _count(self, event: str, message: str) -> None:
         self.events[event] += 1
         self.last_message[event] = message
-        count = self.events[event]
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: seen, and not a flood
-            print(f"reward {event} number {count}, scored 0: {message}", file=sys.stderr, flush=True)
 
 
 def as_score(value: Any) -> Score:
     """What a reward function returned, as a Score; anything but a finite number is a bad_value event."""
-    extra = {}
+    score, extra = value, {}
     if isinstance(value, dict):
         extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
-        value = value.get("score")
-    if not _is_number(value):
-        return Score(0.0, event="bad_value", message=f"the reward function returned {value!r:.100}, not a finite number")
-    return Score(float(value), extra)
+        score = value.get("score")
+    if not _is_number(score):
+        wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
+        return Score(None, event="bad_value", message=f"the reward function returned {value!r:.100}, {wanted}")
+    return Score(float(score), extra)
 
 
 def _is_number(value: Any) -> bool:

@@ -193,6 +193,7 @@ class Inbox:
             rows = [row for part in self._rows.pop(step) for row in part["rows"]]
             rows.sort(key=lambda row: row["index"])
             run.log_generations(step, rows[:table_rows])
+            run.warn_unscored([row["error"] for row in rows if row["error"]])
             metrics = validation_metrics(rows) | {"training/validated_step": step}
         return metrics
 

@@ -1,5 +1,6 @@
 """Records and packing: nothing lost, nothing split, nothing above the budget."""
 
+import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from rl.attention import Packed
 from rl.batch import Batch, Group, MicroBatch, Response, join_records, pack, split_records
+from rl.errors import UserError
 
 
-def make_group(ticket, sizes, prompt=4, rng=None, score=None):
+def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
     rng = rng or np.random.default_rng(ticket)
     responses = [
         Response(
@@ -20,8 +22,10 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None):
             log_probs=-rng.random(n).astype(np.float32),
             versions=rng.integers(0, 3, n).astype(np.int32),
             finish_reason="length" if i % 2 else "stop",
-            score=float(i if score is None else score),
+            score=None if i in unscored else float(i if score is None else score),
             extra={"acc": float(i)},
+            error="timeout: no score after 10 s" if i in unscored else None,
+            mask=rng.random(n) < 0.5 if masked and i % 2 else None,
         )
         for i, n in enumerate(sizes)
     ]
@@ -29,15 +33,17 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None):
 
 
 def same(a: Group, b: Group) -> bool:
-    arrays = lambda g: [g.prompt_ids, *(x for r in g.responses for x in (r.token_ids, r.log_probs, r.versions))]  # noqa: E731
-    rest = lambda g: [g.ticket, g.data_source, *((r.finish_reason, r.score, r.extra) for r in g.responses)]  # noqa: E731
+    of_one = lambda r: [r.token_ids, r.log_probs, r.versions, *([] if r.mask is None else [r.mask])]  # noqa: E731
+    arrays = lambda g: [g.prompt_ids, *(x for r in g.responses for x in of_one(r))]  # noqa: E731
+    rest = lambda g: [g.ticket, g.data_source, *((r.finish_reason, r.score, r.extra, r.error) for r in g.responses)]  # noqa: E731
     pairs = zip(arrays(a), arrays(b), strict=True)
     return rest(a) == rest(b) and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=5), st.integers(0, 2**40))
 def test_records_survive_the_journey(groups, ticket):
-    made = [make_group(ticket + i, sizes, rng=np.random.default_rng(i)) for i, sizes in enumerate(groups)]
+    how = {"unscored": (0, 2), "masked": True}
+    made = [make_group(ticket + i, sizes, rng=np.random.default_rng(i), **how) for i, sizes in enumerate(groups)]
     joined = join_records([g.to_bytes() for g in made])
     back = [Group.from_bytes(record) for record in split_records(joined)]
     assert len(back) == len(made) and all(same(a, b) for a, b in zip(made, back, strict=True))
@@ -70,6 +76,36 @@ def test_batch_does_not_depend_on_the_order_of_arrival():
     assert a.group.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert a.seq.tolist() == [i for i, n in enumerate([3, 1, 5] * 3) for _ in range(n)]
     assert [m.tolist() for m in a.mini_batches(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+
+def test_what_could_not_be_scored_is_not_in_the_batch():
+    """The batch is the same as if those responses had not been there, but for their count and their errors."""
+    sizes = {4: [3, 1, 5], 2: [2, 2, 2], 9: [4]}
+    whole = [make_group(t, n, unscored=(1,) if t == 4 else (0, 1, 2) if t == 2 else ()) for t, n in sizes.items()]
+    for group in whole:
+        group.responses[:] = [r for r in group.responses if r.error is None] + [r for r in group.responses if r.error]
+    kept = [dataclasses.replace(g, responses=[r for r in g.responses if r.error is None]) for g in whole]
+    a, b = Batch.of(whole), Batch.of(kept)
+    for name in ("token", "seq", "group", "score", "version", "rollout_log_prob", "lengths", "mask", "truncated"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert a.tickets == [2, 4, 9] and a.unscored == 4 and a.errors == ["timeout: no score after 10 s"] * 4
+    assert [m.tolist() for m in a.mini_batches(1)] == [[], [0, 1], [2]]
+    a.check_scored()
+    nothing = Batch.of(whole[1:2])
+    assert len(nothing.token) == len(nothing.score) == 0 and [m.tolist() for m in nothing.mini_batches(1)] == [[]]
+    with pytest.raises(UserError, match="none of the first step's 3 responses could be scored: timeout: no score after 10 s"):
+        nothing.check_scored()
+
+
+def test_unscored_responses_give_a_group_no_signal():
+    assert make_group(0, [1, 1, 1]).has_signal and not make_group(0, [1, 1, 1], unscored=(0, 2)).has_signal
+    assert not make_group(0, [1, 1], unscored=(0, 1)).has_signal and not make_group(0, [1, 1], score=1).has_signal
+
+
+def test_a_masked_token_is_carried_and_not_trained():
+    group = make_group(0, [5, 4, 3], masked=True)
+    batch = Batch.of([Group.from_bytes(group.to_bytes())])
+    assert batch.mask.tolist() == [True] * 5 + group.responses[1].mask.tolist() + [True] * 3
 
 
 def test_the_score_sits_on_the_last_token():

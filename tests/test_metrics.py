@@ -251,3 +251,13 @@ def test_flops_of_other_architectures(make_config):
     flops = train_flops_per_token(config, 100)
     assert math.isfinite(flops) and flops > 6 * text.hidden_size * text.vocab_size
     assert flops == train_flops_per_token(text, 100)
+
+
+def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsys):
+    run = make(tmp_path, logger=("console",))
+    for step in range(25):
+        run.warn_unscored([f"error: number {step}"])
+    run.warn_unscored([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(lines) == 2 and all("could not be scored" in line for line in lines)
+    assert ": 1 so far" in lines[0] and "number 0" in lines[0] and ": 10 so far" in lines[1] and "number 9" in lines[1]

@@ -37,7 +37,7 @@ def test_overlong_penalty():
 )
 def test_bad_values(value):
     score = as_score(value)
-    assert score.event == "bad_value" and score.score == 0 and "not a finite number" in score.message
+    assert score.event == "bad_value" and score.score is None and "finite number" in score.message
     assert len(score.message) < 300
 
 
@@ -265,6 +265,13 @@ UNLOADABLE = {
     "import raises": ("mine.py:score", "import nothing_of_that_name", r"No module named 'nothing_of_that_name'.*mine\.py:1"),
     "syntax": ("mine.py:score", "def score(:", "SyntaxError"),
     "no colon": ("mine.py", "def score(): pass", r"file\.py:function"),
+    "signature": (
+        "mine.py:score",
+        "def score(text): return 1.0",
+        r"score\(text\) cannot be called with data_source, solution_str",
+    ),
+    "one argument too many": ("mine.py:score", "def score(n, **_): return 1.0", r"missing a required argument: 'n'"),
+    "async": ("mine.py:score", "async def score(**_): return 1.0", "score is an async function"),
     "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: the scoring process exited with code 1"),
     "import over the memory limit": ("mine.py:score", "x = bytearray(1 << 34)", "--reward .*MemoryError.*mine.py:1"),
 }

@@ -1,0 +1,148 @@
+"""Responses that could not be scored: no part in the loss, in a baseline or in a mean; a run none of whose responses can be
+scored ends with the reward function's own error."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import run_script
+from test_algorithm import ESTIMATORS, Trainer, ranks  # noqa: F401
+
+import losses
+import train_sync
+from rl.algorithm import KLControl
+from rl.batch import Batch, Group
+from rl.data import PromptOrder
+from rl.engine import Output
+from rl.generator import Generator, Work, validation_metrics
+from rl.scoring import Score
+
+
+@pytest.fixture(scope="module")
+def trainer(demo_model, ranks):  # noqa: F811
+    return Trainer(demo_model, ranks)
+
+
+def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.Tensor]:
+    """(metrics, weights) after one step on the groups, from the model's own weights and a new optimizer."""
+    trainer.begin_again()
+    trainer.learner.optimizer.state.clear()
+    args = train_sync.Args(**vars(trainer.args) | flags)
+    trainer.learner.args = args
+    metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), 4, trainer.run)
+    return metrics, trainer.weights()
+
+
+@pytest.fixture(scope="module")
+def groups(trainer):
+    args, engine = trainer.args, trainer.engine
+    engine.update(trainer.learner.weights(), version=0)
+
+    generator = Generator(
+        engine, trainer.prompts, PromptOrder(len(trainer.prompts), 0), trainer.pool, trainer.tokenizer, args, 0
+    )
+    made = train_sync.generate(args, generator, trainer.ranks, 0)[0]
+    spread = lambda g: [dataclasses.replace(r, score=float((i * 7 + g.ticket) % 3)) for i, r in enumerate(g.responses)]  # noqa: E731
+    return [dataclasses.replace(group, responses=spread(group)) for group in made]
+
+
+def unscored(group: Group, numbers) -> Group:
+    responses = [
+        dataclasses.replace(r, score=None, error="died: x") if i in numbers else r for i, r in enumerate(group.responses)
+    ]
+    return dataclasses.replace(group, responses=responses)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_they_change_nothing(trainer, groups, estimator):
+    """Bit for bit the step that is made without them, whatever the estimator and the denominator."""
+    if losses.ADVANTAGES[estimator] is losses.gae:
+        pytest.skip("needs a critic")
+    flags = {"adv_estimator": estimator, "loss_agg_mode": "seq-mean-token-sum"}
+    holes = [unscored(groups[0], {0, 2}), unscored(groups[1], {0, 1, 2, 3}), *groups[2:]]
+    without = [dataclasses.replace(g, responses=[r for r in g.responses if r.score is not None]) for g in holes]
+    metrics, weights = learn(trainer, holes, **flags)
+    expected, expected_weights = learn(trainer, without, **flags)
+    assert metrics.pop("reward/unscored") == 6 and expected.pop("reward/unscored") == 0
+    assert metrics == expected and torch.equal(weights, expected_weights)
+    zero = [unscored(groups[0], set()), *groups[1:]]
+    assert not torch.equal(weights, learn(trainer, zero, **flags)[1]), "the groups would teach"
+
+
+def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(trainer, groups):
+    for holes in (groups[:2], groups):
+        some = [unscored(g, range(4)) if g in holes else g for g in groups]
+        metrics, weights = learn(trainer, some, use_kl_loss=True, entropy_coeff=0.01, ppo_epochs=2)
+        assert torch.isfinite(weights).all() and metrics["actor/skipped_steps"] == 0
+        assert metrics["actor/grad_norm"] >= 0 and metrics["reward/unscored"] == 4 * len(holes)
+
+
+def group_of(args, scores: list[Score]) -> Group:
+    """What the generator makes of a prompt's responses with these scores."""
+    prompt = type("Prompt", (), {"ids": [1], "data_source": "demo"})
+    output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
+    greedy = len(scores) > args.rollout_n
+    work = Work(prompt, args.rollout_n, greedy, dict.fromkeys(range(len(scores)), output), dict(enumerate(scores)))
+    generator = Generator.__new__(Generator)
+    generator.args = args
+    return Generator.group(generator, 0, work)
+
+
+def test_on_error_chooses_what_becomes_of_them():
+    scores = [Score(1.0), Score(None, event="timeout", message="slow")]
+    args = train_sync.Args(rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
+    assert args.on_error == "mask"
+    good, bad = group_of(args, scores).responses
+    assert (good.score, good.error, bad.score, bad.error) == (0.5, None, None, "timeout: slow")
+    zero = dataclasses.replace(args, on_error="zero")
+    good, bad = group_of(zero, scores).responses
+    assert (good.score, good.error, bad.score, bad.error) == (0.5, None, -0.5, "timeout: slow")
+    batch = Batch.of([group_of(zero, scores)])
+    assert batch.unscored == 0 and batch.errors == ["timeout: slow"] and batch.score.tolist() == [0.5, -0.5]
+
+
+def test_without_the_greedy_baseline_no_response_is_trained():
+    scores = [Score(1.0), Score(0.0), Score(None, event="died", message="gone")]
+    args = train_sync.Args(rollout_n=2, adv_estimator="remax")
+    group = group_of(args, scores)
+    assert [r.score for r in group.responses] == [None, None]
+    assert {r.error for r in group.responses} == {"the greedy response: died: gone"}
+    group = group_of(dataclasses.replace(args, on_error="zero"), scores)
+    assert [r.score for r in group.responses] == [1, 0] and group.baseline == 0
+    assert group_of(args, [*scores[:2], Score(0.5)]).baseline == 0.5
+
+
+def test_a_validation_counts_them_as_wrong():
+    rows = [{"data_source": "d", "index": i, "acc": float(i), "error": None if i else "died: x"} for i in range(2)]
+    assert validation_metrics(rows) == {"val-aux/reward/unscored": 1, "val-core/d/acc/mean@1": 0.5}
+
+
+BROKEN = {  # a function that cannot work, and what the message must say
+    "none": ("def score(**_): pass", "returned None, not a finite number"),
+    "raises": ("def score(**_): raise ValueError('no such key')", "ValueError: no such key"),
+    "nan": ("def score(**_): return float('nan')", "returned nan"),
+    "no score": ("def score(**_): return {'acc': 1.0}", "returned {'acc': 1.0}, which has no finite number under \"score\""),
+    "exit": ("import os\ndef score(**_): os._exit(3)", "exited with code 3"),
+}
+SHORT = ["--total-training-steps", 3, "--train-batch-size", 2, "--rollout-n", 2]
+SCRIPTS = {
+    "train_sync.py": [None, *SHORT],
+    "train_one_step_off.py": [2, *SHORT],
+    "train_async.py": [2, "--total-training-steps", 3, "--ppo-mini-batch-size", 2, "--rollout-n", 2],
+}
+CASES = [("train_sync.py", kind) for kind in BROKEN] + [("train_one_step_off.py", "raises"), ("train_async.py", "none")]
+
+
+@pytest.mark.parametrize(("script", "kind"), CASES)
+def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind, tmp_path):
+    code, message = BROKEN[kind]
+    (tmp_path / "mine.py").write_text(code)
+    processes, *flags = SCRIPTS[script]
+    flags += ["--test-freq", 0, "--reward", tmp_path / "mine.py:score"]
+    if kind == "raises":
+        flags += ["--on-error", "zero"]
+    done = run_script(script, "--output-dir", tmp_path / "runs", *flags, ranks=processes, check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr[-3000:]
+    assert "none of the first step's 4 responses could be scored" in errors[0]
+    assert "Traceback" not in done.stderr.split("error:")[0] and not list((tmp_path / "runs").glob("*/step_*"))
