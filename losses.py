@@ -10,18 +10,24 @@ Denominators are arguments, computed once over the GLOBAL mini-batch (all ranks,
 micro-batches' losses does not depend on how the batch was cut. Advantages and rollout correction take the global batch.
 
 Policy losses return the loss per token and detached statistics per token; a statistic's masked mean over the global batch is
-the metric. At the bottom plain dictionaries map the scripts' flags to the functions.
+the metric. A decorator on each advantage and each loss declares what the scripts must know of it, and enters it under its names
+in ADVANTAGES or POLICY_LOSSES, which map the scripts' flags to the functions.
 
 Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
 response's total reward. sg(x) has the value of x and no gradient.
 """
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool [N]}
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {}  # by their own names and, where that differs, by verl's
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {}
 
 # ----------------------------------------------------------------------------------------------------------- layout
 
@@ -67,10 +73,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 where the
-    mask is. A single trained token gives 0."""
-    centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
+    mask is. A single trained token gives 0, equal ones exactly 0: averaged is the distance to the least, in float64."""
+    above = x.double() - torch.where(mask, x.double(), torch.inf).min() if mask.any() else x.double()
+    centered = torch.where(mask, above - masked_mean(above, mask), 0.0)
     variance = (centered**2).sum() / (mask.count_nonzero() - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + 1e-8)
+    return (centered * torch.rsqrt(variance + 1e-8)).to(x.dtype)
 
 
 def return_to_go(reward: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
@@ -131,37 +138,72 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
 # f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
 # of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
 # its tokens, not only the trained ones, so that a score on a masked last token is not lost.
+#
+# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
+# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
+# whatever the score, n and dtype, while scores an ulp apart are still two scores.
 
 
+def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
+    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
+    return tuple(k.name for k in keywords if k.name not in knobs), knobs
+
+
+def advantage_estimator(
+    *verl_names: str, group_of_one: Literal["zero", "score"] | None = None, aggregation: str | None = None
+) -> Callable:
+    """Declares an advantage estimator, as attributes of the function.
+
+    group_of_one: "zero" where one response a prompt always has the advantage 0, so that nothing is ever learnt; "score" where
+    it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. Read off the
+    signature: inputs, the names of what it takes from the batch beside the usual arguments; knobs, its numbers with their
+    defaults.
+    """
+
+    def declare(function):
+        function.group_of_one, function.aggregation = group_of_one, aggregation
+        function.inputs, function.knobs = _keywords(function)
+        ADVANTAGES.update(dict.fromkeys((function.__name__, *verl_names), function))
+        return function
+
+    return declare
+
+
+@advantage_estimator(group_of_one="score")
 def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
-    Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give 0.
+    Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give exactly 0.
     """
-    score = sequence_sum(reward, seq, len(group))
-    mean, std, size = _group_statistics(score, group)
-    advantage = torch.where(size == 1, score / (1 + eps), (score - mean) / (std + eps))
-    return _masked_tokens(advantage, mask, seq)
+    centered, score, index = _centered(reward, mask, seq, group)
+    alone = _group_sum(torch.ones_like(score), index) == 1
+    advantage = torch.where(alone, score / (1 + eps), centered / (_group_std(centered, index) + eps))
+    return _masked_tokens(advantage, reward, mask, seq)
 
 
+@advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm")
 def dr_grpo(reward, mask, seq, group) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
     Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
     """
-    return _masked_tokens(_centered(reward, seq, group), mask, seq)
+    return _masked_tokens(_centered(reward, mask, seq, group)[0], reward, mask, seq)
 
 
+@advantage_estimator(group_of_one="zero")
 def rloo(reward, mask, seq, group) -> Tensor:
     """A = n / (n - 1) * (s - mean_g), which is s minus the mean of the other n - 1; a group of one gives 0.
 
     REINFORCE leave-one-out, arXiv 2402.14740.
     """
-    score = sequence_sum(reward, seq, len(group))
-    mean, _, size = _group_statistics(score, group)
-    return _masked_tokens(size / (size - 1).clamp(min=1) * (score - mean), mask, seq)
+    centered, _, index = _centered(reward, mask, seq, group)
+    size = _group_sum(torch.ones_like(centered), index)
+    return _masked_tokens(size / (size - 1).clamp(min=1) * centered, reward, mask, seq)
 
 
+@advantage_estimator("reinforce_plus_plus")
 def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
     """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
 
@@ -170,14 +212,18 @@ def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
     return whiten(return_to_go(reward, seq, gamma), mask)
 
 
+@advantage_estimator("reinforce_plus_plus_baseline", group_of_one="zero")
 def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
     """A = whiten(s - mean_g), whitened over the trained tokens of the batch. REINFORCE++ with baseline, arXiv 2501.03262.
 
-    A group of one has s - mean_g = 0 before whitening.
+    Equal scores, and a group of one, have s - mean_g = 0 exactly; whitening shifts that by the batch's mean over tokens, which
+    is not 0 where long responses score otherwise than short ones.
     """
-    return whiten(_masked_tokens(_centered(reward, seq, group), mask, seq), mask)
+    centered = _centered(reward, mask, seq, group)[0]
+    return whiten(to_tokens(centered, seq), mask).to(reward.dtype)
 
 
+@advantage_estimator()
 def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
     """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
 
@@ -186,40 +232,47 @@ def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
     return torch.where(mask, return_to_go(reward, seq) - to_tokens(baseline.to(reward.dtype), seq), 0.0)
 
 
+@advantage_estimator(group_of_one="zero")
 def opo(reward, mask, seq, group) -> Tensor:
     """A = s - sum_g(len s) / sum_g(len), len = trained tokens: the variance-optimal baseline if gradients grow with length.
 
-    On-Policy RL with Optimal baseline, arXiv 2505.23585. A group of one gives 0.
+    On-Policy RL with Optimal baseline, arXiv 2505.23585. Equal scores, and a group of one, give exactly 0.
     """
-    score = sequence_sum(reward, seq, len(group))
-    length = sequence_sum(mask.to(reward.dtype), seq, len(group))
-    baseline = _group_sum(length * score, group) / _group_sum(length, group).clamp(min=1)
-    return _masked_tokens(score - baseline, mask, seq)
+    centered, _, index = _centered(reward, mask, seq, group)
+    length = sequence_sum(mask.double(), seq, len(group))
+    baseline = _group_sum(length * centered, index) / _group_sum(length, index).clamp(min=1)
+    return _masked_tokens(centered - baseline, reward, mask, seq)
 
 
-def grpo_passk(reward, mask, seq, group, *, norm_by_std=True, eps=1e-6) -> Tensor:
+@advantage_estimator(group_of_one="zero")
+def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
     Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
     """
-    score = sequence_sum(reward, seq, len(group))
-    _, std, size = _group_statistics(score, group)
-    best = score == _group_max(score, group)
-    lead = score - _group_max(score.masked_fill(best, -torch.inf), group)
-    alone = best & (_group_sum(best.to(score.dtype), group) == 1) & (size > 1)
-    advantage = torch.where(alone, lead / (std + eps) if norm_by_std else lead, 0.0)
-    return _masked_tokens(advantage, mask, seq)
+    centered, score, index = _centered(reward, mask, seq, group)
+    best = score == -_group_min(-score, index)
+    lead = score + _group_min(torch.where(best, torch.inf, -score), index)
+    alone = best & (_group_sum(best.double(), index) == 1) & lead.isfinite()
+    advantage = lead / (_group_std(centered, index) + eps) if norm_by_std else lead
+    return _masked_tokens(torch.where(alone, advantage, 0.0), reward, mask, seq)
 
 
+@advantage_estimator(group_of_one="zero")
 def gpg(reward, mask, seq, group) -> Tensor:
-    """A = alpha (s - mean_g), alpha = responses / responses whose s - mean_g is not 0, which makes up for groups without
-    signal. Group Policy Gradient, arXiv 2504.02546 (verl counts non-zero scores instead). A group of one gives 0.
+    """A = alpha (s - mean_g), alpha = responses / responses of groups whose scores differ: it makes up for groups without
+    signal. Responses without a trained token count in neither.
+
+    Group Policy Gradient, arXiv 2504.02546 (verl divides by the number of non-zero scores instead). A group of one gives 0.
     """
-    centered = _centered(reward, seq, group)
-    alpha = len(group) / (centered != 0).sum().clamp(min=1)
-    return _masked_tokens(alpha * centered, mask, seq)
+    centered, score, index = _centered(reward, mask, seq, group)
+    trained = torch.zeros(len(group), dtype=torch.bool, device=mask.device).index_fill(0, _trained_sequences(mask, seq), True)
+    differ = trained & (_group_min(score, index) != -_group_min(-score, index))
+    alpha = trained.sum().double() / differ.sum().clamp(min=1)
+    return _masked_tokens(alpha * centered, reward, mask, seq)
 
 
+@advantage_estimator()
 def gae(reward, mask, seq, group, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
     """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
 
@@ -246,42 +299,66 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     return torch.zeros_like(reward).index_copy(0, place, advantage + v)
 
 
-def _group_sum(x: Tensor, group: Tensor) -> Tensor:
-    """x [B] -> each response's sum over its group [B]."""
-    ids, index = torch.unique(group, return_inverse=True)
-    return torch.zeros(len(ids), dtype=x.dtype, device=x.device).index_add(0, index, x)[index]
+def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each response s - mean_g and s, in float64, and the index of its group, below 2B; [B] each."""
+    place = torch.arange(len(group), device=group.device)
+    index = len(group) + place  # a response without a trained token is a group of its own
+    trained = _trained_sequences(mask, seq)
+    index[trained] = torch.unique(group[trained], return_inverse=True)[1]
+    score = sequence_sum(reward.double(), seq, len(group))
+    above = score - _group_min(score, index)
+    return above - _group_sum(above, index) / _group_sum(torch.ones_like(above), index), score, index
 
 
-def _group_max(x: Tensor, group: Tensor) -> Tensor:
-    """x [B] -> each response's maximum over its group [B]."""
-    ids, index = torch.unique(group, return_inverse=True)
-    return x.new_full((len(ids),), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+def _group_sum(x: Tensor, index: Tensor) -> Tensor:
+    """x [B], index [B] below 2B -> each response's sum over its group [B]."""
+    return x.new_zeros(2 * len(x)).index_add(0, index, x)[index]
 
 
-def _group_statistics(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """score, group [B] -> of each response's group the mean, std (Bessel; 0 in a group of one) and size, [B] each."""
-    size = _group_sum(torch.ones_like(score), group)
-    mean = _group_sum(score, group) / size
-    return mean, (_group_sum((score - mean) ** 2, group) / (size - 1).clamp(min=1)).sqrt(), size
+def _group_min(x: Tensor, index: Tensor) -> Tensor:
+    """x [B], index [B] below 2B -> each response's minimum over its group [B]."""
+    return x.new_full((2 * len(x),), torch.inf).scatter_reduce(0, index, x, "amin")[index]
 
 
-def _centered(reward: Tensor, seq: Tensor, group: Tensor) -> Tensor:
-    """s - mean_g, [B]."""
-    score = sequence_sum(reward, seq, len(group))
-    return score - _group_statistics(score, group)[0]
+def _group_std(centered: Tensor, index: Tensor) -> Tensor:
+    """Standard deviation of each response's group [B], with Bessel's correction; 0 in a group of one."""
+    size = _group_sum(torch.ones_like(centered), index)
+    return (_group_sum(centered**2, index) / (size - 1).clamp(min=1)).sqrt()
 
 
-def _masked_tokens(advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
-    """[B] -> [N], 0 where the mask is."""
-    return torch.where(mask, to_tokens(advantage, seq), 0.0)
+def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
+    """advantage [B] -> [N] in the reward's dtype, 0 where the mask is."""
+    return torch.where(mask, to_tokens(advantage, seq), 0.0).to(reward.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- policy losses
-# All have the signature of ppo_clip: tensors [N], the clips float or None, some with keywords of their own. They return the
-# loss per token, not aggregated, and detached statistics per token. Only log_prob carries a gradient. A clip of None takes the
-# default that the docstring names; a loss ignores the clips it has no use for. Statistics, bool: pg_clipfrac, tokens whose
+# f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
+# knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
+# aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
 # gradient the clip removed; pg_clipfrac_lower, those that a second clip did. Before exp d is clamped to 20; below it needs
 # none, exp(-20) is 0 for all purposes.
+
+
+def policy_loss(
+    *verl_names: str, aggregation: str | None = None, has_ratio: bool = True, chooses: Callable[..., Tensor] | None = None
+) -> Callable:
+    """Declares a policy loss, as attributes of the function.
+
+    aggregation: that of its paper, if not token-mean. has_ratio: whether it weighs each token by the ratio of the policy to the
+    old one. Without a ratio it is right for tokens of the policy itself alone, and the caller multiplies it by
+    `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global batch. Read off
+    the signatures: inputs, the names of what it takes from the batch beside the usual arguments; knobs and choice_knobs, its
+    numbers and those of `chooses`, with their defaults.
+    """
+
+    def declare(function):
+        function.aggregation, function.has_ratio, function.chooses = aggregation, has_ratio, chooses
+        function.inputs, function.knobs = _keywords(function)
+        function.choice_knobs = _keywords(chooses)[1] if chooses else {}
+        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), function))
+        return function
+
+    return declare
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -289,22 +366,33 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_prob - old_log_prob, 0.0)
 
 
-def ppo_clip(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+def importance_weight(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, *, cap: float = 20.0) -> Tensor:
+    """min(r, cap), detached, [N]: what a loss without a ratio is multiplied by. Exactly 1 where the policy is the old one. The
+    cap is there for outliers alone."""
+    return log_ratio(log_prob.detach(), old_log_prob, mask).clamp(max=math.log(cap)).exp()
+
+
+@policy_loss("vanilla")
+def ppo_clip(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 3.0
+) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
-    PPO (arXiv 1707.06347; low = high = 0.2, the default here); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip
-    2001.04451 (c = 3). pg_clipfrac_lower: tokens whose gradient the dual clip removed.
+    PPO (arXiv 1707.06347; low = high = 0.2); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip 2001.04451 (c = 3).
+    pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
-    low, high, c = _default(clip_low, 0.2), _default(clip_high, 0.2), _default(clip_c, 3.0)
     d = log_ratio(log_prob, old_log_prob, mask)
-    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, low, high)
-    bound = -advantage * c
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
+    bound = -advantage * clip_c
     loss = torch.where(advantage < 0, torch.minimum(clipped, bound), clipped)
     return loss, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": (clipped > bound) & (advantage < 0)}
 
 
-def gspo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), 10)): one ratio a sequence, the
+@policy_loss(aggregation="seq-mean-token-mean")
+def gspo(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 3e-4, clip_high: float = 4e-4, clamp: float = 10.0
+) -> Loss:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio a sequence, the
     geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean.
 
     GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
@@ -313,20 +401,22 @@ def gspo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_hi
     d = log_ratio(log_prob, old_log_prob, mask)
     (level,) = sequence_means(mask, seq, d.detach())
     level = to_tokens(level, seq)  # [N], the same on a sequence's tokens
-    s = (d - d.detach() + level).clamp(max=10).exp()
-    plain, clipped = _clip_pair(s, advantage, _default(clip_low, 3e-4), _default(clip_high, 4e-4))
+    s = (d - d.detach() + level).clamp(max=clamp).exp()
+    plain, clipped = _clip_pair(s, advantage, clip_low, clip_high)
     return clipped, {"pg_clipfrac": clipped > plain}
 
 
-def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+@policy_loss("geo_mean", aggregation="seq-mean-token-mean")
+def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Loss:
     """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
 
     GMPO, arXiv 2507.20673 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
-    pg_clipfrac_lower: with A < 0.
+    pg_clipfrac_lower: with A < 0. Multiplied by one importance weight a token, a response counts with their arithmetic mean
+    (in verl with their geometric mean, which is the weight of the level sequence_geometric).
     """
     d, sign = log_ratio(log_prob, old_log_prob, mask), advantage.sign()
-    clipped = d.clamp(-_default(clip_low, 0.4), _default(clip_high, 0.4))
+    clipped = d.clamp(-clip_low, clip_high)
     u = sign * torch.minimum(sign * d, sign * clipped)  # 0 where the mask is, as d is
     count = sequence_sum(mask.to(d.dtype), seq).clamp(min=1)  # [B]
     level = sequence_sum(torch.where(mask, advantage, 0.0), seq) / count
@@ -335,98 +425,37 @@ def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_hi
     return to_tokens(loss, seq), {"pg_clipfrac": out & (advantage > 0), "pg_clipfrac_lower": out & (advantage < 0)}
 
 
-def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+@policy_loss()
+def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 1.0, clip_high: float = 0.2) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
 
-    CISPO, arXiv 2506.13585, which has no lower bound (low = 1, the default) and tunes high (0.2 here). pg_clipfrac: tokens
-    whose weight was clipped.
+    CISPO, arXiv 2506.13585, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens whose weight was
+    clipped.
     """
-    low, high = 1 - _default(clip_low, 1.0), 1 + _default(clip_high, 0.2)
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
-    clipped = d.clamp(math.log(low) if low > 0 else -20.0, math.log(high))  # clip(exp(d)) = exp(clip(d))
+    least = math.log(1 - clip_low) if clip_low < 1 else -20.0
+    clipped = d.clamp(least, math.log(1 + clip_high))  # clip(exp(d)) = exp(clip(d))
     out = clipped != d
     weight = clipped.exp_().mul_(advantage).neg_()
     return weight * torch.where(mask, log_prob, 0.0), {"pg_clipfrac": out}
 
 
-def sapo(
-    log_prob,
-    old_log_prob,
-    advantage,
-    mask,
-    seq,
-    *,
-    clip_low=None,
-    clip_high=None,
-    clip_c=None,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> Loss:
+@policy_loss(aggregation="seq-mean-token-mean")
+def sapo(log_prob, old_log_prob, advantage, mask, seq, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
     smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
-    tau = torch.where(advantage > 0, tau_pos, tau_neg).to(d.dtype)
+    tau = torch.where(advantage > 0, d.new_tensor(tau_pos), d.new_tensor(tau_neg))
     gate = torch.sigmoid(tau * (d.clamp(max=20).exp() - 1)) * 4 / tau
     return -advantage * gate, {}
 
 
-def reinforce(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
-    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On-policy data only."""
+@policy_loss("gpg", has_ratio=False)
+def reinforce(log_prob, old_log_prob, advantage, mask, seq) -> Loss:
+    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On data of another policy it
+    is to be multiplied by `importance_weight`, as the scripts do."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
-
-
-def clip_cov(
-    log_prob,
-    old_log_prob,
-    advantage,
-    mask,
-    seq,
-    *,
-    clip_low=None,
-    clip_high=None,
-    clip_c=None,
-    chosen: Tensor | None = None,
-) -> Loss:
-    """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
-
-    Clip-Cov, arXiv 2505.22617 (low = high = 0.2). The choice looks at a whole batch: to be independent of micro-batches make
-    it once, `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the
-    policy is the old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch.
-    pg_clipfrac: chosen tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
-    """
-    d = log_ratio(log_prob, old_log_prob, mask)
-    low, high = _default(clip_low, 0.2), _default(clip_high, 0.2)
-    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, low, high)
-    if chosen is None:
-        chosen = random_covariance(log_prob, advantage, mask, among=mask & (clipped <= plain))
-    chosen = chosen & mask
-    return torch.where(chosen, 0.0, clipped), {"pg_clipfrac": chosen, "pg_clipfrac_lower": clipped > plain}
-
-
-def kl_cov(
-    log_prob,
-    old_log_prob,
-    advantage,
-    mask,
-    seq,
-    *,
-    clip_low=None,
-    clip_high=None,
-    clip_c=None,
-    chosen: Tensor | None = None,
-    coef: float = 1.0,
-) -> Loss:
-    """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
-
-    KL-Cov, arXiv 2505.22617. Choose once on the global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`;
-    None: chosen among this call's tokens. pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
-    """
-    d = log_ratio(log_prob, old_log_prob, mask)
-    chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
-    place = chosen.nonzero()[:, 0]  # few: the penalty costs them alone
-    loss = -advantage * d.clamp(max=20).exp()
-    return loss.index_add(0, place, coef * d.index_select(0, place).abs()), {"pg_clipfrac": chosen}
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
@@ -466,23 +495,67 @@ def random_covariance(
     return torch.zeros_like(mask).index_fill(0, candidates[order[:count].to(candidates.device)], True)
 
 
-def dppo_tv(log_prob, old_log_prob, advantage, mask, seq, *, clip_low=None, clip_high=None, clip_c=None) -> Loss:
+@policy_loss(chooses=random_covariance)
+def clip_cov(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    chosen: Tensor | None = None,
+) -> Loss:
+    """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
+
+    Clip-Cov, arXiv 2505.22617. The choice looks at a whole batch: to be independent of micro-batches make it once,
+    `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy is the
+    old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac: chosen
+    tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
+    if chosen is None:
+        chosen = random_covariance(log_prob, advantage, mask, among=mask & (clipped <= plain))
+    chosen = chosen & mask
+    return torch.where(chosen, 0.0, clipped), {"pg_clipfrac": chosen, "pg_clipfrac_lower": clipped > plain}
+
+
+@policy_loss(chooses=top_covariance)
+def kl_cov(log_prob, old_log_prob, advantage, mask, seq, *, coef: float = 1.0, chosen: Tensor | None = None) -> Loss:
+    """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
+
+    KL-Cov, arXiv 2505.22617, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the global batch,
+    `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens. pg_clipfrac: chosen
+    tokens. |d| has no gradient at d = 0.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
+    index = chosen.nonzero()[:, 0]  # few: the penalty costs them alone
+    loss = -advantage * d.clamp(max=20).exp()
+    return loss.index_add(0, index, coef * d.index_select(0, index).abs()), {"pg_clipfrac": chosen}
+
+
+@policy_loss()
+def dppo_tv(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 20.0
+) -> Loss:
     """-A sg(min(r, c)) lp where p - p_old <= high (A > 0) or >= -low (A <= 0), else 0; d clamped to +-20. The trust region is
     in the difference of probabilities (total variation), not in their ratio, which is noisy for rare tokens.
 
-    DPPO, arXiv 2602.04879; low = high = 0.2, c = 20 by default. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in
-    whose weight met c.
+    DPPO, arXiv 2602.04879. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in whose weight met c.
     """
-    low, high, c = _default(clip_low, 0.2), _default(clip_high, 0.2), _default(clip_c, 20.0)
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
     lp = torch.where(mask, log_prob, 0.0)
     moved = lp.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
-    out = torch.where(advantage > 0, moved > high, moved < -low)
+    out = torch.where(advantage > 0, moved > clip_high, moved < -clip_low)
     ratio = d.clamp(max=20).exp()
-    weight = torch.where(out, 0.0, ratio.clamp(max=c))
-    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > c) & ~out}
+    weight = torch.where(out, 0.0, ratio.clamp(max=clip_c))
+    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > clip_c) & ~out}
 
 
+@policy_loss()
 def decoupled_ppo(
     log_prob,
     old_log_prob,
@@ -490,11 +563,11 @@ def decoupled_ppo(
     mask,
     seq,
     *,
-    clip_low=None,
-    clip_high=None,
-    clip_c=None,
-    rollout_log_prob: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
     cap: float = 5.0,
+    rollout_log_prob: Tensor,
 ) -> Loss:
     """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
     `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
@@ -517,10 +590,6 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, 
     plain = (v - target) ** 2
     clipped = (torch.clamp(v, old - clip, old + clip) - target) ** 2
     return 0.5 * torch.maximum(plain, clipped), {"vf_clipfrac": clipped > plain}
-
-
-def _default(given: float | None, default: float) -> float:
-    return default if given is None else given
 
 
 def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -556,17 +625,13 @@ def k3(x: Tensor) -> Tensor:
     return (torch.exp(-x) - 1 + x).clamp(-10, 10)
 
 
-def with_unbiased_gradient(x: Tensor, value: Tensor) -> Tensor:
-    """The value of another estimator with the gradient of k2 (straight-through; verl's "+"): k1+, k3+ are unbiased in both."""
-    return value.detach() + k2(x) - k2(x).detach()
+def with_unbiased_gradient(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An estimator's value with the gradient of k2 (straight-through; verl's "+"): k1+ and k3+ are unbiased in both."""
+    return lambda x: value(x).detach() + k2(x) - k2(x).detach()
 
 
-def k1_plus(x: Tensor) -> Tensor:
-    return with_unbiased_gradient(x, k1(x))
-
-
-def k3_plus(x: Tensor) -> Tensor:
-    return with_unbiased_gradient(x, k3(x))
+KL_ESTIMATORS = {"k1": k1, "abs": k_abs, "k2": k2, "k3": k3} | {"kl": k1, "mse": k2, "low_var_kl": k3}  # and verl's names
+KL_ESTIMATORS |= {f"{name}+": with_unbiased_gradient(value) for name, value in KL_ESTIMATORS.items()}
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) -> Tensor:
@@ -772,19 +837,6 @@ def _pearson(x: Tensor, y: Tensor) -> float:
 
 # ----------------------------------------------------------------------------------------------- the flags' words
 
-_advantages = (grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, grpo_passk, gpg, gae)
-_losses = (ppo_clip, gspo, gmpo, cispo, sapo, reinforce, clip_cov, kl_cov, dppo_tv, decoupled_ppo)
-# Each function under its own name and, behind these, under verl's where that differs.
-ADVANTAGES = {f.__name__: f for f in _advantages} | {
-    "reinforce_plus_plus": reinforce_pp,
-    "reinforce_plus_plus_baseline": reinforce_pp_baseline,
-}
-POLICY_LOSSES = {f.__name__: f for f in _losses} | {"vanilla": ppo_clip, "geo_mean": gmpo, "gpg": reinforce}
-# Losses that take `chosen`: the function that makes it, f(old_log_prob, advantage, mask) on the global batch.
-TOKEN_CHOICE = {clip_cov: random_covariance, kl_cov: top_covariance}
-KL_ESTIMATORS = {"k1": k1, "abs": k_abs, "k2": k2, "k3": k3, "k1+": k1_plus, "k3+": k3_plus}
-_verl_names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
-KL_ESTIMATORS |= {theirs: KL_ESTIMATORS[ours] for theirs, ours in _verl_names.items()}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 IS_LEVELS = ("token", "sequence", "sequence_geometric")
 REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
@@ -804,9 +856,7 @@ ROLLOUT_PRESETS = {
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
     """What the paper of the loss, or else of the advantage, aggregates with; otherwise token-mean."""
-    if POLICY_LOSSES[loss_mode] in (gspo, gmpo, sapo):
-        return "seq-mean-token-mean"
-    return "seq-mean-token-sum-norm" if ADVANTAGES[adv_estimator] is dr_grpo else "token-mean"
+    return POLICY_LOSSES[loss_mode].aggregation or ADVANTAGES[adv_estimator].aggregation or "token-mean"
 
 
 def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) -> None:

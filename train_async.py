@@ -173,7 +173,9 @@ def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, de
     old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
     extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
-    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.clips, **extra)
+    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.loss_knobs, **extra)
+    if not policy_loss.has_ratio:  # what older weights, or the step's earlier updates, sampled is weighed all the same
+        token_loss = token_loss * losses.importance_weight(log_prob, old, mask)
     if batch.is_weight is not None:
         token_loss = token_loss * batch.select(micro, "is_weight")[0]
     stats |= {"pg_loss": token_loss, "entropy": entropy, "ppo_kl": old - log_prob.detach()}

@@ -1,6 +1,7 @@
 """The algorithm's flags, their check, and rollout correction. The algorithm itself stands in the scripts, its formulas in
 losses.py."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,11 +23,14 @@ class AlgorithmArgs:
     loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
     """What the per-token losses are summed over and divided by, globally; by default that of the loss's paper."""
     clip_ratio_low: float | None = None
-    """Lower clip range of the policy ratio; by default that of the loss's paper."""
+    """Lower clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_high: float | None = None
-    """Upper clip range of the policy ratio; by default that of the loss's paper."""
+    """Upper clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_c: float | None = None
-    """Dual clip: bound of the ratio where the advantage is negative; 3 by default."""
+    """Dual clip: bound of the ratio where the advantage is negative; 3 by default. Losses without one ignore it."""
+    loss_args: tuple[str, ...] = ()
+    """Further numbers of the policy loss, as name=value: --loss-args tau_pos=1 tau_neg=1.1 for sapo. Each loss's names and
+    defaults stand in its signature in losses.py."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -72,9 +76,22 @@ class AlgorithmArgs:
         return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
 
     @property
-    def clips(self) -> dict[str, float | None]:
-        """The policy losses' clip arguments."""
-        return {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
+    def loss_knobs(self) -> dict[str, float]:
+        """The numbers that the policy loss is called with: those given, of those that it takes."""
+        return self._given(losses.POLICY_LOSSES[self.loss_mode].knobs)
+
+    @property
+    def choice_knobs(self) -> dict[str, float]:
+        """The numbers that the choice of tokens is made with, for the losses that single some out."""
+        return self._given(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
+
+    def _given(self, knobs: dict[str, float]) -> dict[str, float]:
+        clips = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
+        given = {name: value for name, value in clips.items() if value is not None}
+        for word in self.loss_args:
+            name, _, value = word.partition("=")
+            given[name] = float(value)
+        return {name: value for name, value in given.items() if name in knobs}
 
     @property
     def needs_reference(self) -> bool:
@@ -83,7 +100,7 @@ class AlgorithmArgs:
     @property
     def needs_greedy(self) -> bool:
         """Whether a greedy response is sampled beside each group."""
-        return losses.ADVANTAGES[self.adv_estimator] is losses.remax
+        return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def trains_stale(self) -> bool:
@@ -95,7 +112,12 @@ class AlgorithmArgs:
         """Whether the old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
             return self.use_rollout_log_probs
-        return self.trains_stale and not self.corrects and losses.POLICY_LOSSES[self.loss_mode] is not losses.decoupled_ppo
+        return self.trains_stale and not self.corrects and not self.compares_itself
+
+    @property
+    def compares_itself(self) -> bool:
+        """Whether the loss weighs tokens by the learner's over the generator's probability by itself."""
+        return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
 
     @property
     def corrects(self) -> bool:
@@ -106,21 +128,20 @@ class AlgorithmArgs:
         """Whether a forward pass of its own has to give the log-probs of the policy that starts the step: not with the
         generator's as the old ones, and not with one update a batch, whose own pass gives them in time, unless something
         asks for them earlier."""
-        chooses = losses.POLICY_LOSSES[self.loss_mode] in losses.TOKEN_CHOICE
-        asked = self.corrects or self.use_kl_in_reward or chooses
+        chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
+        asked = self.corrects or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
         """Fields of the batch that the loss takes beyond the usual ones."""
-        further = {losses.decoupled_ppo: "rollout_log_prob", losses.clip_cov: "chosen", losses.kl_cov: "chosen"}
-        name = further.get(losses.POLICY_LOSSES[self.loss_mode])
-        return (name,) if name else ()
+        return losses.POLICY_LOSSES[self.loss_mode].inputs
 
     def estimator_inputs(self, batch: Batch) -> dict:
         """Keywords that the advantage estimator takes beyond the usual arguments."""
         estimator = losses.ADVANTAGES[self.adv_estimator]
-        return {losses.remax: {"baseline": batch.baseline}, losses.reinforce_pp: {"gamma": self.gamma}}.get(estimator, {})
+        discount = {"gamma": self.gamma} if "gamma" in estimator.knobs else {}
+        return discount | {name: getattr(batch, name) for name in estimator.inputs}
 
     @property
     def correction(self) -> dict[str, str | None]:
@@ -139,24 +160,53 @@ class AlgorithmArgs:
                 losses.parse_criteria(correction["rollout_rs"], correction["rollout_rs_threshold"] or "")
         except ValueError as error:
             raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode, --rollout-...: {error}") from None
-        if losses.ADVANTAGES[self.adv_estimator] is losses.gae:
+        estimator = losses.ADVANTAGES[self.adv_estimator]
+        if "value" in estimator.inputs:
             raise UserError(
-                "--adv-estimator gae needs a critic, which these scripts do not train. losses.gae is there for one."
+                f"--adv-estimator {self.adv_estimator} needs a critic, which these scripts do not train. losses.gae is there "
+                "for one."
             )
+        if estimator.group_of_one == "zero" and self.rollout_n == 1:
+            raise UserError(
+                f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
+                "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."
+            )
+        self._check_loss_args(loss)
         if self.use_rollout_log_probs and self.corrects:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
                 "there are none. Leave one of the two out."
             )
-        if loss is losses.decoupled_ppo and (self.use_rollout_log_probs or correction["rollout_is"]):
+        if self.compares_itself and (self.use_rollout_log_probs or correction["rollout_is"]):
             raise UserError(
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
+            )
+        if not loss.has_ratio and self.trains_stale and not self.old_is_rollout and not correction["rollout_is"]:
+            raise UserError(
+                f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
+                "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
             )
         if self.kl_ctrl_type == "adaptive" and not (self.target_kl > 0 and self.horizon > 0):
             raise UserError("--kl-ctrl-type adaptive needs --target-kl and --horizon above 0.")
         if self.max_num_gen_batches < 1:
             raise UserError(f"--max-num-gen-batches must be at least 1, it is {self.max_num_gen_batches}.")
+
+    def _check_loss_args(self, loss) -> None:
+        """Raises UserError for a word of --loss-args that is no number, or that the loss does not take."""
+        clips = ("clip_low", "clip_high", "clip_c")  # these have flags of their own
+        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}
+        for word in self.loss_args:
+            name, _, value = word.partition("=")
+            if name not in known:
+                takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
+                raise UserError(f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults).")
+            try:
+                finite = math.isfinite(float(value))
+            except ValueError:
+                finite = False
+            if not finite:
+                raise UserError(f"--loss-args {word}: write {name}=NUMBER, such as {name}={known[name]:g}.")
 
 
 class KLControl:
@@ -195,11 +245,12 @@ def correct_rollout(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
 def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:
     """Sets the batch's `chosen`, for the losses that single out tokens of a mini-batch (clip_cov, kl_cov). The draw depends on
     the batch alone: the same on every rank, whatever the micro-batches, and after a resume."""
-    choose = losses.TOKEN_CHOICE.get(losses.POLICY_LOSSES[args.loss_mode])
+    choose = losses.POLICY_LOSSES[args.loss_mode].chooses
     if choose is None:
         return
     seed = int(batch.token.sum()) + len(batch.token)
     random = {"generator": torch.Generator().manual_seed(seed)} if choose is losses.random_covariance else {}
+    random |= args.choice_knobs
     batch.chosen = torch.zeros_like(batch.mask)
     for mini in minis:
         tokens = batch.tokens_of(mini)

@@ -61,11 +61,15 @@ def whiten(x, mask):
 
 
 def by_response(name, s, lengths, group):
-    """One advantage a response; s, lengths (trained tokens), group: lists of length B."""
-    out = []
+    """One advantage a response; s, lengths (trained tokens), group: lists of length B. Without one it is absent."""
+    out, differ, trained = [], 0, [j for j in range(len(s)) if lengths[j]]
     for i, mine in enumerate(s):
-        peers = [j for j in range(len(s)) if group[j] == group[i]]
+        if not lengths[i]:
+            out.append(0.0)
+            continue
+        peers = [j for j in trained if group[j] == group[i]]
         values = [s[j] for j in peers]
+        differ += len(set(values)) > 1
         n, mean = len(values), sum(values) / len(values)
         std = statistics.stdev(values) if n > 1 else 0.0
         if name == "grpo":
@@ -76,13 +80,12 @@ def by_response(name, s, lengths, group):
             out.append(mine - (sum(values) - mine) / (n - 1) if n > 1 else 0.0)
         elif name == "opo":
             total = sum(lengths[j] for j in peers)
-            out.append(mine - sum(lengths[j] * s[j] for j in peers) / total if total else 0.0)
+            out.append(mine - sum(lengths[j] * s[j] for j in peers) / total)
         elif name == "grpo_passk":
             ranked = sorted(values, reverse=True)
             out.append((ranked[0] - ranked[1]) / (std + 1e-6) if n > 1 and mine == ranked[0] else 0.0)
     if name == "gpg":
-        alive = sum(a != 0 for a in out)
-        out = [a * len(s) / max(1, alive) for a in out]
+        out = [a * len(trained) / max(1, differ) for a in out]
     return out
 
 
@@ -214,11 +217,11 @@ def value_loss(v, old, target, eps):
 
 def kl(kind, lp, ref):
     x = lp - ref
-    if kind == "k1":
+    if kind in ("k1", "kl"):
         return x
     if kind == "abs":
         return abs(x)
-    if kind == "k2":
+    if kind in ("k2", "mse"):
         return x * x / 2
     k = clip(-x, -20, 20)
     return clip(math.exp(k) - k - 1, -10, 10)

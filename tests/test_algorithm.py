@@ -4,6 +4,7 @@ switch on does what it says."""
 import itertools
 import math
 
+import losses_reference as slow
 import pytest
 import torch
 from conftest import run_script
@@ -26,6 +27,7 @@ from rl.run import Run
 from rl.scoring import ScoringPool
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
+PACKED = ("lp", "old", "advantage", "mask", "seq")
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]
 
 
@@ -284,6 +286,11 @@ REFUSED = {
     "threshold": ({"rollout_is": "token", "rollout_is_threshold": "x"}, "write one positive number"),
     "criteria": ({"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": "1"}, "rejection criterion 'seq_mean_k4'"),
     "no bound": ({"rollout_rs": "seq_mean_k3"}, "threshold ''"),
+    "never a comparison": ({"adv_estimator": "rloo", "rollout_n": 1}, "--rollout-n 1 every advantage is 0"),
+    "another loss's knob": ({"loss_args": ("tau_pos=1",)}, "--loss-mode ppo_clip takes none"),
+    "no such knob": ({"loss_mode": "kl_cov", "loss_args": ("coeff=1",)}, "takes coef=1, ratio=0.0002"),
+    "no number": ({"loss_mode": "sapo", "loss_args": ("tau_neg=big",)}, "write tau_neg=NUMBER, such as tau_neg=1.05"),
+    "no value": ({"loss_mode": "sapo", "loss_args": ("tau_neg",)}, "write tau_neg=NUMBER"),
     "target": ({"kl_ctrl_type": "adaptive", "target_kl": 0.0}, "--target-kl"),
 }
 
@@ -293,6 +300,35 @@ def test_flags_that_contradict_each_other_are_refused(case):
     flags, reason = REFUSED[case]
     with pytest.raises(UserError, match=reason):
         train_sync.Args(**flags).check(1)
+
+
+def test_a_loss_without_a_ratio_is_never_left_uncorrected():
+    """By default the generator's log-probs are the old ones; else --rollout-is has to weigh, or the flags are refused."""
+    for mode in ("reinforce", "gpg"):
+        assert train_async.Args(loss_mode=mode).old_is_rollout
+        train_async.Args(loss_mode=mode, rollout_is="sequence").check_algorithm()
+        train_sync.Args(loss_mode=mode, use_rollout_log_probs=False).check_algorithm()
+        for flags in ({"use_rollout_log_probs": False}, {"rollout_correction": "geometric_rs"}):
+            with pytest.raises(UserError, match="has no ratio"):
+                train_one_step_off.Args(loss_mode=mode, **flags).check_algorithm()
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_knobs_reach_the_loss(mode):
+    """Each of its own, by --loss-args; the clips by their flags; what it does not take, never."""
+    loss = losses.POLICY_LOSSES[mode]
+    further = [name for name in loss.knobs | loss.choice_knobs if not name.startswith("clip_")]
+    args = train_sync.Args(
+        loss_mode=mode, loss_args=tuple(f"{name}={k + 2}" for k, name in enumerate(further)), clip_ratio_low=0.5, clip_ratio_c=9
+    )
+    args.check_algorithm()
+    given = {name: k + 2.0 for k, name in enumerate(further)} | {"clip_low": 0.5, "clip_c": 9}
+    assert args.loss_knobs == {name: given[name] for name in loss.knobs if name in given}
+    assert args.choice_knobs == {name: given[name] for name in loss.choice_knobs}
+    b = slow.random_batch([4, 3], mask_rate=1.0, spread=2)
+    extra = {name: b["roll"] if name == "rollout_log_prob" else b["seq"] == 0 for name in loss.inputs}
+    default, changed = (loss(*(b[k] for k in PACKED), **extra, **knobs)[0] for knobs in ({}, args.loss_knobs))
+    assert torch.equal(default, changed) == (mode == "reinforce")
 
 
 def test_the_command_line_takes_verls_words(demo_model, tmp_path):

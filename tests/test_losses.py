@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from fractions import Fraction
 
 import losses_reference as slow
 import pytest
@@ -18,6 +19,8 @@ LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 SEEDS = st.integers(0, 9999)
 NAMES = [name for name, function in losses.ADVANTAGES.items() if name == function.__name__]  # without aliases
 GROUPWISE = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg")  # one number a response, 0 if the group's scores are equal
+SCORES = st.one_of(st.sampled_from([0.1, 0.3, -0.7, 0.9, 1.1, 1e6, 1e-30, 3.0]), st.floats(-1e9, 1e9, allow_subnormal=False))
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
 def estimate(name, b, **extra):
@@ -236,6 +239,89 @@ def test_groups_of_one_and_equal_scores():
         assert by_score(name, [2.0], [0]) == [0.0], name
     for name in GROUPWISE:
         assert by_score(name, [3.0, 3.0, 3.0], [5, 5, 5]) == pytest.approx([0, 0, 0], abs=1e-9), name
+
+
+def scored(scores, dtype, holes=False):
+    """Responses of two tokens with the scores on the second; with holes the second is not trained."""
+    reward = torch.stack([torch.zeros(len(scores)), torch.as_tensor(scores)], 1).flatten().to(dtype)
+    mask = torch.tensor([True, not holes]).repeat(len(scores))
+    return reward, mask, torch.arange(len(scores)).repeat_interleave(2)
+
+
+@pytest.mark.parametrize("name", (*GROUPWISE, "reinforce_pp_baseline"))
+@settings(max_examples=60, deadline=None)
+@given(score=SCORES, n=st.one_of(st.integers(2, 1024), st.sampled_from([3, 5, 7, 8, 16])), dtype=DTYPES, holes=st.booleans())
+def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, holes):
+    """Exactly: the least noise would be a direction, the same for all n, which Adam scales up where nothing else is left."""
+    reward, mask, seq = scored([score] * n, dtype, holes)
+    assert not losses.ADVANTAGES[name](reward, mask, seq, torch.zeros(n, dtype=torch.long)).any()
+    if name == "reinforce_pp_baseline":  # whitened over the batch
+        return
+    reward, mask, seq = scored([score] * n + [0.0, 1.0], dtype, holes)  # beside a group that has signal
+    out = losses.ADVANTAGES[name](reward, mask, seq, torch.tensor([4] * n + [2] * 2))
+    assert not out[: 2 * n].any() and out[2 * n + 2] > 0
+    if name == "gpg":  # alpha: all responses over those of the second group
+        assert out[2 * n + 2].item() == pytest.approx((n + 2) / 2 * 0.5, rel=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", GROUPWISE)
+@settings(max_examples=60, deadline=None)
+@given(score=SCORES, n=st.integers(2, 64), dtype=DTYPES)
+def test_scores_an_ulp_apart_are_two_scores(name, score, n, dtype):
+    """One response above n - 1 others by the least that the dtype can tell; against the same in exact fractions."""
+    low = torch.tensor(score).to(dtype)
+    high = torch.nextafter(low.double(), torch.tensor(torch.inf, dtype=F64)) if dtype == F64 else None
+    if dtype == torch.bfloat16:
+        high = (low.double() + abs(low.double()) * 2**-6 + 1e-30).to(dtype)
+    elif dtype == torch.float32:
+        high = torch.nextafter(low, torch.tensor(torch.inf))
+    reward, mask, seq = scored([0.0] * n, dtype)
+    reward[1::2] = low
+    reward[1] = high
+    out = losses.ADVANTAGES[name](reward, mask, seq, torch.zeros(n, dtype=torch.long))[::2].double()
+    s = [Fraction(high.item())] + [Fraction(low.item())] * (n - 1)
+    mean = sum(s) / n
+    std = math.sqrt(sum((x - mean) ** 2 for x in s) / (n - 1))
+    centered = [x - mean for x in s]
+    expected = {
+        "grpo": [float(x) / (std + 1e-6) for x in centered],
+        "rloo": [float(x * n / (n - 1)) for x in centered],
+        "grpo_passk": [float(s[0] - s[1]) / (std + 1e-6)] + [0.0] * (n - 1),
+    }.get(name, [float(x) for x in centered])
+    assert out.tolist() == pytest.approx(expected, rel=max(1e-12, 4 * torch.finfo(dtype).eps), abs=1e-40)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.9, 1e6, -7.7])
+def test_whitening_equal_values_gives_nothing(value):
+    x = torch.full((999,), value)
+    assert not losses.whiten(x, torch.ones(999, dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, data=st.data())
+def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, seed, data):
+    """What could not be scored, or was rejected, changes nothing for the others, whatever stands in its place."""
+    b = slow.random_batch(lengths, seed)
+    gone = set(data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=len(lengths) - 1)))
+    kept = [i for i in range(len(lengths)) if i not in gone]
+    out_of = torch.isin(b["seq"], torch.tensor(sorted(gone), dtype=torch.long))
+    b["mask"], b["reward"] = b["mask"] & ~out_of, torch.where(out_of, 7.0, b["reward"])
+    twin = {k: b[k][~out_of] for k in ("reward", "mask", "value")} | {"group": b["group"][kept]}
+    twin["seq"] = torch.arange(len(kept)).repeat_interleave(torch.tensor(lengths)[kept])
+    extra = {"baseline": baseline(b)[kept]} if name == "remax" else {}
+    assert torch.allclose(estimate(name, b)[~out_of], estimate(name, twin, **extra), atol=1e-12)
+
+
+def test_what_a_group_of_one_gives():
+    """As declared: the scripts refuse, or warn of, one response a prompt."""
+    reward, mask, seq = scored([0.25, 3.0, 3.0, -1.0], F64)
+    for name, function in losses.ADVANTAGES.items():
+        if name != "gae":
+            extra = {"baseline": torch.zeros(4)} if "baseline" in function.inputs else {}
+            out = function(reward, mask, seq, torch.arange(4), **extra)[::2]
+            gives = {"zero": torch.zeros(4), "score": reward[1::2] / (1 + 1e-6)}.get(function.group_of_one)
+            assert out.any() if gives is None else torch.equal(out, gives.double()), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,20 +14,21 @@ F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 SEEDS = st.integers(0, 9999)
 NAMES = [name for name, function in losses.POLICY_LOSSES.items() if name == function.__name__]  # without aliases
-# clips that matter on the random batches
+# clips that matter on the random batches: low, high, c
 CLIPS = {"gspo": (0.1, 0.15, 3), "gmpo": (0.3, 0.35, 3), "dppo_tv": (0.05, 0.06, 1.3)}
+HOW_MANY_CLIPS = {"gspo": 2, "gmpo": 2, "cispo": 2, "sapo": 0, "reinforce": 0, "clip_cov": 2, "kl_cov": 0}  # of those; else 3
 SPREAD_OVER_SEQUENCE = ("gspo", "gmpo")
 COV = ("clip_cov", "kl_cov")
 
 
 def call(name, b, lp=None, **extra):
-    low, high, c = CLIPS.get(name, (0.2, 0.28, 1.5))
+    clips = zip(("clip_low", "clip_high", "clip_c"), CLIPS.get(name, (0.2, 0.28, 1.5)), strict=True)
     if name == "decoupled_ppo":
         extra["rollout_log_prob"] = b["roll"]
     if name in COV:
         extra.setdefault("chosen", b["seq"] % 2 == 0)
     lp = b["lp"] if lp is None else lp
-    clips = {"clip_low": low, "clip_high": high, "clip_c": c}
+    clips = dict(list(clips)[: HOW_MANY_CLIPS.get(name, 3)])
     return losses.POLICY_LOSSES[name](lp, b["old"], b["advantage"], b["mask"], b["seq"], **clips | extra)
 
 
@@ -87,6 +88,21 @@ def test_cispo_sapo_reinforce_by_hand():
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     expected = [-4 * sigmoid(-0.5), 4 / 1.05 * sigmoid(1.05 * 0.1), -2 * 4 * sigmoid(1)]
     assert losses.sapo(*args)[0].tolist() == pytest.approx(expected)
+
+
+def test_knobs_keep_their_precision():
+    """tau is exact in fp64: 1.05 is no fp32 number."""
+    args = tokens(log(1.5), [-1])
+    loss, _ = losses.sapo(*args)
+    assert loss.item() == pytest.approx(4 / 1.05 / (1 + math.exp(-1.05 * 0.5)), rel=1e-15)
+    ten, _ = losses.gspo(*tokens([30.0], [-1]))
+    assert ten.item() == pytest.approx(math.exp(10)) and losses.gspo(*tokens([30.0], [-1]), clamp=3.0)[0].item() < 21
+
+
+def test_importance_weight_by_hand():
+    lp, old, _, mask, _ = tokens(log(3, 1, 100, 5), [0] * 4, mask=[True, True, True, False])
+    weight = losses.importance_weight(lp.requires_grad_(), old, mask)
+    assert weight.tolist() == pytest.approx([3, 1, 20, 1]) and weight[1] == 1 and not weight.requires_grad
 
 
 def test_dppo_tv_and_decoupled_by_hand():
@@ -290,14 +306,12 @@ def test_non_finite_log_probs_under_a_zero_mask_stay_out(name):
 
 @pytest.mark.parametrize("name", losses.POLICY_LOSSES)
 def test_empty_batches_untrained_rows_defaults_and_dtype(name):
-    """The scripts' call: no clip given, the same keywords for all."""
     extra = lambda b: {"rollout_log_prob": b["roll"]} if name == "decoupled_ppo" else {}  # noqa: E731
-    clips = {"clip_low": None, "clip_high": None, "clip_c": None}
     for b in (slow.random_batch([]), slow.random_batch([2, 3]) | {"mask": torch.zeros(5, dtype=torch.bool)}):
         b = {k: v.float() if v.dtype == F64 else v for k, v in b.items()}
         lp = b["lp"].requires_grad_()
         f = losses.POLICY_LOSSES[name]
-        loss, stats = f(lp, b["old"], b["advantage"], b["mask"], b["seq"], **clips, **extra(b))
+        loss, stats = f(lp, b["old"], b["advantage"], b["mask"], b["seq"], **extra(b))
         mode = losses.default_aggregation("grpo", name)
         total = losses.aggregate(loss, b["mask"], b["seq"], mode, 1.0)
         total.backward()
@@ -327,6 +341,7 @@ def test_kl_estimators_by_hand():
     assert kl("k2") == kl("mse") == pytest.approx([0.125, 0.5])
     assert kl("k3") == kl("low_var_kl") == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1])
     assert kl("k3+") == kl("low_var_kl+") == pytest.approx(kl("k3"))
+    assert kl("abs+") == pytest.approx([0.5, 1.0]) and kl("k2+") == kl("mse+") == pytest.approx([0.125, 0.5])
     far = losses.kl_penalty(torch.tensor([-50.0]), torch.tensor([-1.0]), torch.tensor([True]), "k3")
     assert far.item() == 10
 
@@ -336,7 +351,7 @@ def test_kl_estimators_by_hand():
 def test_kl_estimators_equal_slow_loops(lengths, seed):
     b = slow.random_batch(lengths, seed)
     step = 1e-6
-    for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+    for kind in losses.KL_ESTIMATORS:
         lp = b["lp"].clone().requires_grad_()
         out = losses.kl_penalty(lp, b["old"], b["mask"], kind)
         (gradient,) = torch.autograd.grad(out.sum(), lp)
@@ -360,7 +375,7 @@ def test_kl_estimators_against_the_exact_divergence():
     true, true_reverse = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, reverse))
     for kind in ("k1", "k3", "k1+", "k3+"):
         assert values[kind].item() == pytest.approx(exact.item()), kind
-    for kind in ("k2", "k1+", "k3+"):
+    for kind in ("k2", "k1+", "abs+", "k2+", "k3+", "kl+", "mse+", "low_var_kl+"):
         assert torch.allclose(gradient[kind], true), kind
     assert torch.allclose(gradient["k1"], torch.zeros(4, dtype=F64), atol=1e-12)
     assert torch.allclose(gradient["k3"], true_reverse) and not torch.allclose(true, true_reverse)
