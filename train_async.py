@@ -11,22 +11,22 @@ ppo_mini_batch_size * require_batches groups.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-import tyro
 
 import losses
-from rl import checkpoint, dist, process
+from rl import checkpoint, dist, flags, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, MicroBatch, micro_batches
 from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
-from rl.errors import UserError
 from rl.generator import VALIDATION
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.ranges import Range
 from rl.run import LogArgs, Run
 from rl.saver import Saver
 from rl.schedule import Board, Intake, ScheduleArgs, Tickets, drawn, open_tickets, staleness_metrics, started
@@ -45,13 +45,13 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
     """A Hugging Face directory or hub name; "demo" is made on the spot."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0)] = 0
     """Of the prompt order, the sampling and everything else random."""
-    total_training_steps: int = 200
+    total_training_steps: Annotated[int, Range(at_least=1)] = 200
     """Steps to train: one step is one fetch of ppo_mini_batch_size * require_batches prompts."""
-    total_epochs: int | None = None
+    total_epochs: Annotated[int | None, Range(at_least=1)] = None
     """Train so many passes over the training prompts, in whole steps, instead of --total-training-steps."""
-    test_freq: int = 20
+    test_freq: Annotated[int, Range(at_least=0)] = 20
     """Validate every so many steps, at the next publish, and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
@@ -81,14 +81,6 @@ class Args(ScheduleArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learne
         """The last step whose weights are validated up to this version; None if there is none."""
         versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
         return next((self.step_of(v, total_steps) for v in versions), None)
-
-    def check(self) -> None:
-        """Raises UserError for flags that cannot work."""
-        self.check_algorithm()
-        self.check_schedule()
-        for flag in ("rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
-            if getattr(self, flag) < 1:
-                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
 
 
 def generate(
@@ -333,7 +325,6 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
 
 
 def main(args: Args, split: dist.Split) -> None:
-    args.check()
     torch.manual_seed(args.seed)
     path = resolve(args.model)
     config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
@@ -350,5 +341,5 @@ def main(args: Args, split: dist.Split) -> None:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
+    args = flags.parse(Args, __doc__)
     process.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

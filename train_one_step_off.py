@@ -12,12 +12,12 @@ and responses that outlive a publish (train_async.py).
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-import tyro
 
 import losses
-from rl import checkpoint, dist, process
+from rl import checkpoint, dist, flags, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.checkpoint import CheckpointArgs
@@ -28,6 +28,7 @@ from rl.generator import Generator, gather_groups, validate_on_all_ranks
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.ranges import Range
 from rl.run import LogArgs, Run
 from rl.saver import Saver
 from rl.schedule import Board, SplitArgs, staleness_metrics
@@ -46,17 +47,17 @@ class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerAr
     """A Hugging Face directory or hub name; "demo" is made on the spot."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0)] = 0
     """Of the prompt order, the sampling and everything else random."""
-    total_training_steps: int = 200
+    total_training_steps: Annotated[int, Range(at_least=1)] = 200
     """Steps to train: one step is one batch of prompts."""
-    total_epochs: int | None = None
+    total_epochs: Annotated[int | None, Range(at_least=1)] = None
     """Train so many passes over the training prompts, in whole batches, instead of --total-training-steps."""
-    train_batch_size: int = 8
+    train_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Prompts a step, over all ranks; each gets --rollout-n responses."""
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts per optimizer step, over all ranks; by default the whole batch."""
-    test_freq: int = 20
+    test_freq: Annotated[int, Range(at_least=0)] = 20
     """Validate every so many steps and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
@@ -79,17 +80,12 @@ class Args(SplitArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerAr
 
     def check(self) -> None:
         """Raises UserError for flags that cannot work."""
-        self.check_algorithm()
         mini = self.ppo_mini_batch_size or self.train_batch_size
         if self.train_batch_size % mini:
             raise UserError(
                 f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size {mini}: "
                 "every prompt must be trained. Choose a divisor."
             )
-        self.check_split()
-        for flag in ("train_batch_size", "rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
-            if getattr(self, flag) < 1:
-                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
 
 
 def make_batch(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
@@ -314,7 +310,6 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
 
 
 def main(args: Args, split: dist.Split) -> None:
-    args.check()
     torch.manual_seed(args.seed)
     path = resolve(args.model)
     config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
@@ -331,5 +326,5 @@ def main(args: Args, split: dist.Split) -> None:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
+    args = flags.parse(Args, __doc__)
     process.run(lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

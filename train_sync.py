@@ -9,12 +9,12 @@ losses.py. Left out here: generating while learning (train_one_step_off.py, trai
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-import tyro
 
 import losses
-from rl import checkpoint, dist, process
+from rl import checkpoint, dist, flags, process
 from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.checkpoint import CheckpointArgs
@@ -25,6 +25,7 @@ from rl.generator import Generator, all_events, event_metrics, gather_groups, va
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.ranges import Range
 from rl.run import LogArgs, Run
 from rl.saver import Saver
 from rl.scoring import RewardArgs, ScoringPool, check_sources
@@ -41,17 +42,17 @@ class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs
     """A Hugging Face directory or hub name; "demo" is made on the spot."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0)] = 0
     """Of the prompt order, the sampling and everything else random."""
-    total_training_steps: int = 200
+    total_training_steps: Annotated[int, Range(at_least=1)] = 200
     """Steps to train: one step is one batch of prompts."""
-    total_epochs: int | None = None
+    total_epochs: Annotated[int | None, Range(at_least=1)] = None
     """Train so many passes over the training prompts, in whole batches, instead of --total-training-steps."""
-    train_batch_size: int = 8
+    train_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Prompts a step, over all ranks; each gets --rollout-n responses."""
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts per optimizer step, over all ranks; by default the whole batch."""
-    test_freq: int = 20
+    test_freq: Annotated[int, Range(at_least=0)] = 20
     """Validate every so many steps and after the last; 0 never does."""
     val_before_train: bool = True
     """Validate before the first step, too."""
@@ -62,20 +63,17 @@ class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs
             return self.total_training_steps
         return max(1, self.total_epochs * num_prompts // self.train_batch_size)
 
-    def check(self, world_size: int) -> None:
+    def check(self) -> None:
         """Raises UserError for flags that cannot work."""
-        self.check_algorithm()
         mini = self.ppo_mini_batch_size or self.train_batch_size
         if self.train_batch_size % mini:
             raise UserError(
                 f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size {mini}: "
                 "every prompt must be trained. Choose a divisor."
             )
-        if self.train_batch_size < world_size:
-            raise UserError(f"--train-batch-size {self.train_batch_size} gives {world_size} ranks less than a prompt each.")
-        for flag in ("train_batch_size", "rollout_n", "max_response_length", "total_training_steps", "ppo_epochs"):
-            if getattr(self, flag) < 1:
-                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
+        if self.train_batch_size < dist.launched_ranks():
+            ranks = dist.launched_ranks()
+            raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
 
 
 def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
@@ -176,7 +174,6 @@ def learn(
 
 
 def main(args: Args, ranks: dist.Ranks) -> None:
-    args.check(ranks.world_size)
     torch.manual_seed(args.seed)
     path = resolve(args.model)
     config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
@@ -254,5 +251,5 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
+    args = flags.parse(Args, __doc__)
     process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))

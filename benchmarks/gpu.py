@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl import device, process
 from rl.dist import Ranks
+from rl.flags import read
 
 QWEN2 = dict(vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=32_768, eos_token_id=1, pad_token_id=0)
 SHAPES = {
@@ -109,7 +110,7 @@ def learner(args: Args, ranks: Ranks) -> dict:
     flags = ["--model", args.path, "--dtype", "bfloat16", "--max-response-length", str(response)]
     flags += ["--ppo-max-token-len-per-gpu", str(8 * (prompt + response)), "--lr", "1e-6"]
     flags += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
-    sync = tyro.cli(train_sync.Args, args=flags)
+    sync = read(train_sync.Args, args=flags)
     model = Learner(args.path, sync, ranks, total_steps=1000)
     rng, vocabulary = np.random.default_rng(0), SHAPES[args.shape].vocab_size
 

@@ -31,6 +31,7 @@ from rl.algorithm import KLControl
 from rl.attention import ATTENTION
 from rl.batch import Batch, Group, Response, micro_batches
 from rl.dist import Ranks
+from rl.flags import read
 from rl.learner import Learner
 from rl.timers import Timers
 
@@ -81,7 +82,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     parameters = random_model(path, hidden, layers, vocabulary)
     flags = ["--model", path, "--max-response-length", str(budget)]
     flags += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
-    sync = tyro.cli(train_sync.Args, args=flags)
+    sync = read(train_sync.Args, args=flags)
     learner = Learner(path, sync, ranks, total_steps=1000)
     bare = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION).train()
     if args.gradient_checkpointing:

@@ -24,6 +24,8 @@ import numpy as np
 import tyro
 from common import ROOT, over, ratios, table, torchrun, write
 
+from rl.flags import read
+
 BUSY = "training, other core busy"
 SPIN = "import torch; torch.set_num_threads(1); a = torch.randn(400, 400)\nwhile True: a @ a"
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off"}  # every other side is train_async
@@ -70,7 +72,7 @@ def patched(side: str, median: int, longest: int) -> None:
         script.make_engine = lambda *_, **__: Instant()
     if side == "generation":
         script.learn = lambda args, learner, kl_control, batch, prompts_per_step, run: {}
-    args = tyro.cli(script.Args, args=sys.argv[4:])
+    args = read(script.Args, args=sys.argv[4:])
     if name == "train_sync":
         process.run(lambda ranks: script.main(args, ranks))
     else:

@@ -3,39 +3,40 @@ losses.py."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 import losses
 from rl.batch import Batch
 from rl.errors import UserError
+from rl.ranges import Range
 
 
 @dataclass
 class AlgorithmArgs:
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
     """How scores become advantages (losses.py)."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """Discount of later rewards, for reinforce_pp."""
     loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
     """The policy loss (losses.py)."""
     loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
     """What the per-token losses are summed over and divided by, globally; by default that of the loss's paper."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: Annotated[float | None, Range(above=0)] = None
     """Lower clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: Annotated[float | None, Range(above=0)] = None
     """Upper clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float | None, Range(above=1)] = None
     """Dual clip: bound of the ratio where the advantage is negative; 3 by default. Losses without one ignore it."""
     loss_args: tuple[str, ...] = ()
     """Further numbers of the policy loss, as name=value: --loss-args tau_pos=1 tau_neg=1.1 for sapo. Each loss's names and
     defaults stand in its signature in losses.py."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
-    kl_loss_coef: float = 1e-3
+    kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
     kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
     """Estimator of the KL (losses.py); with "+" its gradient is unbiased, too."""
@@ -45,11 +46,11 @@ class AlgorithmArgs:
     """Estimator of that KL."""
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
     """Keep --kl-coef, or steer it towards --target-kl."""
-    kl_coef: float = 1e-3
+    kl_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL in the reward; where it starts if it is adaptive."""
-    target_kl: float = 0.1
+    target_kl: Annotated[float, Range(above=0)] = 0.1
     """KL per token that the adaptive weight aims at."""
-    horizon: int = 10_000
+    horizon: Annotated[int, Range(at_least=1)] = 10_000
     """Responses over which the adaptive weight reacts."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them: the ratio then makes up for staleness. By
@@ -68,7 +69,7 @@ class AlgorithmArgs:
     """Bounds of --rollout-rs, as many, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which teach nothing, by fresh prompts."""
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
     """Rounds of --filter-groups per step; what is missing then is filled with groups that teach nothing."""
 
     @property
@@ -150,7 +151,7 @@ class AlgorithmArgs:
         preset = losses.ROLLOUT_PRESETS.get(self.rollout_correction, {})
         return {name: getattr(self, name) or preset.get(name) for name in names}
 
-    def check_algorithm(self) -> None:
+    def check(self) -> None:
         """Raises UserError, with the reason, for flags that contradict each other."""
         loss, correction = losses.POLICY_LOSSES[self.loss_mode], self.correction
         try:
@@ -187,10 +188,6 @@ class AlgorithmArgs:
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
             )
-        if self.kl_ctrl_type == "adaptive" and not (self.target_kl > 0 and self.horizon > 0):
-            raise UserError("--kl-ctrl-type adaptive needs --target-kl and --horizon above 0.")
-        if self.max_num_gen_batches < 1:
-            raise UserError(f"--max-num-gen-batches must be at least 1, it is {self.max_num_gen_batches}.")
 
     def _check_loss_args(self, loss) -> None:
         """Raises UserError for a word of --loss-args that is no number, or that the loss does not take."""

@@ -15,6 +15,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed
@@ -25,6 +26,7 @@ from rl import dist
 from rl.batch import Group, split_records
 from rl.errors import UserError
 from rl.learner import Learner
+from rl.ranges import Range
 from rl.run import Origin
 
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
@@ -36,9 +38,9 @@ FIXED = ("seed", "shuffle", "ppo_mini_batch_size", "require_batches", "trigger_p
 
 @dataclass
 class CheckpointArgs:
-    save_freq: int = 0
+    save_freq: Annotated[int, Range(at_least=0)] = 0
     """Save a checkpoint every so many steps; there is always one after the last."""
-    max_ckpt_to_keep: int = 3
+    max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
     """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
     resume_mode: str = "auto"
     """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart

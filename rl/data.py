@@ -13,13 +13,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jinja2 import TemplateError
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.errors import UserError
+from rl.ranges import Range
 
 
 @dataclass
@@ -31,7 +32,7 @@ class DataArgs:
     """Validation prompts, likewise."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: chat messages, or a string that is taken as it is."""
-    max_prompt_length: int = 64
+    max_prompt_length: Annotated[int, Range(at_least=1)] = 64
     """Longest prompt in tokens, chat template included."""
     filter_overlong_prompts: bool = False
     """Leave longer prompts out, instead of what --truncation says."""
@@ -39,9 +40,9 @@ class DataArgs:
     """What becomes of a longer prompt: stop with a message, or cut tokens off its left or right end."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch; otherwise in the files' order."""
-    train_max_samples: int = -1
+    train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Take only the first so many training prompts; -1 takes all."""
-    val_max_samples: int = -1
+    val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Take only the first so many validation prompts; -1 takes all."""
 
 

@@ -116,8 +116,6 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
 
 
 def _watch(name: str, hang_timeout: float) -> None:
-    if hang_timeout < 0:
-        raise UserError(f"--hang-timeout must be 0 or more, it is {hang_timeout}.")
     if hang_timeout:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         watchdog.start(name, rank, world_size, hang_timeout, open_store(timedelta(minutes=1)))
@@ -165,6 +163,11 @@ def _neighbours(store: dist.Store) -> list[int]:
     rank, first = int(os.environ.get("RANK", 0)), int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
     store.set(f"pid/{rank}", str(os.getpid()))
     return [int(store.get(f"pid/{i}")) for i in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
+
+
+def launched_ranks() -> int:
+    """Ranks of the job, before they have joined: 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def stopping() -> bool:

@@ -14,7 +14,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,40 +24,41 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.attention import ATTENTION, Packed, check_supported
 from rl.errors import UserError
 from rl.forward import hidden_states, is_written_out
+from rl.ranges import Range
 
 
 @dataclass
 class EngineArgs:
-    rollout_n: int = 8
+    rollout_n: Annotated[int, Range(at_least=1)] = 8
     """Responses per prompt."""
-    max_response_length: int = 8
+    max_response_length: Annotated[int, Range(at_least=1)] = 8
     """Response budget in tokens; a response that reaches it ends with finish reason "length"."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
     """Sampling temperature; the learner divides its logits by it too."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling; 1 turns it off. Below 1 the recorded log-probs are those of the truncated distribution."""
-    top_k: int = -1
+    top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Sample among the k likeliest tokens; -1 turns it off."""
     ignore_eos: bool = False
     """Go on behind the end token to the whole response budget: equal lengths, for timing."""
-    val_n: int = 1
+    val_n: Annotated[int, Range(at_least=1)] = 1
     """Responses per validation prompt; above 1 pass@n is reported too."""
-    val_temperature: float = 0.0
+    val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
     """Sampling temperature of the validation; 0 is greedy."""
-    val_top_p: float = 1.0
+    val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling of the validation."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     """What generates. auto takes vllm where it is installed and the device is not a CPU, else the embedded engine over
     transformers, and says which."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Range(at_least=1)] = 256
     """Responses decoded at once by one engine."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
     """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens too."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
-    rollout_tp: int = 1
+    rollout_tp: Annotated[int, Range(at_least=1)] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] = 0.5
     """vllm: share of the device's memory for the engine, weights and KV cache; what the learner needs must fit beside it."""
     enable_chunked_prefill: bool = True
     """vllm: split long prompts over several steps, so that running responses do not wait for them. Never on a CPU."""

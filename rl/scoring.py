@@ -18,9 +18,10 @@ import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
+from rl.ranges import Range
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -29,23 +30,33 @@ class RewardArgs:
     reward: str | None = None
     """Your own reward function, as path/to/file.py:function, called with (data_source, solution_str, ground_truth,
     extra_info); returns a number, or a dict with "score" and further numbers that become metrics."""
-    reward_timeout: float = 10.0
+    reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
     """Seconds to score one response; for one that takes longer see --on-error."""
-    reward_cpu_limit: float = 60.0
+    reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
     """CPU seconds to score one response, over all threads of its process; 0 sets no limit."""
-    reward_workers: int = 1
+    reward_workers: Annotated[int, Range(at_least=1, at_most=1024)] = 1
     """Processes that score, on each rank."""
-    reward_memory_limit_gb: float = 4.0
+    reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
     """Address space of each scoring process; 0 sets no limit."""
     on_error: Literal["mask", "zero"] = "mask"
     """A response that could not be scored: leave it out of loss, baseline and mean scores, or give it a score of 0. Counted
     either way; in a validation it is wrong."""
-    format_score: float = 0.0
+    format_score: Annotated[float, Range()] = 0.0
     """Built-in gsm8k: the score of a wrong answer in the right format."""
-    overlong_buffer_len: int = 0
+    overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: the last so many tokens of the response budget are penalised, linearly; 0 turns it off."""
-    overlong_penalty_factor: float = 1.0
+    overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
     """DAPO: the penalty at the very end of the budget."""
+
+    def check(self) -> None:
+        """Raises UserError for a --reward that names no file."""
+        if not self.reward:
+            return
+        path, _, function = self.reward.rpartition(":")
+        if not path or not function:
+            raise UserError(f"--reward {self.reward}: write it as path/to/file.py:function.")
+        if not Path(path).is_file():
+            raise UserError(f"--reward {self.reward}: there is no file {path}.")
 
 
 EVENTS = ("timeout", "error", "bad_value", "died")
@@ -85,23 +96,6 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
                 f"{where}: there is no built-in reward for data_source {source!r}. Give your own with --reward "
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
             )
-
-
-def check_args(args: RewardArgs) -> None:
-    """Raises UserError for settings that cannot work, a --reward that names no file included."""
-    if args.reward_workers < 1:
-        raise UserError(f"--reward-workers must be at least 1, it is {args.reward_workers}.")
-    if not args.reward_timeout > 0:
-        raise UserError(f"--reward-timeout must be above 0 seconds, it is {args.reward_timeout}.")
-    for flag in ("reward_memory_limit_gb", "reward_cpu_limit", "overlong_buffer_len"):
-        if getattr(args, flag) < 0:
-            raise UserError(f"--{flag.replace('_', '-')} must not be negative, it is {getattr(args, flag)}.")
-    if args.reward:
-        path, _, function = args.reward.rpartition(":")
-        if not path or not function:
-            raise UserError(f"--reward {args.reward}: write it as path/to/file.py:function.")
-        if not Path(path).is_file():
-            raise UserError(f"--reward {args.reward}: there is no file {path}.")
 
 
 # ------------------------------------------------------------------------------------------------------- the pool
@@ -202,7 +196,6 @@ class ScoringPool:
     """
 
     def __init__(self, args: RewardArgs):
-        check_args(args)
         self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # per kind of event

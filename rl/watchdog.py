@@ -29,8 +29,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 from torch.distributed import DistError, HashStore, Store
+
+from rl.ranges import Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed"  # the store's counter of ranks that have something to say: only the first one says it
@@ -40,7 +43,7 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is
 
 @dataclass
 class WatchdogArgs:
-    hang_timeout: float = 1800.0
+    hang_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 1800.0
     """Seconds that a rank may wait without getting on: then every rank reports what it waits for, and the job ends. Must exceed
     the longest step, as generators wait for its weights, and the start, a download of the model included. 0 switches it off."""
 

@@ -8,13 +8,10 @@ role raises after some steps; killed-...: it is killed; hung-learner: it trains 
 import os
 import random
 import signal
-import sys
 import time
 
-import tyro
-
 import train_async
-from rl import dist, process, watchdog
+from rl import dist, flags, process, watchdog
 from rl.generator import VALIDATION, Generator
 from rl.schedule import Board, started
 
@@ -73,5 +70,5 @@ def rough_poll(generator, *arguments, **keywords):
 
 
 train_async.learn, Generator.poll, Board.__init__ = rough_learn, rough_poll, rough_init
-args = tyro.cli(train_async.Args, args=sys.argv[1:])
+args = flags.parse(train_async.Args)
 process.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -23,6 +23,7 @@ from rl.errors import UserError
 from rl.generator import Generator
 from rl.learner import Learner
 from rl.model import load_tokenizer
+from rl.ranges import check
 from rl.run import Run
 from rl.scoring import ScoringPool
 
@@ -49,7 +50,7 @@ class Trainer:
     def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
         """(metrics, batch) of n steps."""
         args = train_sync.Args(**vars(self.args) | flags)
-        args.check(1)
+        check(args)
         order = PromptOrder(len(self.prompts), 0)
         generator = Generator(self.engine, self.prompts, order, self.pool, self.tokenizer, args, 0)
         self.learner.args, control, out = args, KLControl(args), []
@@ -299,7 +300,7 @@ REFUSED = {
 def test_flags_that_contradict_each_other_are_refused(case):
     flags, reason = REFUSED[case]
     with pytest.raises(UserError, match=reason):
-        train_sync.Args(**flags).check(1)
+        check(train_sync.Args(**flags))
 
 
 def test_a_loss_without_a_ratio_is_never_left_uncorrected():

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from rl.batch import Batch, Group, Response
 from rl.errors import UserError
+from rl.ranges import check
 from rl.schedule import Intake, ScheduleArgs, Tickets, open_tickets, staleness_metrics, started
 
 
@@ -94,9 +95,9 @@ def test_a_stale_group_is_dropped_and_counted():
 
 
 def test_waiting_needs_a_bound_that_the_schedule_can_keep():
-    ScheduleArgs(staleness_threshold=1, max_staleness=1, stale="wait").check_schedule()
+    check(ScheduleArgs(staleness_threshold=1, max_staleness=1, stale="wait"))
     with pytest.raises(UserError, match=r"--stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
-        ScheduleArgs(staleness_threshold=1.5, max_staleness=1, stale="wait").check_schedule()
+        check(ScheduleArgs(staleness_threshold=1.5, max_staleness=1, stale="wait"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_waiting_needs_a_bound_that_the_schedule_can_keep():
 )
 def test_settings_that_cannot_work(flag, value):
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be"):
-        ScheduleArgs(**{flag: value}).check_schedule()
+        check(ScheduleArgs(**{flag: value}))
 
 
 @settings(max_examples=300, deadline=None)
@@ -132,7 +133,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
         max_staleness=bound,
         stale=stale or "drop",
     )
-    args.check_schedule()
+    check(args)
     steps, store = 12, HashStore()
     intake = Intake(args, filter_groups=flat > 0, max_num_gen_batches=5)
     open_tickets(store)

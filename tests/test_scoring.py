@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 from rl.errors import UserError
+from rl.ranges import check
 from rl.scoring import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
 from rl.verifiers import BUILT_IN, gsm8k
 
@@ -191,6 +192,7 @@ def test_workers_and_their_children_go_when_the_rank_ends(tmp_path):
         "import subprocess\ndef score(**a):\n    return {'score': 1, 'pid': subprocess.Popen(['sleep', '1000']).pid}\n"
     )
     code = f"""
+from rl.ranges import check
 from rl.scoring import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}))
 pool.submit(0, "any", "x", "1", None)
@@ -203,6 +205,7 @@ print(int(pool.wait(30)[0][1].extra["pid"]))  # and ends without close()
 def test_workers_die_with_a_killed_rank(bad_reward):
     code = f"""
 import time
+from rl.ranges import check
 from rl.scoring import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={bad_reward!r}))
 pool.submit(0, "any", "hang", "1", None)
@@ -282,8 +285,10 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
     spec, text, message = UNLOADABLE[case]
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
+    args = RewardArgs(reward=str(tmp_path / spec))
     with pytest.raises(UserError, match=message):
-        ScoringPool(RewardArgs(reward=str(tmp_path / spec)))
+        check(args)
+        ScoringPool(args)
 
 
 @pytest.mark.parametrize(
@@ -291,14 +296,14 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
     [
         ({"reward_workers": 0}, "--reward-workers must be at least 1"),
         ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
-        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must not be negative"),
-        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must not be negative"),
-        ({"overlong_buffer_len": -1}, "--overlong-buffer-len must not be negative"),
+        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must be at least 0"),
+        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must be at least 0"),
+        ({"overlong_buffer_len": -1}, "--overlong-buffer-len must be at least 0"),
     ],
 )
 def test_impossible_settings(flags, message):
     with pytest.raises(UserError, match=message):
-        ScoringPool(RewardArgs(**flags))
+        check(RewardArgs(**flags))
 
 
 def test_an_unknown_source_is_named():

@@ -1,0 +1,139 @@
+"""The command line: flags with their ranges, in groups, and one message for what cannot work.
+
+A flag is a field of a dataclass. Each component has a dataclass of its own, and a script's Args inherits them all. A number's
+range stands in its type, and relations between flags in a method `check` of the dataclass (rl/ranges.py). All are checked
+before anything is loaded. A boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import itertools
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+from typing import Annotated, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from rl import process
+from rl.errors import UserError
+from rl.ranges import check, flag, ranges
+
+Flags = TypeVar("Flags")
+
+CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
+LARGEST_INT = 2**63 - 1  # what torch, numpy and the store take
+
+
+def parse(flags: type[Flags], description: str | None = None) -> Flags:
+    """The command line as an instance of the dataclass. Ends the process with one message if it cannot be used."""
+    try:
+        return read(flags, description)
+    except UserError as error:
+        process.fail(error)
+
+
+def read(flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None) -> Flags:
+    """`parse` for other callers: raises UserError. args: the command line; by default this process's."""
+    args = _spell_out_booleans(flags, sys.argv[1:] if args is None else args)
+    errors, is_first = io.StringIO(), os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(sys.stdout if is_first else io.StringIO()):
+        try:
+            groups = tyro.cli(_grouped(flags), args=args, description=description, config=CONFIG)
+        except SystemExit as end:
+            if not end.code:  # --help
+                raise
+            raise UserError(_summary(errors.getvalue())) from None
+    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    parsed = flags(**values)
+    check(parsed)
+    return parsed
+
+
+# -------------------------------------------------------------------------------------------------------- for tyro
+
+
+def _grouped(flags: type) -> type:
+    """The dataclass as one of dataclasses, a field for each that it is made of: tyro gives each a title in --help."""
+    hints, limits = get_type_hints(flags, include_extras=True), ranges(flags)
+    fields = {field.name: field for field in dataclasses.fields(flags)}
+    groups = []
+    for part in flags.__mro__:
+        own, docs = [], _help_texts(part)
+        for name in [name for name in vars(part).get("__annotations__", {}) if name in fields]:
+            field = fields.pop(name)
+            shown = f"{_kind(hints[name])} ({limits[name]})" if name in limits else None
+            hint = Annotated[hints[name], tyro.conf.arg(help=docs.get(name, ""), metavar=shown)]
+            default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+            own.append((name, hint, default))
+        if own:
+            title = "script" if part is flags else part.__name__.removesuffix("Args").lower()
+            group = make_dataclass(title, own)
+            group.__doc__ = _first_paragraph(part)
+            groups.append((title, group))
+    return make_dataclass(flags.__name__, groups)
+
+
+def _kind(hint) -> str:
+    """ "INT" or "FLOAT"."""
+    inner = get_args(hint)[0]
+    return (inner if isinstance(inner, type) else get_args(inner)[0]).__name__.upper()
+
+
+def _first_paragraph(part: type) -> str:
+    text = inspect.cleandoc(part.__doc__ or "")
+    return "" if text.startswith(f"{part.__name__}(") else text.partition("\n\n")[0]  # dataclass writes a signature of its own
+
+
+def _help_texts(part: type) -> dict[str, str]:
+    """Field -> the string below it."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body
+    except (OSError, TypeError):  # typed in at a prompt, or not Python
+        return {}
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _spell_out_booleans(flags: type, args: Sequence[str]) -> list[str]:
+    """The arguments with each boolean flag followed by True or False, which is what tyro is told to expect."""
+    booleans = {flag(name) for name, hint in get_type_hints(flags).items() if hint in (bool, bool | None)}
+    spelled, rest = [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name.startswith("--no-") and "--" + name[5:] in booleans and not equals:
+            spelled += ["--" + name[5:], "False"]
+        elif name in booleans:
+            if not equals:
+                value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
+            spelled += [name, value.capitalize()]
+        else:
+            spelled.append(arg)
+    return spelled
+
+
+def _summary(box: str) -> str:
+    """What tyro says in a box of several lines, in one."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines()[1:]:  # the first is a title
+        text = line.strip(" │╭╮╰╯")
+        if text and not text.strip("─-"):
+            sections.append([])
+        elif text:
+            sections[-1].append(text)
+    said = [section for section in sections if section] or [["the command line cannot be read"]]
+    cause = " ".join(said[0]).partition(" Got errors:")[0].removeprefix("Error parsing ").rstrip(".")
+    similar = list(dict.fromkeys(re.findall(r"^--[\w-]+", "\n".join(itertools.chain(*said[1:-1])), re.MULTILINE)))
+    hint = f" Similar: {', '.join(similar)}." if similar and "nrecognized" in cause else ""
+    return f"{cause}.{hint} --help lists all flags."

@@ -1,0 +1,71 @@
+"""Which numbers a flag may have, and the check of all flags.
+
+A number's range stands in the type of its field:
+
+    lr: Annotated[float, Range(above=0)] = 1e-4
+"""
+
+import math
+from dataclasses import dataclass
+from typing import get_type_hints
+
+from rl.errors import UserError
+
+LARGEST_INT = 2**63 - 1  # what torch, numpy and the store take
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a flag may have. NaN and infinity are outside of every range, and so is an integer above 64 bits."""
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    also: float | None = None  # a value outside of the bounds with a meaning of its own: -1 for "all"
+
+    def __contains__(self, value: float) -> bool:
+        if value == self.also:
+            return True
+        return (
+            (abs(value) <= LARGEST_INT if isinstance(value, int) else math.isfinite(value))
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        names = ("above", "at_least", "below", "at_most")
+        bounds = [f"{name.replace('_', ' ')} {bound:,}" for name in names if (bound := getattr(self, name)) is not None]
+        words = " and ".join(bounds) or "finite"
+        return words if self.also is None else f"{self.also}, or {words}"
+
+
+def flag(name: str) -> str:
+    """A field's flag: "top_p" -> "--top-p"."""
+    return "--" + name.replace("_", "-")
+
+
+def check(args) -> None:
+    """Raises UserError for a number out of its range, and for flags that do not go together: each dataclass that the arguments
+    are made of may have a method `check` for those."""
+    for name, limits in ranges(type(args)).items():
+        value = getattr(args, name)
+        if value is None or value in limits:
+            continue
+        limits = limits if not isinstance(value, int) or value <= LARGEST_INT else f"at most {LARGEST_INT}"
+        raise UserError(f"{flag(name)} must be {limits}; it is {value}.")
+    for part in reversed(type(args).__mro__):
+        if "check" in vars(part):
+            vars(part)["check"](args)
+
+
+def ranges(flags: type) -> dict[str, Range]:
+    """The range of each field that has one."""
+    found = {}
+    for name, hint in get_type_hints(flags, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Range):
+                found[name] = mark
+    return found

@@ -1,0 +1,143 @@
+"""The command line: each number has a range, booleans can be written in every way, and what cannot work is one message."""
+
+import dataclasses
+import math
+import types
+from dataclasses import dataclass
+from typing import Annotated, get_args, get_type_hints
+
+import pytest
+from conftest import run_script
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train_async
+import train_one_step_off
+import train_sync
+from rl import flags
+from rl.errors import UserError
+from rl.ranges import Range, check, flag, ranges
+
+SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
+
+
+def kinds(hint) -> set[type]:
+    """The plain types that an annotation allows."""
+    if isinstance(hint, types.UnionType):
+        return set().union(*map(kinds, get_args(hint)))
+    return {hint} if isinstance(hint, type) else set()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_a_range_that_holds_its_default(script):
+    args = SCRIPTS[script].Args
+    numbers = {name for name, hint in get_type_hints(args).items() if kinds(hint) & {int, float}}
+    assert len(numbers) > 40 and numbers == set(ranges(args))
+    check(args())
+
+
+@dataclass
+class EngineArgs:
+    """What generates."""
+
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Nucleus
+    sampling."""
+    top_k: Annotated[int | None, Range(at_least=1, also=-1)] = None
+    eager: bool = False
+    names: tuple[str, ...] = ("demo",)
+
+    def check(self):
+        if self.eager and self.top_k == 7:
+            raise UserError("--eager and --top-k 7 do not go together.")
+
+
+@dataclass
+class MoreEngineArgs(EngineArgs):
+    rate: Annotated[float, Range()] = 0.0
+    recompute: bool | None = None
+
+    def check(self):
+        if self.rate == 3:
+            raise UserError("--rate 3 is taken.")
+
+
+def read(*args):
+    return flags.read(MoreEngineArgs, args=args)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True) | st.integers())
+def test_a_range_is_what_it_says(value):
+    inside = {
+        "finite": math.isfinite(value) and not (isinstance(value, int) and abs(value) >= 2**63),
+        "above 0 and at most 1": 0 < value <= 1,
+        "at least 0 and below 1,000": 0 <= value < 1000,
+        "-1, or at least 1 and at most 5": value == -1 or 1 <= value <= 5,
+    }
+    some = [Range(), Range(above=0, at_most=1), Range(at_least=0, below=1000), Range(at_least=1, at_most=5, also=-1)]
+    assert {str(limits): value in limits for limits in some} == inside
+
+
+REFUSED = {
+    "--top-p 0": "--top-p must be above 0 and at most 1; it is 0.0.",
+    "--top-p nan": "--top-p must be above 0 and at most 1; it is nan.",
+    "--top_p 1.5": "--top-p must be above 0 and at most 1; it is 1.5.",
+    "--top-k 0": "--top-k must be -1, or at least 1; it is 0.",
+    f"--top-k {2**70}": f"--top-k must be at most {2**63 - 1}; it is {2**70}.",
+    "--rate inf": "--rate must be finite; it is inf.",
+    "--rate x": "--rate: could not convert string to float: 'x'. --help lists all flags.",
+    "--top-k 1.5": "--top-k: no type matching {None}|INT could be instantiated from ['1.5']. --help lists all flags.",
+    "--ratee 1": "Unrecognized options: --ratee, 1. Similar: --rate. --help lists all flags.",
+    "--rate": "Missing value for argument '--rate'. Expected 1 values. --help lists all flags.",
+    "--eager perhaps": "invalid choice 'Perhaps' for argument '--eager'. Expected one of ('True', 'False'). "
+    "--help lists all flags.",
+    "stray": "Unrecognized options: stray. --help lists all flags.",
+    "--eager --top-k 7": "--eager and --top-k 7 do not go together.",
+    "--rate 3": "--rate 3 is taken.",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_work_is_one_line(line, capfd):
+    with pytest.raises(UserError) as raised:
+        read(*line.split())
+    assert str(raised.value) == REFUSED[line] and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["eager", "recompute"])
+def test_a_boolean_can_be_written_in_every_way(name):
+    for yes in ([f"--{name}"], [f"--{name}", "True"], [f"--{name}", "true"], [f"--{name}=TRUE"]):
+        assert getattr(read(*yes), name) is True and getattr(read(*yes, "--rate", "1"), name) is True
+    for no in ([f"--no-{name}"], [f"--{name}", "False"], [f"--{name}=false"], [f"--{name}", f"--no-{name}"]):
+        assert getattr(read(*no), name) is False
+    assert getattr(read("--rate", "-1", "--names", "a", "b", f"--{name}"), name) is True
+    assert read("--recompute", "none").recompute is None and read().recompute is None
+
+
+def test_help_has_groups_ranges_and_texts(capsys):
+    with pytest.raises(SystemExit) as end:
+        read("--help")
+    text = " ".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
+    assert end.value.code == 0
+    assert "engine options" in text and "What generates." in text
+    assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
+    assert "--top-k INT (-1, or at least 1)" in text
+
+
+def test_a_script_keeps_its_type_and_what_was_given():
+    args = flags.read(train_async.Args, args=["--lr", "1e-3", "--no-shuffle", "--train-files", "a", "b"])
+    assert type(args) is train_async.Args
+    given = {"lr": 1e-3, "shuffle": False, "train_files": ("a", "b")}
+    assert args == dataclasses.replace(train_async.Args(), **given)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("given", [["--lr", "0"], ["--lr", "x"], ["--nonsense"]], ids=lambda given: given[-1])
+def test_a_run_says_it_once_before_anything_is_loaded(given, ranks, tmp_path):
+    done = run_script("train_async.py", "--model", "/nowhere", "--output-dir", tmp_path, *given, ranks=ranks, check=False)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
+    assert f"error: {flag(given[0][2:]) if len(given) > 1 else 'Unrecognized'}" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_help_under_torchrun_is_said_once():
+    assert run_script("train_async.py", "--help", ranks=2).stdout.count("usage:") == 1
