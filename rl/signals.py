@@ -60,7 +60,7 @@ def remains(newest_checkpoint: str | None) -> None:
     _remains = f"the newest checkpoint is {newest_checkpoint}" if newest_checkpoint else "nothing was saved"
 
 
-def speaks() -> bool:
+def _speaks() -> bool:
     """Whether this is the rank that says what all ranks of its node have to say."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -69,7 +69,7 @@ def _watch(read: int) -> None:
     while True:
         numbers = os.read(read, 64)
         if signal.SIGINT in numbers:
-            if speaks():
+            if _speaks():
                 _last_words(f"Ctrl-C: stopped; {_remains}.")
             os._exit(128 + signal.SIGINT)
         if signal.SIGTERM in numbers and not _sigterm.is_set():
