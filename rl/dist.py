@@ -275,6 +275,11 @@ def end_well() -> None:
         open_store(timedelta(seconds=5)).set(f"ended/{launch().rank}", "")
 
 
+def launched_rank() -> int:
+    """This process's number in the job, before it has joined: 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
 def launched_ranks() -> int:
     """Ranks of the job, before they have joined: 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
