@@ -10,11 +10,6 @@ losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.
 ppo_mini_batch_size * require_batches groups.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
-
-    signals.take()
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,6 +23,7 @@ from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.generator import VALIDATION
+from rl.identity import Identity
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
@@ -253,20 +249,19 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
     watch = Watch(split)
 
     # Where it goes on from, if it does. Tickets that were under way go on, those of which nothing is left begin again.
-    done, again, unfinished, drawn_before = 0, [], [], 0
-    origin = checkpoint.find(args, args.output_dir, args.experiment_name)
-    if origin and origin.checkpoint:
-        done = origin.step
-        state, groups, unfinished = checkpoint.load(origin, learner, args, "train_async")
+    again, drawn_before, identity = [], 0, Identity(args, "train_async", path, prompts)
+    resumed = checkpoint.resume(args, identity, learner, total_steps)
+    if done := resumed.step:
+        state = resumed.state
         kl_control.coef, drawn_before = state["kl_coef"], state["drawn"]
         watch.restore(state["watch"])
         inbox.restore(state["inbox"])
-        again = intake.restore(state["intake"], groups, drawn_before)
+        again = intake.restore(state["intake"], resumed.groups, drawn_before)
     if ranks.is_main:
-        open_tickets(split.store, drawn_before, drawn_before - len(again), again, unfinished)
+        open_tickets(split.store, drawn_before, drawn_before - len(again), again, resumed.unfinished)
         split.store.set("validated", str(inbox.validated))
-    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_async", origin)
-    saver = Saver(args, run, "train_async", learner, prompts.tokenizer, origin)
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_async", resumed.origin)
+    saver = Saver(args, run, identity, learner, prompts.tokenizer, resumed.origin)
 
     def save(step: int) -> None:
         with run.timer("save_checkpoint"):

@@ -9,11 +9,6 @@ so the same flags and seed give the same run. The formulas are in losses.py. Lef
 and responses that outlive a publish (train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
-
-    signals.take()
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +25,7 @@ from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine, rollout_dtype
 from rl.errors import UserError
 from rl.generator import Generator, gather_groups, validate_on_all_ranks
+from rl.identity import Identity
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
@@ -249,11 +245,13 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
     watch = Watch(split)
 
     # Where it goes on from, if it does: with the batch that was ready for the step after the checkpoint's.
-    done, start = 0, {"batch": 0, "ticket": 0, "version": 0, "validated": -1}
-    origin = checkpoint.find(args, args.output_dir, args.experiment_name)
-    if origin and origin.checkpoint:
-        done = origin.step
-        state, groups, _ = checkpoint.load(origin, learner, args, "train_one_step_off")
+    start, identity = (
+        {"batch": 0, "ticket": 0, "version": 0, "validated": -1},
+        Identity(args, "train_one_step_off", path, prompts),
+    )
+    resumed = checkpoint.resume(args, identity, learner, total_steps)
+    if done := resumed.step:
+        state, groups = resumed.state, resumed.groups
         kl_control.coef, start = state["kl_coef"], state["start"]
         watch.restore(state["watch"])
         inbox.groups.extend(groups)
@@ -261,8 +259,8 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, tota
         inbox.restore(state["inbox"])
     if ranks.is_main:
         split.store.set("start", json.dumps(start))
-    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_one_step_off", origin)
-    saver = Saver(args, run, "train_one_step_off", learner, prompts.tokenizer, origin)
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_one_step_off", resumed.origin)
+    saver = Saver(args, run, identity, learner, prompts.tokenizer, resumed.origin)
     made = {"next_ticket": start["ticket"]}
 
     def save(step: int, groups: Sequence[Group] = ()) -> None:

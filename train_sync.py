@@ -8,11 +8,6 @@ The algorithm stands in `main`, top to bottom: generate -> score -> advantage ->
 losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
-
-    signals.take()
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,6 +22,7 @@ from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
 from rl.generator import Generator, all_events, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
+from rl.identity import Identity
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
 from rl.model import check_lengths, load_config, load_tokenizer, resolve
@@ -198,17 +194,17 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     kl_control = KLControl(args)
 
     # Where it goes on from, if it does.
-    ticket, done, origin = 0, 0, checkpoint.find(args, args.output_dir, args.experiment_name)
-    if origin and origin.checkpoint:
-        done = origin.step
-        state, *_ = checkpoint.load(origin, learner, args, "train_sync")
+    ticket, identity = 0, Identity(args, "train_sync", path, train_prompts)
+    resumed = checkpoint.resume(args, identity, learner, total_steps)
+    if done := resumed.step:
+        state = resumed.state
         ticket, kl_control.coef = state["ticket"], state["kl_coef"]
         pool.events.update(state["events"] if ranks.is_main else {})
     engine.update(learner.weights(), version=done)
     team = Team(ranks, args.rollout_tp)
     generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
-    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_sync", origin)
-    saver = Saver(args, run, "train_sync", learner, tokenizer, origin)
+    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_sync", resumed.origin)
+    saver = Saver(args, run, identity, learner, tokenizer, resumed.origin)
 
     def validate(step: int) -> dict[str, float]:
         with run.timer("testing"):

@@ -13,7 +13,7 @@ is rl/saver.py.
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +25,7 @@ import xxhash
 from rl import dist
 from rl.batch import Group, split_records
 from rl.errors import UserError
+from rl.identity import Identity
 from rl.learner import Learner
 from rl.ranges import Range
 from rl.run import Origin
@@ -32,8 +33,6 @@ from rl.run import Origin
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
 STEPS = "step_" + "[0-9]" * 6
-# A run cannot go on under other values: the order of the prompts and the counting of versions hang on these.
-FIXED = ("seed", "shuffle", "ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step")
 
 
 @dataclass
@@ -45,6 +44,66 @@ class CheckpointArgs:
     resume_mode: str = "auto"
     """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart
     by torchrun the job goes on with its own run in any case."""
+    resume_anyway: bool = False
+    """Go on with a run although the model, the data or a flag that belongs to the run is another now; lists what is."""
+
+
+@dataclass
+class Resumed:
+    """Where a run begins: after `step`, with what the checkpoint holds; at the beginning step is 0 and the rest empty."""
+
+    origin: Origin | None
+    state: dict
+    groups: list[Group]  # that had come in and were not trained
+    unfinished: list[Group]  # that were being generated
+
+    @property
+    def step(self) -> int:
+        return self.origin.step if self.origin else 0
+
+
+def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
+    """Brings the learner to where the run stopped, if there is a run to go on with. Raises UserError if it is another one, or
+    if its checkpoints cannot be used. A collective of the learners.
+
+    args: the script's flags.
+    """
+    origin = find(args, args.output_dir, args.experiment_name)
+    if not origin or not origin.checkpoint:
+        return Resumed(origin, {}, [], [])
+    path = origin.checkpoint
+    record = json.loads((path / TRAINING / STATE).read_text())
+    if origin.step > total_steps:
+        raise UserError(
+            f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
+            "(--total-training-steps, --total-epochs), or start anew with another --experiment-name."
+        )
+    if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
+        print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+    _load_tensors(path, learner)
+    ranks = record["ranks"]
+    learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
+    groups, unfinished = (read_groups(path / TRAINING / name) for name in (GROUPS, UNFINISHED))
+    return Resumed(origin, record["state"], groups, unfinished)
+
+
+def _load_tensors(path: Path, learner: Learner) -> None:
+    """Reads the master weights and moments into the learner's. A collective."""
+    tensors = learner.state_tensors()
+    reader = dcp.HuggingFaceStorageReader(str(path / TRAINING))
+    saved = {name: list(of.size) for name, of in reader.read_metadata().state_dict_metadata.items()}
+    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in [*saved, *wanted]:
+        if saved.get(name) != wanted.get(name):  # dcp.load would not look at what it is not asked for
+            shapes = [of.get(name, "no such tensor") for of in (saved, wanted)]
+            raise UserError(
+                f"{path} does not fit the model: {name} is {shapes[0]} there and {shapes[1]} in --model. Give the --model that "
+                "the run was trained from."
+            )
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        raise UserError(f"{path} cannot be loaded: {_root(error)}. Give the --model that it was trained from.") from error
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
@@ -60,9 +119,9 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     runs = []
-    if dist.launch().restarts:  # this job's own run, wherever it began
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        runs = [path.parent for path in configs if json.loads(path.read_text()).get("job") == dist.job()][:1]
+        runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == dist.job()][:1]
     if not runs and args.resume_mode == "disable":
         return None
     if not runs and args.resume_mode != "auto":
@@ -71,42 +130,39 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
     if not runs and experiment_name:
         runs = [output_dir / experiment_name]
     for run_dir in runs:
-        if (run_dir / "config.json").exists():
+        if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
+            if _read_config(run_dir / "config.json") is None:
+                print(f"warning: {run_dir}/config.json is missing or damaged; the run goes on", file=sys.stderr, flush=True)
             return Origin(run_dir, newest(run_dir))
     return None
 
 
-def load(origin: Origin, learner: Learner, args: CheckpointArgs, script: str) -> tuple[dict, list[Group], list[Group]]:
-    """Brings the learner to where the checkpoint was written; returns (state, groups, unfinished groups) as they were saved.
-    Raises UserError if it is of another script, or of other flags than a run can go on with. A collective."""
-    path = origin.checkpoint
-    record = json.loads((path / TRAINING / STATE).read_text())
-    now = fixed_flags(args, script)
-    for name, value in record["fixed"].items():
-        if name in now and now[name] != value:
-            what = "by the script" if name == "script" else f"with --{name.replace('_', '-')}"
-            raise UserError(
-                f"{path} was written {what} {value}, now it is {now[name]}. Go on with what it was, or start anew with "
-                "--resume-mode disable."
-            )
-    tensors = learner.state_tensors()
+def _read_config(path: Path) -> dict | None:
+    """None if it is missing or damaged."""
     try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path / TRAINING)))
-    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
-        reason = _root(error)
-        raise UserError(f"{path} does not fit the model: {reason}. Give the --model that it was trained from.") from error
-    ranks = record["ranks"]
-    learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
-    return record["state"], read_groups(path / TRAINING / GROUPS), read_groups(path / TRAINING / UNFINISHED)
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The run's newest checkpoint whose files are all as they were written; says which ones are not."""
+    """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
+    damage. Raises UserError if there are checkpoints and all are damaged."""
+    faults = {}
     for path in sorted(run_dir.glob(STEPS), reverse=True):
-        fault = damage(path)
-        if fault is None:
+        if (fault := damage(path)) is None:
+            if faults:
+                step = int(path.name.removeprefix("step_"))
+                print(f"warning: the steps after {step} are trained again", file=sys.stderr, flush=True)
             return path
-        print(f"warning: checkpoint {path} is damaged ({fault}); the one before it is taken", file=sys.stderr, flush=True)
+        faults[path.name] = fault
+        print(f"warning: checkpoint {path} is damaged: {fault}", file=sys.stderr, flush=True)
+    if faults:
+        raise UserError(
+            f"{run_dir}: every checkpoint of the run is damaged ({', '.join(faults)}; the warnings say how). Put the files "
+            "back, or start anew, at step 0, with another --experiment-name."
+        )
     return None
 
 
@@ -161,12 +217,6 @@ def check_path(path: Path) -> Path:
     if fault := damage(path):
         raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {fault}. Take another, or --resume-mode auto.")
     return path.resolve()
-
-
-def fixed_flags(args: CheckpointArgs, script: str) -> dict:
-    flags = asdict(args)
-    names = FIXED if "trigger_parameter_sync_step" in flags else ("seed", "shuffle")
-    return {"script": script} | {name: flags[name] for name in names}
 
 
 def _root(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from test_batch import make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl import checkpoint
+from rl.batch import join_records
 from rl.engine import Request, SamplingParams, TransformersEngine
 from rl.errors import UserError
 
@@ -305,5 +306,5 @@ def test_nothing_unpickles():
 def test_groups_survive_the_file(tmp_path):
     groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
     file = tmp_path / "groups"
-    file.write_bytes(checkpoint.join_records([group.to_bytes() for group in groups]))
+    file.write_bytes(join_records([group.to_bytes() for group in groups]))
     assert [g.to_bytes() for g in checkpoint.read_groups(file)] == [g.to_bytes() for g in groups]

@@ -1,0 +1,71 @@
+"""One learner's host memory, in bytes a parameter, at its start, a step, a publish and saves: a line of JSON.
+
+python tests/programs/memory.py MODEL OUT
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed
+from transformers import AutoTokenizer
+
+from rl import dist, host, process, saver
+from rl.checkpoint import CheckpointArgs
+from rl.learner import Learner, LearnerArgs
+from rl.weights import Publisher
+
+
+def resident(word: str) -> int:
+    """VmRSS (now) or VmHWM (the most since `Peak` began) of this process, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(word))
+
+
+class Peak:
+    """What is resident inside `with Peak() as peak`: peak.added at most, above what was before; peak.kept after it."""
+
+    def __enter__(self) -> "Peak":
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = resident("VmRSS")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.added, self.kept = resident("VmHWM") - self.before, resident("VmRSS") - self.before
+
+
+def main(ranks: dist.Ranks) -> None:
+    model, out = sys.argv[1], Path(sys.argv[2])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    told, peaks = [], {}
+    with Peak() as peaks["start"]:
+        learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
+    parameters = sum(p.numel() for p in learner.policy.parameters())
+    with Peak() as peaks["step"]:
+        for parameter in learner.policy.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        learner.optimizer.step()
+        learner.optimizer.zero_grad()
+    split = dist.Split("learner", ranks, 1, 1, 0, 1, torch.distributed.HashStore(), bridge=object())
+    with Peak() as peaks["publish"]:
+        publisher = Publisher(learner, split, torch.float32)
+        publisher.take_copy()
+    identity = SimpleNamespace(record={})
+    run = SimpleNamespace(dir=out, total_steps=9, say=told.append)
+    writer = saver.Saver(CheckpointArgs(), run, identity, learner, tokenizer, None)
+    available, host.available_memory = host.available_memory, lambda: 0
+    for step, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
+        if name == "first":
+            host.available_memory = available
+        with Peak() as peaks[name]:
+            writer.save(step, {})
+            writer.wait()
+        assert not writer.fault, writer.fault
+    shares = {name: [peak.added / parameters, peak.kept / parameters] for name, peak in peaks.items()}
+    print(json.dumps({"parameters": parameters, "bytes": shares, "told": told}))
+
+
+if __name__ == "__main__":
+    process.run(main)
