@@ -5,6 +5,7 @@ import math
 import losses_reference as slow
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -409,3 +410,12 @@ def test_combinations_that_make_no_sense_are_refused_with_the_reason():
     for estimator, loss, mode, reason in refused:
         with pytest.raises(ValueError, match=reason):
             losses.check_combination(estimator, loss, mode)
+
+
+def test_the_docs_name_every_loss_and_every_knob_with_its_default():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    for name, loss in losses.POLICY_LOSSES.items():
+        row = next(line for line in page.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
+        knobs = {k.removeprefix("clip_"): v for k, v in (loss.knobs | loss.choice_knobs).items()}
+        assert all(f"{knob}={value:g}" in row for knob, value in knobs.items()), row
+        assert (loss.aggregation or "| - |") in row and ("| yes |" in row) == loss.has_ratio, row

@@ -1,0 +1,89 @@
+"""What the gradient of a stale batch is unbiased for: the scripts' own `learn` on a tabular policy, every pair of responses
+enumerated, beside exact gradients (benchmarks/unbiased.py makes the table of docs/algorithms.md the same way)."""
+
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import losses
+import train_async
+import train_one_step_off
+import train_sync
+from rl import dist
+
+sys.path.append(str(ROOT / "benchmarks"))
+import unbiased
+
+ONE, TWO = (3, 1, 1.0), (3, 2, 0.7)  # words, tokens, drift
+SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}  # of one token: the same
+WIDE = {
+    "gspo": SEQ_MEAN,
+    "gmpo": SEQ_MEAN | {"clip_ratio_low": 1e9},
+    "decoupled_ppo": {"loss_args": ("cap=1e9",)},
+    "dppo_tv": {"clip_ratio_c": 1e9},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks():
+    yield dist.init()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fp64():
+    with unbiased.in_fp64():
+        yield
+
+
+def plain(log_prob, old_log_prob, advantage, mask, seq):
+    """A loss of someone's own, declared to have no ratio."""
+    return -advantage * log_prob, {}
+
+
+@pytest.fixture
+def someones_own(monkeypatch):
+    monkeypatch.setattr(losses, "POLICY_LOSSES", dict(losses.POLICY_LOSSES))
+    losses.policy_loss(has_ratio=False)(plain)
+
+
+@pytest.mark.parametrize(
+    "loss", ["ppo_clip", "gspo", "gmpo", "cispo", "reinforce", "gpg", "dppo_tv", "decoupled_ppo", "plain"]
+)  # all whose gradient at the old policy is REINFORCE's, whatever the drift
+@pytest.mark.parametrize("script", [train_one_step_off, train_async])
+def test_by_default_a_stale_token_is_weighed_exactly(script, loss, someones_own):
+    flags = {"loss_mode": loss} | WIDE.get(loss, {})
+    error = unbiased.errors(flags, ONE, script)
+    assert error["dJ"] < 1e-12 and error["surrogate"] < 1e-12
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce", "plain"])
+def test_of_several_tokens_the_default_gives_the_surrogate_and_sequence_weights_the_true_gradient(loss, someones_own):
+    error = unbiased.errors({"loss_mode": loss}, TWO)
+    assert error["surrogate"] < 1e-12 and error["dJ"] > 0.05
+    error = unbiased.errors({"loss_mode": loss, "rollout_is": "sequence", "rollout_is_threshold": "1e9"}, TWO)
+    assert error["dJ"] < 1e-12 and error["surrogate"] > 0.05
+
+
+def test_without_any_correction_the_gradient_is_neither():
+    error = unbiased.errors({"use_rollout_log_probs": False}, ONE)
+    assert error["dJ"] > 0.05 and error["surrogate"] > 0.05
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "plain"])
+def test_the_second_update_of_a_batch_is_weighed_too(loss, someones_own):
+    """In train_sync.py: the batch is of the policy before the first update, which moves it."""
+    moved, start, score = unbiased.make_case(*ONE)
+    policy, _, _ = unbiased.make_case(*ONE)
+    policy.logits.data.copy_(start.logits.data)
+    policy.moves_to = moved.logits.detach()
+    found = unbiased.expected_gradient(train_sync, {"loss_mode": loss, "ppo_epochs": 2}, policy, start, score, update=1)
+    assert torch.allclose(found, unbiased.exact_gradients(moved, start, score)["dJ"], atol=1e-12)
+
+
+def test_the_docs_hold_the_table_that_the_benchmark_made():
+    assert (ROOT / "benchmarks" / "results" / "unbiased.md").read_text().strip() in (
+        ROOT / "docs" / "algorithms.md"
+    ).read_text()
