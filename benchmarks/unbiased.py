@@ -20,7 +20,6 @@ import tyro
 from common import setting, table, words, write
 
 import train_one_step_off
-import train_sync
 from rl import dist
 from rl.algorithm import KLControl
 from rl.batch import Batch, Group, Response
@@ -40,7 +39,7 @@ CASES = {"1 token, drift 1": (3, 1, 1.0), "2 tokens, drift 0.7": (3, 2, 0.7), "3
 
 
 class Tabular:
-    """In the learner's place: a policy over `num_words` words with logits of its own behind every prefix of fewer than `length`."""
+    """In the learner's place: a policy over `num_words` words, with logits of its own behind every prefix below `length`."""
 
     def __init__(self, num_words: int, length: int, logits: torch.Tensor):
         self.logits = logits.clone().requires_grad_()
@@ -123,7 +122,7 @@ def in_fp64():
 
 
 def make_case(num_words: int, length: int, drift: float, seed: int = 0) -> tuple[Tabular, Tabular, dict]:
-    """The policy, the older one that samples, and each response's score, an eighth of a whole number: exact in any precision."""
+    """The policy, the older one that samples, and each response's score: eighths, which are exact in any precision."""
     rng = torch.Generator().manual_seed(seed)
     rows = sum(num_words**t for t in range(length))  # prefixes
     logits, away = (torch.randn(rows, num_words, generator=rng) for _ in range(2))
