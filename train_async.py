@@ -10,6 +10,11 @@ losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.
 ppo_mini_batch_size * require_batches groups.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl import signals
+
+    signals.take()
+
 from dataclasses import dataclass
 from typing import Annotated
 

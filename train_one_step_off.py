@@ -9,6 +9,11 @@ so the same flags and seed give the same run. The formulas are in losses.py. Lef
 and responses that outlive a publish (train_async.py).
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl import signals
+
+    signals.take()
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

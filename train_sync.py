@@ -8,6 +8,11 @@ The algorithm stands in `main`, top to bottom: generate -> score -> advantage ->
 losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl import signals
+
+    signals.take()
+
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -119,7 +119,7 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     runs = []
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # this job's own run, wherever it began
+    if dist.launch().restarts:  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == dist.job()][:1]
     if not runs and args.resume_mode == "disable":

@@ -9,18 +9,26 @@ Left out: images.
 import bisect
 import functools
 import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from jinja2 import TemplateError
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
+from rl import dist
 from rl.errors import UserError
+from rl.progress import track
 from rl.ranges import Range
+
+GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
+TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
+BATCH = 512  # prompts to tokenise at once
 
 
 @dataclass
@@ -85,34 +93,38 @@ class PromptDataset(Sequence):
         self.files = list(files)
         if not self.files:
             raise UserError(f"--{split}-files names no file.")
-        # Files keep their own columns: casting them to a common schema would change what they say.
-        self.tables = [_read(file, split) for file in self.files]
-        for file, table in zip(self.files, self.tables, strict=True):
-            _check_columns(file, table, args.prompt_key)
-        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
         limit = args.train_max_samples if split == "train" else args.val_max_samples
-        self.rows = list(range(self.ends[-1] if limit < 0 else min(limit, self.ends[-1])))
-        if args.filter_overlong_prompts or args.truncation == "error":
-            self.rows = self._measure(f"measuring {split} prompts")
+        # Files keep their own columns: casting them to a common schema would change what they say.
+        self.tables, room = [], math.inf if limit < 0 else limit
+        for file in self.files:
+            table = _read(file, split)
+            _check_columns(file, table, args.prompt_key)
+            self.tables.append(table.select(range(min(len(table), room))))
+            room -= len(self.tables[-1])
+            _check_truths(file, self.tables[-1])
+        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
+        self.truncated = 0  # prompts that --truncation cuts
+        self.rows = self._measure(f"measuring {split} prompts")
         if not self.rows:
             raise UserError(
                 f"{', '.join(self.files)}: no prompt is left of {self.ends[-1]} at --max-prompt-length "
-                f"{args.max_prompt_length} and --{split}-max-samples {limit}."
+                f"{args.max_prompt_length}. Raise it."
             )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        file, number, row = self._locate(self.rows[index])
-        ids, limit = self._encode(file, number, row), self.args.max_prompt_length
+        which, number = self._locate(self.rows[index])
+        file, row = self.files[which], self.tables[which][number]
+        (ids,), limit = self._encode([self._render(f"{file} row {number}", row)]), self.args.max_prompt_length
         if len(ids) > limit:
             ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
         return Prompt(
             ids=ids,
             text=self.tokenizer.decode(ids),
             data_source=_data_source(row),
-            ground_truth=_ground_truth(file, number, row),
+            ground_truth=_ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
         )
@@ -121,63 +133,96 @@ class PromptDataset(Sequence):
         """Every data_source -> where it first stands."""
         found: dict[str, str] = {}
         for file, table in zip(self.files, self.tables, strict=True):
-            column = table["data_source"] if "data_source" in table.column_names else ["openai/gsm8k"]
-            for number, source in enumerate(column):
-                if not isinstance(source, str) or not source:
-                    raise UserError(
-                        f"{file} row {number}: data_source is {source!r}. Put a name there, any if you use --reward."
-                    )
-                found.setdefault(source, f"{file} row {number}")
+            if "data_source" not in table.column_names:
+                found.setdefault(GSM8K, f"{file} row 0")
+                continue
+            column = _column(table, "data_source")
+            for source in column.unique().to_pylist():
+                where = f"{file} row {_first(pc.is_null(column) if source is None else pc.equal(column, source))}"
+                if not isinstance(source, str) or not source.strip():
+                    raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
+                found.setdefault(source, where)
         return found
 
     def _measure(self, description: str) -> list[int]:
-        """The rows whose prompts fit. A longer one is an error before the first step rather than in the middle of a run."""
-        fitting, limit = [], self.args.max_prompt_length
-        for number in track(self.rows, description=description, disable=len(self.rows) < 5000, transient=True):
-            file, row_number, row = self._locate(number)
-            length = len(self._encode(file, row_number, row))
-            if length <= limit:
-                fitting.append(number)
-            elif not self.args.filter_overlong_prompts:
-                raise UserError(
-                    f"{file} row {row_number}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise "
-                    "it, or leave such rows out with --filter-overlong-prompts, or cut them with --truncation left or right."
-                )
-        return fitting
+        """The rows whose prompts fit or may be cut. A prompt that cannot be used is an error here rather than in the middle of
+        a run."""
+        kept, limit, rows = [], self.args.max_prompt_length, self._rendered(description)
+        while batch := list(itertools.islice(rows, BATCH)):
+            for (row, _), ids in zip(batch, self._encode([text for _, text in batch]), strict=True):
+                where, length = self._where(row), len(ids)
+                if not length:
+                    raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
+                if length > limit and self.args.filter_overlong_prompts:
+                    continue
+                if length > limit and self.args.truncation == "error":
+                    raise UserError(
+                        f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
+                        "such rows out with --filter-overlong-prompts, or cut them with --truncation left or right."
+                    )
+                self.truncated += length > limit
+                kept.append(row)
+        return kept
 
-    def _locate(self, row: int) -> tuple[str, int, dict]:
-        """(file, row number in it, the row) of a row number over all files."""
-        which = bisect.bisect_right(self.ends, row)
-        number = row - (self.ends[which - 1] if which else 0)
-        return self.files[which], number, self.tables[which][number]
+    def _rendered(self, description: str) -> Iterator[tuple[int, "Text"]]:
+        """(row number over all files, its prompt's text), of all rows; the prompt's column alone is read."""
+        key = self.args.prompt_key
+        columns = [table.select_columns(key if key in table.column_names else "question") for table in self.tables]
+        rows = itertools.chain.from_iterable(columns)
+        total = range(self.ends[-1])
+        for number, row in zip(track(total, description, show=dist.launched_rank() == 0), rows, strict=True):
+            yield number, self._render(self._where(number), row)
 
-    def _encode(self, file: str, number: int, row: dict) -> list[int]:
-        key = self.args.prompt_key if self.args.prompt_key in row else "question"
-        prompt = row[key]
-        if isinstance(prompt, str) and key == self.args.prompt_key:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self._encode_chat(f"{file} row {number}", key, messages)
-        if not ids:
-            raise UserError(f"{file} row {number}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
+    def _where(self, row: int) -> str:
+        file, number = self._locate(row)
+        return f"{self.files[file]} row {number}"
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row number in it) of a row number over all files."""
+        file = bisect.bisect_right(self.ends, row)
+        return file, row - (self.ends[file - 1] if file else 0)
+
+    def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
+        """Token ids of each text. A chat template has put special tokens in; for a plain string the tokenizer may add some."""
+        ids: list[list[int]] = [[]] * len(texts)
+        for is_chat in (False, True):
+            chosen = [i for i, text in enumerate(texts) if text.is_chat == is_chat]
+            if chosen:
+                encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_chat)
+                for i, of_text in zip(chosen, encoded["input_ids"], strict=True):
+                    ids[i] = of_text
         return ids
 
-    def _encode_chat(self, where: str, key: str, messages: Any) -> list[int]:
+    def _render(self, where: str, row: dict) -> "Text":
+        """The row's prompt as the model will read it."""
+        key = self.args.prompt_key if self.args.prompt_key in row else "question"
+        prompt = row[key]
+        is_chat = not (isinstance(prompt, str) and key == self.args.prompt_key)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
             raise UserError(
                 f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
                 "Name the right column with --prompt-key."
             )
+        if not any(message["content"].strip() for message in messages):
+            raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
+        return Text(self._render_chat(where, messages), True) if is_chat else Text(prompt, False)
+
+    def _render_chat(self, where: str, messages: list[dict]) -> str:
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
                 "a chat template with the tokenizer, or give prompts as plain strings."
             )
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
-            raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Mend the roles.") from None
+            raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
+
+
+class Text(NamedTuple):
+    text: str
+    is_chat: bool  # rendered by the chat template
 
 
 def _is_message(message: Any) -> bool:
@@ -237,7 +282,7 @@ def _check_columns(file: str, table, prompt_key: str) -> None:
     has = f"the columns are {', '.join(sorted(columns))}"
     if prompt_key not in columns and not {"question", "answer"} <= columns:
         raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")
-    if not columns & {"reward_model", "ground_truth", "answer"}:
+    if not columns & TRUTHS:
         raise UserError(
             f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
         )
@@ -257,26 +302,52 @@ def _check_columns(file: str, table, prompt_key: str) -> None:
 
 def _first_with_images(table) -> int | None:
     """The first row whose images are neither null nor an empty list, without decoding any."""
-    import pyarrow.compute as pc
-
-    column = table.with_format("arrow")[:]["images"]
+    column = _column(table, "images")
     is_list = str(column.type).startswith(("list", "large_list"))
-    present = pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column)
-    found = pc.index(present, True).as_py()
+    return _first(pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column))
+
+
+def _column(table, name: str) -> pa.ChunkedArray:
+    """A column without turning it into Python objects."""
+    return table.select_columns(name).with_format("arrow")[:][name]
+
+
+def _first(condition) -> int | None:
+    """The first row where it is true."""
+    found = pc.index(condition, True).as_py()
     return found if found >= 0 else None
 
 
+def _check_truths(file: str, table) -> None:
+    """Raises UserError for the first row without a ground truth."""
+    missing = pa.chunked_array([[True] * len(table)], pa.bool_())
+    for name in TRUTHS & set(table.column_names):
+        column = _column(table, name)
+        if name == "reward_model":
+            if not pa.types.is_struct(column.type) or column.type.get_field_index("ground_truth") < 0:
+                continue
+            column = pc.struct_field(column, "ground_truth")
+        blank = pc.is_null(column)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            truth = pc.replace_substring_regex(column, "(?s)^.*####", "") if name == "answer" else column
+            blank = pc.or_kleene(blank, pc.equal(pc.utf8_trim_whitespace(truth), ""))
+        missing = pc.and_(missing, blank)
+    if (row := _first(missing)) is not None:
+        raise UserError(
+            f"{file} row {row}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty). Fill it "
+            "in, with any text if your --reward does not need it, or remove the row."
+        )
+
+
 def _data_source(row: dict) -> str:
-    return row.get("data_source") or "openai/gsm8k"
+    return row.get("data_source") or GSM8K
 
 
-def _ground_truth(file: str, number: int, row: dict):
+def _ground_truth(row: dict) -> Any:
     reward_model = row.get("reward_model")
-    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
-    if row.get("ground_truth") is not None:
-        return row["ground_truth"]
-    if row.get("answer") is not None:
-        _, mark, truth = str(row["answer"]).rpartition("####")
-        return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"
-    raise UserError(f"{file} row {number}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty).")
+    of_model = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    for truth in (of_model, row.get("ground_truth")):
+        if not (truth is None or (isinstance(truth, str) and not truth.strip())):
+            return truth
+    _, mark, truth = str(row["answer"]).rpartition("####")
+    return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"

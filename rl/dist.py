@@ -1,9 +1,12 @@
 """Ranks, their process groups, and what they send each other."""
 
+import contextlib
+import json
 import os
 import platform
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -49,6 +52,52 @@ class Split:
         return f"{self.role} {self.ranks.rank}"
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun, or `accelerate launch`, says of this process; plain `python` is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restarts: int  # how often torchrun has started all ranks again
+
+    @property
+    def first(self) -> int:
+        """The lowest rank of this node."""
+        return self.rank - self.local_rank
+
+
+def launch() -> Launch:
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job."""
+
+    host: str
+    first: int  # the lowest of its ranks
+    size: int  # how many it has
+    generators: int  # of them
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
+
+
+_nodes: list[Node] = []
+
+
+def nodes() -> list[Node]:
+    """All nodes of the job, in the order of their ranks; none before they have met."""
+    return _nodes
+
+
 class Bridge:
     """Broadcasts from the first learner to all generators, apart from both default groups."""
 
@@ -65,36 +114,34 @@ class Bridge:
 def init(hang_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout: of the watchdog, in seconds; 0 for none."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    own_device = device.claim(local_rank)
-    _watch(f"rank {rank}", hang_timeout)
+    here = launch()
+    own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
+    _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
-        timeout = _limit(hang_timeout)
         store = open_store(timeout)
-        dist.init_process_group(device.backend(own_device), store=store, rank=rank, world_size=world_size, timeout=timeout)
+        _meet(store, generators=0)
+        backend = device.backend(own_device)
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
-    signals.stop_gently(_neighbours(store))
-    return Ranks(rank, world_size, local_rank, own_device)
+    _heed_sigterm(store)
+    return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
 def init_split(generators: int, hang_timeout: float = 0) -> Split:
     """Joins this rank's role: on each node the last `generators` ranks generate, the others learn. Raises UserError where
     that leaves a role empty. hang_timeout: of the watchdog, in seconds; 0 for none."""
-    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if not 0 < generators < local_world:
-        raise UserError(
-            f"--generators {generators} of {local_world} ranks per node leaves no {'learner' if generators else 'generator'}: "
-            "start at least two with `torchrun --standalone --nproc-per-node 2 ...`."
-        )
-    timeout = _limit(hang_timeout)
-    store, rank = open_store(timeout), int(os.environ["RANK"])
-    local_rank, node, nodes = int(os.environ["LOCAL_RANK"]), rank // local_world, world // local_world
-    own_device = device.claim(local_rank)
-    learners = local_world - generators
-    role, first, per_node = ("learner", 0, learners) if local_rank < learners else ("generator", learners, generators)
-    ranks = Ranks(node * per_node + local_rank - first, nodes * per_node, local_rank, own_device)
-    _watch(f"{role} {ranks.rank}", hang_timeout)
+    here, timeout = launch(), _limit(hang_timeout)
+    own_device = device.claim(here.local_rank)
+    _watch(f"rank {here.rank}", hang_timeout)
+    store = open_store(timeout)
+    with watchdog.doing("all nodes to come"):
+        _meet(store, generators)
+    _check_split(nodes())
+    node, learners = here.first // here.local_world_size, here.local_world_size - generators
+    is_learner = here.local_rank < learners
+    role, first, per_node = ("learner", 0, learners) if is_learner else ("generator", learners, generators)
+    ranks = Ranks(node * per_node + here.local_rank - first, len(nodes()) * per_node, here.local_rank, own_device)
+    watchdog.rename(f"{role} {ranks.rank}")
     with watchdog.doing(f"all {role}s to join"):
         dist.init_process_group(
             device.backend(own_device),
@@ -104,21 +151,61 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
             timeout=timeout,
         )
     show_group(f"the {role}s", dist.group.WORLD)
-    bridge = None
+    bridge, all_generators = None, len(nodes()) * generators
     if role == "generator" or ranks.is_main:
         place = 0 if role == "learner" else 1 + ranks.rank
         with watchdog.doing("the bridge's ranks to join"):
             bridge_store = dist.PrefixStore("bridge", store)
-            bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + nodes * generators, own_device, timeout))
+            bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + all_generators, own_device, timeout))
         show_group("the bridge", bridge.group)
-    signals.stop_gently(_neighbours(store))
-    return Split(role, ranks, nodes * learners, nodes * generators, node, nodes, store, bridge)
+    _heed_sigterm(store)
+    return Split(role, ranks, len(nodes()) * learners, all_generators, node, len(nodes()), store, bridge)
+
+
+def _meet(store: dist.Store, generators: int) -> None:
+    """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
+    here = launch()
+    if here.rank == 0:
+        store.set("world_size", str(here.world_size))
+    if (world := int(store.get("world_size"))) != here.world_size:
+        raise UserError(
+            f"rank {here.rank} is one of {here.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
+            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
+        )
+    if here.local_rank == 0:
+        store.set(f"node/{here.rank}", json.dumps([platform.node(), here.rank, here.local_world_size, generators]))
+    _nodes.clear()
+    while (met := sum(node.size for node in _nodes)) < world:
+        _nodes.append(Node(*json.loads(store.get(f"node/{met}"))))
+    if len(_nodes) > 1 and here.local_rank == 0:
+        number = [node.first for node in _nodes].index(here.rank) + 1
+        ranks = (
+            f"ranks {here.rank} to {here.rank + here.local_world_size - 1}"
+            if here.local_world_size > 1
+            else f"rank {here.rank}"
+        )
+        where = "" if number == 1 else f"; the run's messages appear on node 1, {_nodes[0].host}"
+        print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
+
+
+def _check_split(nodes: list[Node]) -> None:
+    """Raises UserError, the same on all ranks, where a node has no learner or no generator, or the nodes differ."""
+    node = nodes[0]
+    if len({(node.size, node.generators) for node in nodes}) > 1:
+        raise UserError(
+            f"the nodes differ: {'; '.join(map(str, nodes))}. Start each with the same --nproc-per-node and --generators."
+        )
+    if not 0 < node.generators < node.size:
+        raise UserError(
+            f"--generators {node.generators} of {node.size} ranks per node leaves no "
+            f"{'learner' if node.generators else 'generator'}: start at least two with "
+            "`torchrun --standalone --nproc-per-node 2 ...`."
+        )
 
 
 def _watch(name: str, hang_timeout: float) -> None:
     if hang_timeout:
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        watchdog.start(name, rank, world_size, hang_timeout, open_store(timedelta(minutes=1)))
+        watchdog.start(name, launch().rank, launch().world_size, hang_timeout, open_store(timedelta(minutes=1)))
 
 
 def open_store(timeout: timedelta) -> dist.Store:
@@ -126,7 +213,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"attempt/{launch().restarts}", store)
 
 
 def _limit(hang_timeout: float) -> timedelta:
@@ -158,11 +245,39 @@ def job() -> str | None:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
-def _neighbours(store: dist.Store) -> list[int]:
-    """The processes of this node's ranks."""
-    rank, first = int(os.environ.get("RANK", 0)), int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
-    store.set(f"pid/{rank}", str(os.getpid()))
-    return [int(store.get(f"pid/{i}")) for i in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
+def _heed_sigterm(store: dist.Store) -> None:
+    """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
+    failed, and no step will be finished any more."""
+    here = launch()
+    store.set(f"pid/{here.rank}", str(os.getpid()))
+    processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(here.first, here.first + here.local_world_size)}
+
+    def all_well() -> bool:
+        gone = [f"ended/{rank}" for rank, pid in processes.items() if not _is_alive(pid)]
+        try:
+            return not gone or open_store(timedelta(seconds=5)).check(gone)
+        except dist.DistError:
+            return False
+
+    signals.stop_gently(all_well)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_well() -> None:
+    """Tells the others, who may have a checkpoint to finish, that this rank is about to go because it has come to its end."""
+    with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
+        open_store(timedelta(seconds=5)).set(f"ended/{launch().rank}", "")
+
+
+def launched_rank() -> int:
+    """This process's number in the job, before it has joined: 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
 
 
 def launched_ranks() -> int:

@@ -11,6 +11,7 @@ import json
 import torch
 import torch.distributed
 
+from rl.device import HOST_BACKEND
 from rl.dist import Ranks, show_group
 from rl.engine import Output
 from rl.generator import Generator
@@ -38,7 +39,7 @@ class Team:
         self.place = dataclasses.replace(ranks, rank=ranks.rank // size, world_size=ranks.world_size // size)
         self._first, self._group = self.place.rank * size, None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
-            group = torch.distributed.new_group(range(first, first + size), backend="gloo")  # a collective of all engines
+            group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
             self._group = group if first == self._first else self._group
         if self._group:
             show_group(f"engine {self.place.rank}", self._group)

@@ -6,23 +6,23 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed
 
-from rl import dist, watchdog
+from rl import dist, failures, signals, watchdog
 from rl.errors import Stopped, UserError
-from rl.signals import stop_requested
+
+LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
 
 
 def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist.Ranks | dist.Split] = dist.init) -> None:
     """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
-    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM.
-    A crash in native code leaves every thread's Python stack."""
+    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
+    130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
+    signals.take()
     faulthandler.enable()
     code, name = 0, f"rank {os.environ.get('RANK', 0)}"
     try:
@@ -35,23 +35,18 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
             if torch.distributed.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
                 torch.distributed.destroy_process_group()
         watchdog.finish()
-    except KeyboardInterrupt:
-        code = 130
+        dist.end_well()
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
     except UserError as error:
-        fail(error)
+        fail(error, name)
     except Exception as error:
         code = 1
-        if stop_requested():  # the others have left already
+        if signals.stop_requested():  # the others have left already
             os._exit(128 + signal.SIGTERM)
-        if "onnection" in str(error):  # torchrun knows who went and why, and ends this rank before it can say less
-            time.sleep(5)
-        if _first_to_fail():
-            print(f"{name} failed:", file=sys.stderr)
-            traceback.print_exc()
+        _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
@@ -59,12 +54,27 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     os._exit(code)
 
 
-def fail(error: UserError) -> NoReturn:
-    """Ends this process with exit code 1 and the message, which the job's first rank to fail prints."""
-    if _first_to_fail():
+def fail(error: UserError, name: str = "") -> NoReturn:
+    """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
+    if failures.record(name or f"rank {dist.launch().rank}", str(error)).first_of_node:
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
+
+
+def _explain(name: str, error: Exception) -> None:
+    """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
+    if failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and (silent := failures.silent_ranks()):
+        what = f"{silent} no longer answer"
+        if failures.record(name, what).first_of_node:
+            print(f"{name} failed: {what}", file=sys.stderr)
+        return
+    failure = failures.record(name, f"{type(error).__name__}: {error}")
+    if failure.first:
+        print(f"{name} failed:", file=sys.stderr)
+        traceback.print_exception(error)
+    elif failure.first_of_node and (cause := failures.cause(wait=1)):
+        print(f"{name} stops: {cause}", file=sys.stderr)
 
 
 def _die_with_parent() -> None:
@@ -75,11 +85,3 @@ def _die_with_parent() -> None:
             launcher = file.read()
         if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # of a container, that may be 1
             os._exit(1)
-
-
-def _first_to_fail() -> bool:
-    """Whether no other rank of the job has failed before: what breaks in its wake would only bury the cause."""
-    try:
-        return dist.open_store(timedelta(seconds=5)).add(watchdog.FAILED, 1) == 1
-    except Exception:  # the store is gone, and with it whoever could have said more
-        return True

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedTokenizerBase
 
-from rl import device, dist, host, watchdog
+from rl import dist, host, signals, watchdog
 from rl.batch import Group, join_records
 from rl.checkpoint import (
     GROUPS,
@@ -40,6 +40,7 @@ from rl.checkpoint import (
     sync_directory,
     write_manifest,
 )
+from rl.device import HOST_BACKEND
 from rl.errors import Stopped, UserError
 from rl.identity import Identity
 from rl.learner import Learner
@@ -66,7 +67,7 @@ class Saver:
         self.args, self.run, self.learner, self.tokenizer, self.identity = args, run, learner, tokenizer, identity
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         # A group of its own: what the thread sends must not meet what training sends.
-        self._group = torch.distributed.new_group(backend=device.HOST_BACKEND) if learner.ranks.world_size > 1 else None
+        self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         named = dict(learner.policy.model.named_parameters())
         record = json.dumps({name: _block(parameter) for name, parameter in named.items()}).encode()
         self._blocks: list[dict[str, Block]] = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(record)]
@@ -84,6 +85,7 @@ class Saver:
         self._scores: dict[int, float] = {}  # validation by step
         self.step = origin.step if origin else 0  # that was saved last
         self.fault = ""  # of the last save; empty if it is whole
+        signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
         if origin and learner.ranks.is_main:
             self._set_aside(after=origin.step)
 
@@ -212,6 +214,7 @@ class Saver:
         if self.fault:
             self._give_up(step, work, self.fault)
         else:
+            signals.remains(str(target))
             self._keep_best()
 
     def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:

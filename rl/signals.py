@@ -1,14 +1,52 @@
-"""Ctrl-C and SIGTERM. Needs nothing but Python's own library: a script imports it before everything else."""
+"""Ctrl-C and SIGTERM, at every moment of a rank's life.
+
+A handler written in Python runs on the main thread alone, and not before that returns from C++: from a collective, or from a
+wait for a rank that loads a model. So Python's own handler only writes the signal's number into a pipe, and a thread that
+reads the pipe acts. This file needs nothing but Python's library, so that a script can call `take` before its imports.
+"""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
+# Waits until the process $1 has ended (a zombie has), but no longer than torchrun takes, then writes $2.
+LAST_WORDS = """
+n=0
+while grep -qs "^State:.[^ZX]" "/proc/$1/status" && [ $n -lt 700 ]; do sleep 0.05; n=$((n + 1)); done
+printf "%s\\n" "$2" >&2
+"""
 
+_taken = False
 _sigterm = threading.Event()
+_others_are_well: Callable[[], bool] | None = None  # after `stop_gently`
+_remains = "training had not begun"
+
+
+def take() -> None:
+    """Ctrl-C ends this process from now on, with exit code 130. That a shell starts what is in the background with SIGINT
+    ignored does not matter. SIGTERM ends it too, until `stop_gently`."""
+    global _taken
+    if _taken:
+        return
+    _taken = True
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+
+def stop_gently(others_are_well: Callable[[], bool]) -> None:
+    """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
+    failed; this rank ends at once when `others_are_well` says so, which is called in another thread."""
+    global _others_are_well
+    _others_are_well = others_are_well
 
 
 def stop_requested() -> bool:
@@ -16,29 +54,40 @@ def stop_requested() -> bool:
     return _sigterm.is_set()
 
 
-def stop_gently(neighbours: Sequence[int]) -> None:
-    """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
-    failed; then, and when the others have left, this rank ends at once. neighbours: the processes of the node's ranks."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-
-    def watch() -> None:  # a thread, because the main one may sit in a collective that never ends
-        while signal.SIGTERM not in os.read(read, 64):
-            pass
-        _sigterm.set()
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and all(map(_is_alive, neighbours)):
-            time.sleep(0.1)
-        os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=watch, daemon=True).start()
+def remains(newest_checkpoint: str | None) -> None:
+    """Tells what a run leaves behind that is stopped now."""
+    global _remains
+    _remains = f"the newest checkpoint is {newest_checkpoint}" if newest_checkpoint else "nothing was saved"
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def _speaks() -> bool:
+    """Whether this is the rank that says what all ranks of its node have to say."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _watch(read: int) -> None:
+    while True:
+        numbers = os.read(read, 64)
+        if signal.SIGINT in numbers:
+            if _speaks():
+                _last_words(f"Ctrl-C: stopped; {_remains}.")
+            os._exit(128 + signal.SIGINT)
+        if signal.SIGTERM in numbers and not _sigterm.is_set():
+            _sigterm.set()
+            threading.Thread(target=_end_after_sigterm, name="SIGTERM", daemon=True).start()
+
+
+def _end_after_sigterm() -> None:
+    deadline = time.monotonic() + STOP_SECONDS
+    while _others_are_well and time.monotonic() < deadline and _others_are_well():
+        time.sleep(0.1)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _last_words(text: str) -> None:
+    """Writes the line to stderr, under torchrun once that has ended: what it says of a Ctrl-C would bury the line."""
+    if "RANK" in os.environ:
+        with open(os.devnull) as nothing:
+            subprocess.Popen(["sh", "-c", LAST_WORDS, "sh", str(os.getppid()), text], stdin=nothing, start_new_session=True)
+    else:
+        print(f"\n{text}", file=sys.stderr, flush=True)

@@ -38,6 +38,7 @@ from rl.ranges import Range
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed"  # the store's counter of ranks that have something to say: only the first one says it
 ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
+ROLL_SECONDS = 3.0  # each rank looks once a second whether it is asked for a sign of life
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
 
 
@@ -107,6 +108,17 @@ def start(name: str, rank: int, world_size: int, timeout: float, store: Store) -
     _watchdog = Watchdog(name, rank, world_size, timeout, store)
 
 
+def rename(name: str) -> None:
+    """Tells what a report calls this process, now that its role is known."""
+    if _watchdog:
+        _watchdog.rename(name)
+
+
+def silent() -> set[int]:
+    """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store has gone."""
+    return _watchdog.call_the_roll() if _watchdog else set()
+
+
 def finish() -> None:
     """This rank has come to its end."""
     if _watchdog:
@@ -118,16 +130,35 @@ class Watchdog:
     that waits in it."""
 
     def __init__(self, name: str, rank: int, world_size: int, timeout: float, store: Store):
-        self.name, self.rank, self.ranks, self.timeout, self.store = name, rank, range(world_size), timeout, store
+        self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
+        self.is_alone = False  # without the others, since the store has gone
         self.tick = min(1.0, timeout / 10)
         self.idle = 0.0  # seconds in which this thread looked and the main thread had not got on
-        store.set(f"watchdog/who/{rank}", json.dumps([name, os.getpid()]))
+        self.rename(name)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def rename(self, name: str) -> None:
+        self.name = name
+        self.store.set(f"watchdog/who/{self.rank}", json.dumps([name, os.getpid(), platform.node()]))
 
     def finish(self) -> None:
         """Leaves an answer: that a rank is silent which has ended is no sign of a hang."""
         with contextlib.suppress(DistError):  # whoever held the store has ended before
             self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": self.name, "place": "has come to its end"}))
+
+    def call_the_roll(self) -> set[int]:
+        """Asks for a sign of life; returns the ranks that have given none. For the main thread."""
+        if self.is_alone:
+            raise DistError("the store has gone")
+        self.store.set("watchdog/roll", "")
+        deadline, silent = time.monotonic() + ROLL_SECONDS, set(self.ranks)
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.1)
+            silent = {rank for rank in silent if not self._has_left(rank, "here", "answer")}
+        return silent
+
+    def _has_left(self, rank: int, *signs: str) -> bool:
+        return any(self.store.check([f"watchdog/{sign}/{rank}"]) for sign in signs)
 
     def _watch(self) -> None:
         seen, speaks = _done, False
@@ -146,7 +177,7 @@ class Watchdog:
             answers, silent = self._collect()
             print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
             self.store.set("watchdog/told", "")
-            if stuck := [str(pid) for pid in silent.values() if _state(pid)]:
+            if stuck := [str(pid) for pid, host in silent.values() if _state(pid, host)]:
                 # Torchrun would wait half a minute for a process that is stopped; and calls the first one to go the cause.
                 subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
         else:
@@ -156,9 +187,11 @@ class Watchdog:
 
     def _alarmed(self) -> bool:
         try:
+            if self.store.check(["watchdog/roll"]):  # someone has lost a connection
+                self.store.set(f"watchdog/here/{self.rank}", "")
             return self.store.check(["watchdog/alarm"])
         except DistError:  # torchrun's store has gone: this rank goes on watching itself
-            self.store, self.ranks = HashStore(), [self.rank]
+            self.store, self.ranks, self.is_alone = HashStore(), [self.rank], True
             return False
 
     def _raise_alarm(self) -> bool:
@@ -184,19 +217,19 @@ class Watchdog:
             "stacks": stacks(),
         }
 
-    def _collect(self) -> tuple[list[dict], dict[str, int]]:
-        """The answers in rank order, and of the ranks that gave none name and process (0: it has not come so far)."""
+    def _collect(self) -> tuple[list[dict], dict[str, tuple[int, str]]]:
+        """The answers in rank order, and of the ranks that gave none their names, processes and hosts."""
         deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in self.ranks:
-                if rank not in answers and self.store.check([f"watchdog/answer/{rank}"]):
+                if rank not in answers and self._has_left(rank, "answer"):
                     answers[rank] = json.loads(self.store.get(f"watchdog/answer/{rank}"))
         for rank in self.ranks:
             if rank not in answers:
-                known = self.store.check([f"watchdog/who/{rank}"])
-                name, pid = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", 0)
-                silent[name] = pid
+                known = self._has_left(rank, "who")
+                name, *where = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", 0, "")
+                silent[name] = tuple(where)
         return [answers[rank] for rank in sorted(answers)], silent
 
 
@@ -207,13 +240,13 @@ def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]
         return f"unknown ({error})"
 
 
-def report(timeout: float, answers: list[dict], silent: dict[str, int]) -> str:
-    """What the user reads. answers: of the ranks that gave one, in their order; silent: name and process of those that gave
-    none."""
+def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str]]) -> str:
+    """What the user reads. answers: of the ranks that gave one, in their order; silent: name, and process and host, of those
+    that gave none (process 0: it has not begun to join)."""
     alive = [answer for answer in answers if "stacks" in answer]
     by_time = sorted(alive, key=lambda answer: -answer["idle"])
     lines = ["", f"==== The job hangs: {by_time[0]['name']} has not got on for {timeout:g} s (--hang-timeout). ===="]
-    lines += [f"{name} is silent: {_condition(pid)}." for name, pid in silent.items()]
+    lines += [f"{name} is silent: {_condition(*where)}." for name, where in silent.items()]
     lines += _apart(alive)
     lines.append("Who stands still, the longest first:")
     for answer in by_time:
@@ -251,18 +284,20 @@ def stacks() -> str:
     return "\n".join(lines)
 
 
-def _condition(pid: int) -> str:
+def _condition(pid: int, host: str) -> str:
     if not pid:
         return "it has not begun to join"
-    state = _state(pid)
-    known = STATES.get(state, "keeps Python's lock") if state else "has gone, or is on another node"
-    return f"its process {pid} {known}"
+    if host != platform.node():
+        return f"its process {pid} on {host} does not answer; the node may have gone"
+    state = _state(pid, host)
+    condition = STATES.get(state, "keeps Python's lock") if state else "has gone"
+    return f"its process {pid} {condition}"
 
 
-def _state(pid: int) -> str | None:
+def _state(pid: int, host: str) -> str | None:
     """The letter that /proc has for the state of a process that the same torchrun started; None if it is not one."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return state if int(parent) == os.getppid() else None
+    return state if host == platform.node() and int(parent) == os.getppid() else None

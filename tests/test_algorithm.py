@@ -307,11 +307,11 @@ def test_a_loss_without_a_ratio_is_never_left_uncorrected():
     """By default the generator's log-probs are the old ones; else --rollout-is has to weigh, or the flags are refused."""
     for mode in ("reinforce", "gpg"):
         assert train_async.Args(loss_mode=mode).old_is_rollout
-        train_async.Args(loss_mode=mode, rollout_is="sequence").check_algorithm()
-        train_sync.Args(loss_mode=mode, use_rollout_log_probs=False).check_algorithm()
+        check(train_async.Args(loss_mode=mode, rollout_is="sequence"))
+        check(train_sync.Args(loss_mode=mode, use_rollout_log_probs=False))
         for flags in ({"use_rollout_log_probs": False}, {"rollout_correction": "geometric_rs"}):
             with pytest.raises(UserError, match="has no ratio"):
-                train_one_step_off.Args(loss_mode=mode, **flags).check_algorithm()
+                check(train_one_step_off.Args(loss_mode=mode, **flags))
 
 
 @pytest.mark.parametrize("mode", LOSSES)
@@ -322,7 +322,7 @@ def test_knobs_reach_the_loss(mode):
     args = train_sync.Args(
         loss_mode=mode, loss_args=tuple(f"{name}={k + 2}" for k, name in enumerate(further)), clip_ratio_low=0.5, clip_ratio_c=9
     )
-    args.check_algorithm()
+    check(args)
     given = {name: k + 2.0 for k, name in enumerate(further)} | {"clip_low": 0.5, "clip_c": 9}
     assert args.loss_knobs == {name: given[name] for name in loss.knobs if name in given}
     assert args.choice_knobs == {name: given[name] for name in loss.choice_knobs}

@@ -77,8 +77,10 @@ def test_too_long_prompts(tmp_path):
     with pytest.raises(UserError, match=r"a\.jsonl row 1.* 13 tokens.*--max-prompt-length 8.*--filter-overlong-prompts"):
         dataset(file, max_prompt_length=8)
     assert [r.text for r in dataset(file, max_prompt_length=8, filter_overlong_prompts=True)] == ["1+1=", "2+2="]
-    assert dataset(file, max_prompt_length=8, truncation="left")[1].text == "67890+1="
-    assert dataset(file, max_prompt_length=8, truncation="right")[1].text == "12345678"
+    for limit, truncation, text in [(8, "left", "67890+1="), (8, "right", "12345678"), (1, "left", "="), (1, "right", "1")]:
+        rows = dataset(file, max_prompt_length=limit, truncation=truncation)
+        assert rows[1].text == text and rows.truncated == (1 if limit == 8 else 3)
+    assert dataset(file, max_prompt_length=13).truncated == 0
     with pytest.raises(UserError, match="no prompt is left of 3"):
         dataset(file, max_prompt_length=2, filter_overlong_prompts=True)
 
@@ -87,6 +89,41 @@ def test_max_samples_and_prompt_key(tmp_path):
     file = write(tmp_path / "a.jsonl", *({"q": f"{i}+1=", "ground_truth": str(i + 1), "data_source": "demo"} for i in range(5)))
     rows = dataset(file, prompt_key="q", train_max_samples=2)
     assert [r.text for r in rows] == ["0+1=", "1+1="] and rows[1].ground_truth == "2"
+
+
+def test_what_is_not_taken_is_not_looked_at(tmp_path):
+    good, bad = (
+        write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2"), verl_row("3", None, source=None)),
+        tmp_path / "b.jsonl",
+    )
+    write(bad, verl_row("4", None))
+    rows = dataset(good, bad, train_max_samples=2)
+    assert [r.text for r in rows] == ["1", "2"] and rows.sources() == {"demo": f"{good} row 0"}
+    with pytest.raises(UserError, match=r"a\.jsonl row 2: no ground truth"):
+        dataset(good, bad, train_max_samples=3)
+
+
+def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
+    """More than are tokenised at once, in both layouts, over two files."""
+    texts = [f"{i}+{i}=" for i in range(1300)]
+    strings = write(tmp_path / "a.jsonl", *(verl_row(text, str(i)) for i, text in enumerate(texts)))
+    chats = write(tmp_path / "b.jsonl", *(verl_row([{"role": "user", "content": text}], "1") for text in texts))
+    rows = dataset(strings, chats, max_prompt_length=10, filter_overlong_prompts=True)
+    short = [text for text in texts if len(text) <= 8]  # two tokens come with a chat
+    assert [r.text for r in rows] == texts + [f"<|user|>{text}<|assistant|>" for text in short]
+    assert rows[7].ids == TOKENIZER.encode("7+7=") and rows[1299].ground_truth == "1299"
+    assert rows[1300].where == f"{chats} row 0"
+    chat = [{"role": "user", "content": texts[0]}]
+    assert rows[1300].ids == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_terminal_less_start_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rl.progress.SECONDS", 0.0)
+    dataset(write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2")))
+    assert "measuring train prompts: 1 of 2" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    dataset(tmp_path / "a.jsonl")
+    assert capsys.readouterr().out == ""
 
 
 def test_real_gsm8k(gsm8k):
@@ -137,6 +174,22 @@ BAD = {
     "no truth": (lambda p: write(p / "x.jsonl", {"prompt": "1", "data_source": "d"}), "x.jsonl: no ground truth"),
     "null truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", None)), "x.jsonl row 1: no ground truth"),
     "no source": (lambda p: write(p / "x.jsonl", {"prompt": "1", "ground_truth": "1"}), "x.jsonl.*'data_source'.*--reward"),
+    "blank truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", " ")), "x.jsonl row 1: no ground truth"),
+    "nothing behind the mark": (
+        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "1", "answer": "so #### "}),
+        "x.jsonl row 1: no ground truth",
+    ),
+    "null reward_model": (
+        lambda p: write(p / "x.jsonl", verl_row("1"), {"data_source": "d", "prompt": "1", "reward_model": None}),
+        "x.jsonl row 1: no ground truth",
+    ),
+    "truth in another column": (
+        lambda p: (
+            write(p / "x.jsonl", verl_row("1", None) | {"ground_truth": "1"}, verl_row("1") | {"ground_truth": None})
+            and write(p / "y.jsonl", verl_row("1", None) | {"ground_truth": "1"}, verl_row("1", None) | {"ground_truth": None})
+        ),
+        "y.jsonl row 1: no ground truth",
+    ),
     "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file is empty"),
     "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
@@ -149,6 +202,20 @@ BAD = {
     ),
     "content not text": (lambda p: write(p / "x.jsonl", verl_row([{"role": "user", "content": None}])), "row 0.*--prompt-key"),
     "messages not dicts": (lambda p: write(p / "x.jsonl", verl_row([1, 2])), "x.jsonl row 0.*--prompt-key"),
+    "prompt a number": (lambda p: write(p / "x.jsonl", verl_row(1)), "x.jsonl row 0.*neither a string nor a list"),
+    "null prompt": (
+        lambda p: write(p / "x.jsonl", verl_row("1"), verl_row(None)),
+        "x.jsonl row 1.*neither a string nor a list",
+    ),
+    "blank chat": (
+        lambda p: write(p / "x.jsonl", verl_row(CHAT), verl_row([{"role": "user", "content": " "}])),
+        "x.jsonl row 1: the prompt.*is empty",
+    ),
+    "blank question": (
+        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "", "answer": "#### 1"}),
+        "x.jsonl row 1: the prompt .column 'question'.*is empty",
+    ),
+    "no token": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("\u2603")), "x.jsonl row 1: the prompt makes no token"),
     "empty prompt": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("")), "x.jsonl row 1: the prompt.*is empty"),
     "not gsm8k": (
         lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "1", "answer": "1"}),
@@ -167,7 +234,7 @@ def test_bad_input_is_named(case, tmp_path, monkeypatch):
     tokenizer.chat_template = "{% if messages[0].role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}1"
     make, message = BAD[case]
     with pytest.raises(UserError, match=message) as raised:
-        list(dataset(make(tmp_path), tokenizer=tokenizer))
+        dataset(make(tmp_path), tokenizer=tokenizer, truncation="left")
     assert "\n" not in str(raised.value)
 
 

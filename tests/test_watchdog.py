@@ -1,6 +1,7 @@
 """Jobs that hang on purpose: each is reported right, ended with the watchdog's exit code, and leaves nothing behind."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -146,10 +147,15 @@ def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():
 
     at_7 = [7, "gather"]
     answers = [answer("a", 9, world=at_7, bridge=[1, ""]), answer("b", 12, world=at_7), answer("c", 3, world=[6, "sum"])]
-    text = report(11.5, [*answers, {"name": "d", "place": "has come to its end"}], {"e": 2**30, "f": 0})
+    text = report(
+        11.5,
+        [*answers, {"name": "d", "place": "has come to its end"}],
+        {"e": (2**30, platform.node()), "f": (0, ""), "g": (7, "far")},
+    )
     assert "The job hangs: b has not got on for 11.5 s" in text
     assert "\na and b came to collective 7 of world, gather; c has not (it was in 6)\n" in text and "1 of bridge;" not in text
     assert list(table(text)) == ["b", "a", "c"] and table(text)["a"] == "for 9 s, in wait (70 s); waits for room (9 s)"
     assert "---- d (has come to its end)\n" in text and "nothing" not in text
-    assert f"\ne is silent: its process {2**30} has gone, or is on another node.\n" in text
+    assert f"\ne is silent: its process {2**30} has gone.\n" in text
     assert "\nf is silent: it has not begun to join.\n" in text
+    assert "\ng is silent: its process 7 on far does not answer; the node may have gone.\n" in text
