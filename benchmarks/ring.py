@@ -3,7 +3,7 @@
     venv-bench/bin/python benchmarks/ring.py     # about 8 minutes on 2 cores; writes benchmarks/results/ring.{json,md}
 
 - memcpy: numpy copies the message into one warm shared buffer of its size, in one process, over and over. Nobody else reads.
-- ring: one process puts, checksums included; the other gets each record, which verifies every byte, and releases it.
+- ring: one process puts, checksums included; the other gets each record, which verifies every byte, and frees it.
 - Queue, tensor: a fresh torch tensor over the same memory each time, so that each is copied into shared memory once, as in the
   ring; the reader gets the tensor and drops it, looking at none of its bytes.
 - Queue, bytes: the message as `bytes`, pickled through the queue's pipe.
@@ -64,13 +64,12 @@ def memcpy(message: np.ndarray, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def between_processes(put, get, count: int, warm: int, at_once: int = 1) -> float:
-    """Seconds a message, measured by the reader from the end of the warm-up on. `put` writes `at_once` messages."""
-
+def between_processes(put, get, count: int, warm: int) -> float:
+    """Seconds a message, measured by the reader from the end of the warm-up on."""
     done = FORK.Event()
 
     def write() -> None:
-        for _ in range(0, warm + count, at_once):
+        for _ in range(warm + count):
             put()
         done.wait(600)  # the tensors' files come from this process
 
@@ -87,17 +86,15 @@ def between_processes(put, get, count: int, warm: int, at_once: int = 1) -> floa
     return seconds
 
 
-def through_ring(message: np.ndarray, count: int, at_once: int = 1) -> float:
+def through_ring(message: np.ndarray, count: int) -> float:
     ring = Ring.create(max(64 << 20, 5 * message.size))
 
     def get() -> None:
-        with ring.get() as record:
-            assert len(record.data) == message.size
+        with ring.get() as data:
+            assert len(data) == message.size
 
     warm = min(1000, ring.capacity // message.size + 1)  # one lap of a large ring, so that its pages are there
-    messages = [message] * at_once
-    put = (lambda: ring.put(message)) if at_once == 1 else (lambda: ring.put_many(messages))
-    seconds = between_processes(put, get, count, warm, at_once)
+    seconds = between_processes(lambda: ring.put(message), get, count, warm)
     ring.close()
     return seconds
 
@@ -154,7 +151,6 @@ def measure(size: int, args: Args, with_ray: bool) -> dict[str, list[float]]:
     sides = {
         "memcpy": lambda: memcpy(message, count),
         "ring": lambda: through_ring(message, count),
-        **({"ring_many": lambda: through_ring(message, count, at_once=16)} if size <= 4096 else {}),
         "queue_tensor": lambda: through_queue(message, few, torch.from_numpy),
         "queue_bytes": lambda: through_queue(message, few, np.ndarray.tobytes),
     }
@@ -176,7 +172,7 @@ def summarise(name: str, size: int, seconds: dict[str, list[float]]) -> dict:
     return row | {"ring_over_memcpy": row["memcpy"]["ring_over_it"], "quartiles": row["memcpy"]["quartiles"]}
 
 
-SIDES = {"memcpy": "memcpy", "ring": "ring", "ring_many": "ring, 16 at once"}
+SIDES = {"memcpy": "memcpy", "ring": "ring"}
 SIDES |= {"queue_tensor": "Queue, tensor", "queue_bytes": "Queue, bytes"}
 SIDES |= {"ray_value": "Ray, value", "ray_reference": "Ray, reference"}
 
@@ -189,7 +185,7 @@ def lines(rows: list[dict]) -> list[list[str]]:
             ratio = f"{r['ring_over_it']:.3g}, {r['quartiles'][0]:.3g} - {r['quartiles'][1]:.3g}"
             spread = f"{r['min_per_s']:,.0f} - {r['max_per_s']:,.0f}"
             rate = [f"{r['per_s']:,.0f}", spread, f"{r['per_s'] * row['bytes'] / 1e9:.3g}"]
-            out.append([row["message"], SIDES[side], *rate, "" if side.startswith("ring") else ratio])
+            out.append([row["message"], SIDES[side], *rate, "" if side == "ring" else ratio])
     return out
 
 

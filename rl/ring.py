@@ -1,31 +1,28 @@
-"""A ring of records in shared memory, between the processes of one node: several writers, several readers, no pickle.
+"""A ring of records in shared memory, between the processes of one node: many writers, one reader, no pickle.
 
     ring = Ring.create(256 << 20)            # one process makes it and hands `ring.address` to the others
     ring = Ring.attach(address)              # they join
     ring.put(b"header", array)               # waits while the ring is full
-    with ring.get(timeout=5) as record:      # waits while it is empty; record.data is a view, nothing is copied
+    with ring.get(timeout=5) as data:        # waits while it is empty; data is a view, nothing is copied
         ...
 
 The memory is a memfd: it never has a name in the file system, other users cannot open it, and the kernel frees it when the
 last process that holds it ends, however that ends. Not even a SIGKILL of everything leaves something behind.
 
-The ring is an endless stream of bytes with three places in it, tail <= cursor <= head: writers move the head, readers move the
-cursor over what they take. The tail is not stored: it is the oldest record that a reader holds, or else the cursor.
-
+The ring is an endless stream of bytes with two places in it, tail <= head: writers move the head, the reader moves the tail.
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
-- A reader writes what it takes into a table, and crosses it out again with a single store. If it dies in between, another
-  reader gets the record, marked as redelivered: each is handled at least once, and its space comes back.
-- The mutexes are locks on byte ranges of the file, which the kernel drops with their holder: one for the writer, one for the
-  reader that takes, one for the queue before a full ring. So are a place in that queue and the sign that a reader lives.
+- The reader frees a record with a single store of `tail`. Killed before, it leaves the record to the next reader.
+- The two mutexes (one writer writes at a time, one reader reads) are locks on bytes of the file, which the kernel drops with
+  their holder.
 
 Nothing leans on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the data and the
-word that announces it. And a reader hands out no record whose header and checksum do not fit.
+word that announces it. And the reader hands out no record whose header and checksum do not fit.
 
-Left out: more than one node, priorities. One `Ring` object per thread; after a fork, parent and child each have their own end.
+Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for
+room. A `Ring` object is one thread's end. A forked child shares its parent's end, locks included: it attaches anew.
 """
 
-import collections
 import contextlib
 import functools
 import mmap
@@ -35,10 +32,8 @@ import struct
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
+from collections.abc import Callable, Iterator
+from fcntl import F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
 
 import xxhash
 from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
@@ -47,27 +42,17 @@ ALIGN = 64  # a cache line: records and their data start on one, and so do the w
 HEADER = struct.Struct("<QQQQ")  # position, size, checksum of the data, checksum of these three
 CHECKED = struct.Struct("<QQQ")  # the three
 FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
-MAX_HELD = 4096  # records that all readers together can hold
-AHEAD = 16  # records of up to a page that a reader takes at once while it is the only one: a lock costs as much as all the rest
-# Places of the 64-bit words. The table of held records has a column of position + 1 (0: free) and one of owners.
-HEAD, WRITTEN, CURSOR, TAKEN, REDELIVERED, DAMAGED, USED, NEXT_OWNER = 0, 1, 8, 9, 10, 11, 12, 13
-WAITING, NEXT_TICKET, KEY, CAPACITY = 16, 17, 24, 25
-HELD, OWNERS = 64, 64 + MAX_HELD
-PAGE = 4096
-CONTROL = -(-8 * (OWNERS + MAX_HELD) // PAGE) * PAGE  # bytes of these words; records begin behind them
-CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache; a record up to that is small
-# Bytes of the file that stand for the mutexes, of the readers' lives and of the writers' places in the queue.
-WRITING, READING, TURN, ALIVE, QUEUE = 0, 1, 2, 1 << 32, 1 << 40
-LOCK_HOLDERS = {READING: "a reader", TURN: "another writer"}
-CHECK_SECONDS = 0.2  # how often a reader looks for the records of dead readers
-
-
-Batch = list[tuple[list[memoryview], int]]  # records to be written: parts and size of each
-Taken = tuple[int, int, int, int, bool]  # a record of this reader's: position, size, checksum, line of the table, redelivered
+# Indices of the 64-bit words in the first page: the writers', the reader's, and what never changes.
+HEAD, WRITTEN = 0, 1
+TAIL, TAKEN, DAMAGED = 8, 9, 10
+KEY, CAPACITY = 16, 17
+PAGE = 4096  # bytes of these words; records begin behind them
+CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache
+WRITING, READING = 0, 1  # bytes of the file that stand for the mutexes
 
 
 class RingTimeout(TimeoutError):
-    """The ring stayed full or empty, or a mutex stayed taken, for as long as the caller would wait."""
+    """The ring stayed full or empty, or another process kept its end of it, for as long as the caller would wait."""
 
 
 class RecordTooLarge(ValueError):
@@ -78,66 +63,19 @@ class RecordDamaged(RuntimeError):
     """A committed record does not fit its checksum. It is skipped: the next `get` goes on behind it."""
 
 
-@dataclass(slots=True)
-class Record:
-    """A record that this reader holds: `data` is a read-only view of the ring, valid until `release`.
-
-    Slices of it and numpy arrays over it may not outlive it, and `release` sees to that. Of torch.frombuffer it cannot know:
-    take torch.from_numpy(numpy.frombuffer(...)).
-    """
-
-    data: memoryview
-    position: int  # where it begins in the endless stream of bytes: unique, and growing with each record
-    redelivered: bool  # another reader had taken it and died
-    _ring: "Ring | None"
-    _place: int
-    _owner: int
-
-    def release(self) -> None:
-        """Gives the space back. Raises BufferError, and keeps the record, while a slice or an array still looks at `data`."""
-        if self._ring is not None:
-            self.data.release()
-            self._ring._release(self._place, self._owner)
-            self._ring = None
-
-    def __enter__(self) -> "Record":
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        try:
-            self.release()
-        except BufferError:
-            if kind is None:  # else the frames of the error under way still look: it goes on, and the record stays held
-                raise
-
-
 class Ring:
     """One process's end of the ring. See the top of the file."""
 
     def __init__(self, fd: int):
         self.fd = fd
-        # Mapped through another open file: a mapping keeps its open file, with all locks of that, alive in a forked child.
-        mapped = _reopen(fd)
-        self._map = mmap.mmap(mapped, os.fstat(fd).st_size)
-        os.close(mapped)
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._bytes = memoryview(self._map)
-        self._words = self._bytes[:CONTROL].cast("Q")  # an item is read or written by a single load or store of 8 bytes
-        self.capacity = self._words[CAPACITY]
+        self._words = self._bytes[:PAGE].cast("Q")  # an item is read or written by a single load or store of 8 bytes
+        self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
         self.max_record = self.capacity // 2 - ALIGN  # so that one always fits into an empty ring, wherever the head is
-        self._key = self._words[KEY]
-        self._references = sys.getrefcount(self._map)  # and one more for each record that is looked at
-        self._records = 0  # held here
         self._limit = 0  # how far the head may go, as far as this writer knows: never too far
-        self._start()
-        _rings.add(self)
-
-    def _start(self) -> None:
-        """What a forked child begins anew."""
-        self._owner = 0  # this reader's number; drawn at its first `get`
-        self._place = 0  # of its last record: most likely free again
-        self._ahead: collections.deque[Taken] = collections.deque()  # its records that `get` has not handed out yet
-        self._alone = 0  # the next reader's number, if there was no other reader when this one looked
-        self._next_check = 0.0  # when to look for the records of dead readers
+        self._reads = False  # whether this is the reader's end
+        self._references = sys.getrefcount(self._map)  # and one more while somebody looks at a record
         lock = threading.Lock()
         lock.acquire()
         self._unlock_and_lock = lock.release, lock.acquire  # for `_barrier`
@@ -148,10 +86,10 @@ class Ring:
         capacity = max(1, -(-capacity // PAGE)) * PAGE
         key = secrets.randbits(63) | 1
         fd = os.memfd_create(f"rl-ring-{key:x}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, CONTROL + capacity)
+        os.ftruncate(fd, PAGE + capacity)
         os.fchmod(fd, 0o600)
-        for place, value in ((KEY, key), (CAPACITY, capacity), (NEXT_OWNER, 1), (USED, 1)):
-            os.pwrite(fd, struct.pack("Q", value), 8 * place)
+        for index, value in ((KEY, key), (CAPACITY, capacity)):
+            os.pwrite(fd, struct.pack("Q", value), 8 * index)
         return Ring(fd)
 
     @staticmethod
@@ -172,30 +110,26 @@ class Ring:
     @property
     def occupancy(self) -> float:
         """The part of the ring that is in use, 0 to 1."""
-        tail = self._tail()
+        tail = self._words[TAIL]  # read first: what is written meanwhile only adds
         return min(1.0, (self._words[HEAD] - tail) / self.capacity)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records written, released, redelivered and found damaged so far, by all processes. One killed in between may have
-        counted a record that it did not get to write or take."""
-        released = max(0, self._words[TAKEN] - len(self._held()))
-        counts = {"written": self._words[WRITTEN], "released": released}
-        return counts | {"redelivered": self._words[REDELIVERED], "damaged": self._words[DAMAGED]}
+        """Records written, taken and found damaged so far, by all processes. One killed in between may have counted a record
+        that it did not get to write or take."""
+        return {"written": self._words[WRITTEN], "taken": self._words[TAKEN], "damaged": self._words[DAMAGED]}
 
     def state(self) -> str:
-        """One line for whoever asks what the ring is doing."""
+        """One line that says what the ring holds. Any thread may ask."""
         counts, part = self.counts, self.occupancy
-        used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {counts['written'] - counts['released']} records"
-        told = ", ".join(f"{count} {name}" for name, count in counts.items())
-        return f"{used} ({part * self.capacity:,.0f} bytes), {len(self._held())} records held; {told}"
+        unread = counts["written"] - counts["taken"] - counts["damaged"]
+        used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {unread} records ({part * self.capacity:,.0f} bytes)"
+        return f"{used}; {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
     def close(self) -> None:
-        """Leaves the ring; records still held go to other readers."""
+        """Leaves the ring."""
         if self.fd < 0:
             return
-        _rings.discard(self)
-        self._owner = 0
         with contextlib.suppress(BufferError):  # a view is still about: the mapping goes when it does
             self._words.release()
             self._bytes.release()
@@ -208,81 +142,34 @@ class Ring:
     def put(self, *parts, timeout: float = 600.0) -> None:
         """Writes the parts (any buffers), end to end, as one record. Raises RecordTooLarge, or RingTimeout if there is neither
         room nor a turn in so many seconds: nothing is written then."""
-        parts = [_flat(part) for part in parts]
-        self._put([(parts, self._checked(sum(map(len, parts))))], timeout)
-
-    def put_many(self, records: Iterable, timeout: float = 600.0) -> None:
-        """Writes each of the buffers as a record of its own, small ones several at a time: one lock and one commit for all of
-        them. Raises as `put` does, for a record that is too large before anything is written; after a RingTimeout the first
-        of them are there, none in part."""
-        parts = [_flat(record) for record in records]
-        sizes = [self._checked(len(part)) for part in parts]
-        batch, filled, limit = [], 0, min(CHUNK, self.capacity // 4)  # so that it fits into an empty ring, wherever the head is
-        for part, size in zip(parts, sizes, strict=True):
-            if batch and filled + _taken_by(size) > limit:
-                self._put(batch, timeout)
-                batch, filled = [], 0
-            batch.append(([part], size))
-            filled += _taken_by(size)
-        if batch:
-            self._put(batch, timeout)
-
-    def _checked(self, size: int) -> int:
+        views = [_flat(part) for part in parts]
+        size = sum(map(len, views))
         if size > self.max_record:
             raise RecordTooLarge(f"a record of {size:,} bytes does not fit; this ring takes up to {self.max_record:,}")
-        return size
+        if not self._write(views, size):
+            message = f"no room for {_footprint(size):,} bytes in {timeout} s"
+            _wait(lambda: self._write(views, size), timeout, lambda: f"{message}; {self.state()}")
 
-    def _put(self, batch: Batch, timeout: float) -> None:
-        # Those who wait must not be overtaken for ever, so a large record queues behind them. A small one may pass while half
-        # of the ring is free: no record needs more, and else the queue would never end when several write all the time.
-        size = sum(_taken_by(size) for _, size in batch)
-        waiting = self._words[WAITING]
-        if (waiting and size > CHUNK) or not self._write(batch, self.capacity // 2 if waiting else 0):
-            self._write_in_turn(batch, size, timeout)
-
-    def _write_in_turn(self, batch: Batch, size: int, timeout: float) -> None:
-        """Queues for room: a ticket's byte is locked as long as its holder waits, and those before go first."""
-        deadline = time.monotonic() + timeout
-        with self._locked(TURN, deadline):
-            ticket = self._words[NEXT_TICKET]
-            _try_lock(self.fd, QUEUE + ticket)
-            self._words[NEXT_TICKET] = ticket + 1
-            self._words[WAITING] = 1
-
-        def written() -> bool:
-            return not (ticket and _is_locked(self.fd, QUEUE, ticket)) and self._write(batch)
-
-        try:
-            _wait(written, deadline, lambda: f"no room for {size:,} bytes in {timeout} s; {self.state()}")
-        finally:
-            _unlock(self.fd, QUEUE + ticket)
-            if _try_lock(self.fd, TURN):  # else whoever comes or goes right now sees to it, or the next one
-                self._words[WAITING] = _is_locked(self.fd, QUEUE, 0)
-                _unlock(self.fd, TURN)
-
-    def _write(self, batch: Batch, spare: int = 0) -> bool:
-        """Writes and commits the records, if nobody else is writing and there is room for them and `spare` bytes more."""
+    def _write(self, parts: list[memoryview], size: int) -> bool:
+        """Writes and commits the record, if nobody else is writing and there is room for it."""
         if not _try_lock(self.fd, WRITING):
             return False
         try:
             words = self._words
-            end, places = words[HEAD], []
-            for _, size in batch:
-                left = self.capacity - end % self.capacity
-                taken = _taken_by(size)
-                places.append(end if taken <= left else end + left)  # records do not wrap
-                end = places[-1] + taken
-            if end + spare > self._limit:
-                self._limit = self._tail() + self.capacity
-                if end + spare > self._limit:
+            head = start = words[HEAD]
+            left = self.capacity - head % self.capacity
+            if _footprint(size) > left:  # records do not wrap
+                start += left
+            end = start + _footprint(size)
+            if end > self._limit:
+                self._limit = words[TAIL] + self.capacity
+                if end > self._limit:
                     return False
-            before = words[HEAD]
-            for (parts, size), start in zip(batch, places, strict=True):
-                if start > before:
-                    self._write_header(before, FILLER | (start - before - ALIGN), 0)
-                self._write_header(start, size, self._copy(parts, size, start))
-                before = start + _taken_by(size)
-            words[WRITTEN] += len(batch)
+                self._barrier()  # what is written from here on comes after what the reader read there
+            if start > head:
+                self._write_header(head, FILLER | (start - head - ALIGN), 0)
+            self._write_header(start, size, self._copy(parts, size, start))
+            words[WRITTEN] += 1
             self._barrier()
             words[HEAD] = end  # the commit
             return True
@@ -295,9 +182,8 @@ class Ring:
         if size <= CHUNK:
             start = at
             for part in parts:
-                end = at + len(part)
-                ring[at:end] = part
-                at = end
+                ring[at : at + len(part)] = part
+                at += len(part)
             return _digest(ring[start:at], position)
         checksum = xxhash.xxh3_64(seed=position)
         for part in parts:
@@ -314,137 +200,52 @@ class Ring:
 
     # -- reading
 
-    def get(self, timeout: float = 600.0) -> Record:
-        """The oldest record that nobody has. Raises RingTimeout if there is none in so many seconds, RecordDamaged for one that
-        was changed after it was written. While it is the only reader it takes a few small records ahead: they stay with it when
-        another joins, and go to others if it dies."""
-        position, size, checksum, place, redelivered = self._ahead.popleft() if self._ahead else self._next(timeout)
-        start = self._at(position) + ALIGN
-        data = memoryview(self._map)[start : start + size].toreadonly()  # a buffer of its own: `_release` counts them
-        self._records += 1
-        record = Record(data, position, redelivered, self, place, self._owner)
-        if _digest(data, position) != checksum:
-            record.release()
-            raise self._damaged(position, time.monotonic() + 60)
-        return record
-
-    def _next(self, timeout: float) -> Taken:
-        now = time.monotonic()
-        deadline = now + timeout
-        if not self._owner:
-            self._register(deadline)
-        return self._take(now, deadline) or _wait(
-            lambda: self._take(time.monotonic(), deadline), deadline, lambda: f"no record in {timeout} s; {self.state()}"
-        )
-
-    def _take(self, now: float, deadline: float) -> Taken | None:
-        """Makes a record this reader's, and perhaps some more that go to `_ahead`. None if there is none."""
+    @contextlib.contextmanager
+    def get(self, timeout: float = 600.0) -> Iterator[memoryview]:
+        """The oldest record, as a read-only view of the ring, for a `with` block. At the end of the block its space is free; if
+        the block raises, the record stays. Raises RingTimeout if no record comes in so many seconds or another reader lives,
+        RecordDamaged for a record that was changed after it was written, BufferError (and the record stays) if a slice of the
+        view or an array over it outlives the block."""
         words = self._words
-        check = now >= self._next_check
-        if words[CURSOR] == words[HEAD] and not check:
-            return None  # nothing new, and no lock for nothing
-        self._lock(READING, deadline)
-        try:
-            return (check and self._take_abandoned(now)) or self._take_unread()
-        finally:
-            _unlock(self.fd, READING)
-
-    def _take_unread(self) -> Taken | None:
-        """Takes what is at the cursor, going over what fills the end of the ring. Under the readers' lock."""
-        words = self._words
-        position, head = words[CURSOR], words[HEAD]
+        if not self._reads:
+            _wait(lambda: _try_lock(self.fd, READING), timeout, lambda: "another process reads this ring")
+            self._reads = True
+        position = words[TAIL]
+        if words[HEAD] == position:
+            _wait(lambda: words[HEAD] != position, timeout, lambda: f"no record in {timeout} s; {self.state()}")
         self._barrier()  # what was written before this head is visible behind it
-        places = self._free_places(AHEAD if words[NEXT_OWNER] == self._alone else 1)
-        taken = self._ahead
-        while position != head and len(taken) < len(places):
+        header = self._read_header(position)
+        if header and header[0] & FILLER:  # a record follows it: they were committed together
+            position += _footprint(header[0] & ~FILLER)
             header = self._read_header(position)
-            if header is None:
-                if taken:
-                    break  # these first
-                words[CURSOR] = self._next_header(position, head)
-                raise self._damaged(position)
-            size, checksum = header
-            if not size & FILLER:
-                if taken and size > PAGE:
-                    break
-                place = places[len(taken)]
-                words[OWNERS + place] = self._owner
-                words[HELD + place] = position + 1
-                taken.append((position, size, checksum, place, False))
-            position += _taken_by(size & ~FILLER)
-        words[TAKEN] += len(taken)
-        self._barrier()  # a writer that sees the cursor move sees that the records are held
-        words[CURSOR] = position
-        return taken.popleft() if taken else None
+        if header is None:
+            raise self._damaged(position, self._next_header(position))
+        size, checksum = header
+        start = self._at(position) + ALIGN
+        with memoryview(self._map)[start : start + size].toreadonly() as data:
+            if _digest(data, position) != checksum:
+                raise self._damaged(position, position + _footprint(size))
+            yield data
+        if sys.getrefcount(self._map) > self._references:
+            raise BufferError("a slice of a record's data, or an array over it, is still in use")
+        words[TAKEN] += 1
+        self._free(position + _footprint(size))
 
-    def _take_abandoned(self, now: float) -> Taken | None:
-        """Takes over the oldest record of a reader that is dead. Under the readers' lock."""
-        words = self._words
-        self._next_check = now + CHECK_SECONDS
-        alone = not _is_locked(self.fd, ALIVE, QUEUE - ALIVE)
-        self._alone = words[NEXT_OWNER] if alone else 0
-        alive = {self._owner}
-        for held, place in sorted(self._held()):
-            owner = words[OWNERS + place]
-            if owner in alive or _is_locked(self.fd, ALIVE + owner, 1):
-                alive.add(owner)
-            elif words[HELD + place] == held:  # it did not cross it out before it left
-                self._next_check = now  # there may be more
-                words[OWNERS + place] = self._owner
-                words[REDELIVERED] += 1
-                header = self._read_header(held - 1)
-                if header is None:
-                    words[HELD + place] = 0
-                    raise self._damaged(held - 1)
-                return (held - 1, *header, place, True)
-        return None
+    def _free(self, tail: int) -> None:
+        self._barrier()  # what was read was read before
+        self._words[TAIL] = tail
 
-    def _damaged(self, position: int, deadline: float | None = None) -> RecordDamaged:
-        """Counts a damaged record; under the readers' lock, which it takes if there is a deadline."""
-        with self._locked(READING, deadline) if deadline else contextlib.nullcontext():
-            self._words[DAMAGED] += 1
+    def _damaged(self, position: int, following: int) -> RecordDamaged:
+        self._words[DAMAGED] += 1
+        self._free(following)
         return RecordDamaged(f"the ring's record at {position} is damaged: a checksum does not fit; {self.state()}")
 
-    def _free_places(self, count: int) -> list[int]:
-        """Up to so many free lines of the table. Under the readers' lock."""
-        words = self._words
-        if count == 1 and not words[HELD + self._place]:
-            return [self._place]
-        used = words[USED]
-        column = words[HELD : HELD + min(used + count, MAX_HELD)].tolist()
-        places = [place for place, held in enumerate(column) if not held][:count]
-        if places:
-            words[USED] = max(used, places[-1] + 1)
-            self._place = places[0]
-        return places
-
-    def _release(self, place: int, owner: int) -> None:
-        if sys.getrefcount(self._map) >= self._references + self._records:
-            raise BufferError("a slice of a record's data, or an array over it, is still in use")
-        self._records -= 1
-        if owner == self._owner:  # else the ring was closed, or this is a forked child: it is not ours to give back
-            self._barrier()  # what was read of the record was read before
-            self._words[HELD + place] = 0
-
-    def _register(self, deadline: float) -> None:
-        """Draws a number for this reader; a lock on its byte says that it lives."""
-        with self._locked(READING, deadline):
-            owner = self._words[NEXT_OWNER]
-            self._words[NEXT_OWNER] = owner + 1
-        _try_lock(self.fd, ALIVE + owner)
-        self._owner = owner
-
-    def _next_header(self, position: int, head: int) -> int:
+    def _next_header(self, position: int) -> int:
         """The position of the next record behind a damaged header: whatever is in between is lost."""
-        position += ALIGN
+        position, head = position + ALIGN, self._words[HEAD]
         while position < head and self._read_header(position) is None:
             position += ALIGN
-        return position
-
-    # -- what both sides use
-
-    def _at(self, position: int) -> int:
-        return CONTROL + position % self.capacity
+        return min(position, head)
 
     def _read_header(self, position: int) -> tuple[int, int] | None:
         """(size, checksum) of the record at the position; None if none is there."""
@@ -454,19 +255,10 @@ class Ring:
             return None
         return size, checksum
 
-    def _held(self) -> list[tuple[int, int]]:
-        """(position + 1, place in the table) of the records that readers hold."""
-        column = self._words[HELD : HELD + self._words[USED]].tolist()
-        return [(position, place) for place, position in enumerate(column) if position]
+    # -- what both sides use
 
-    def _tail(self) -> int:
-        """Where the space in use begins. Needs no lock: a record is in the table before the cursor passes it, and stays there
-        until it is released, so that looking at the cursor first never gives a tail too far."""
-        cursor = self._words[CURSOR]
-        self._barrier()
-        tail = min(cursor, min(self._held(), default=(cursor + 1, 0))[0] - 1)
-        self._barrier()  # what is written from here on comes after what their readers read
-        return tail
+    def _at(self, position: int) -> int:
+        return PAGE + position % self.capacity
 
     def _barrier(self) -> None:
         """All loads and stores above happen before all below, as others see them. A lock orders memory by POSIX: nothing from
@@ -475,66 +267,24 @@ class Ring:
         release()
         acquire()
 
-    def _lock(self, byte: int, deadline: float) -> None:
-        """Takes a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
-        if not _try_lock(self.fd, byte):
-            _wait(lambda: _try_lock(self.fd, byte), deadline, lambda: f"{LOCK_HOLDERS[byte]} kept its lock")
-
-    @contextlib.contextmanager
-    def _locked(self, byte: int, deadline: float):
-        self._lock(byte, deadline)
-        try:
-            yield
-        finally:
-            _unlock(self.fd, byte)
-
 
 def _try_lock(fd: int, byte: int) -> bool:
+    """Takes a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
     try:
-        fcntl(fd, F_OFD_SETLK, _range(F_WRLCK, byte, 1))
+        fcntl(fd, F_OFD_SETLK, _flock(F_WRLCK, byte))
     except BlockingIOError:
         return False
     return True
 
 
 def _unlock(fd: int, byte: int) -> None:
-    fcntl(fd, F_OFD_SETLK, _range(F_UNLCK, byte, 1))
+    fcntl(fd, F_OFD_SETLK, _flock(F_UNLCK, byte))
 
 
-def _is_locked(fd: int, byte: int, count: int) -> bool:
-    """Whether another holds a lock on any of the bytes; a count of 0 means all from there on."""
-    answer = fcntl(fd, F_OFD_GETLK, _range(F_WRLCK, byte, count))
-    return answer[:2] != _range(F_UNLCK, byte, count)[:2]
-
-
-@functools.lru_cache(maxsize=64)
-def _range(kind: int, byte: int, count: int) -> bytes:
-    """struct flock of some bytes, for locks that belong to the open file (OFD): each end of the ring has its own."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, count, 0)
-
-
-def _reopen(fd: int) -> int:
-    """Another open file of the same memory, with locks of its own."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-_rings: "weakref.WeakSet[Ring]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In a forked child: lets go of the parent's open files, or the locks of a parent that dies would live on in the child."""
-    for ring in list(_rings):
-        try:
-            fresh = _reopen(ring.fd)
-            os.dup2(fresh, ring.fd, inheritable=False)
-            os.close(fresh)
-            ring._start()
-        except OSError:
-            os.close(ring.fd)
-            ring.fd = -1
-
-
-os.register_at_fork(after_in_child=_after_fork)
+@functools.cache
+def _flock(kind: int, byte: int) -> bytes:
+    """struct flock of a byte, for locks that belong to the open file (OFD): each end of the ring has its own."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
 def _flat(part) -> memoryview:
@@ -542,18 +292,17 @@ def _flat(part) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # a view without bytes cannot be cast
 
 
-def _taken_by(size: int) -> int:
+def _footprint(size: int) -> int:
     """Bytes of the ring that a record with so many bytes of data takes."""
     return ALIGN - (-size // ALIGN) * ALIGN
 
 
-def _wait(ready: Callable, deadline: float, otherwise: Callable[[], str]):
-    """Calls `ready` until it returns something (neither None nor False), and returns that: at once, then after naps of 20
-    microseconds growing to 2 milliseconds, which is about 1% of a core. Raises RingTimeout at the deadline."""
-    nap = 20e-6
-    while (result := ready()) is None or result is False:
+def _wait(ready: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
+    """Calls `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which is
+    about 1% of a core. Raises RingTimeout after so many seconds."""
+    deadline, nap = time.monotonic() + timeout, 20e-6
+    while not ready():
         if time.monotonic() > deadline:
             raise RingTimeout(otherwise())
         time.sleep(nap)
         nap = min(2 * nap, 2e-3)
-    return result

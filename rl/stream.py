@@ -31,7 +31,7 @@ def open_ring(split: dist.Split, megabytes: int) -> Ring | None:
     else:
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
-    watchdog.show("ring", lambda: Ring.attach(ring.address).state())  # an end of its own: a Ring object is for one thread
+    watchdog.show("ring", ring.state)
     return ring
 
 
@@ -124,8 +124,8 @@ class Inbox:
         with watchdog.doing("a record in the ring"):
             while self.ring:
                 try:
-                    with self.ring.get(timeout=wait) as record:
-                        records.append(bytes(record.data))
+                    with self.ring.get(timeout=wait) as data:
+                        records.append(bytes(data))
                 except RingTimeout:
                     break
                 wait = 0.0
