@@ -23,6 +23,7 @@ import train_one_step_off
 from rl import dist
 from rl.algorithm import KLControl
 from rl.batch import Batch, Group, Response
+from rl.ranges import check
 
 WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 FLAGS = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum", "rollout_n": 2}
@@ -76,7 +77,7 @@ class Tabular:
 def expected_gradient(script, flags: dict, policy: Tabular, sampler: Tabular, score: dict, update: int = 0) -> torch.Tensor:
     """The mean over all pairs of responses that `sampler` draws of the gradient of the script's `update`-th optimizer step."""
     args = script.Args(**{**FLAGS, **WIDE, **flags})
-    args.check_algorithm()
+    check(args)
     run = SimpleNamespace(timer=lambda phase: contextlib.nullcontext())
     start, total = policy.logits.detach().clone(), torch.zeros_like(policy.logits)
     for pair in itertools.combinations_with_replacement(policy.sequences, 2):

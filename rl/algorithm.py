@@ -199,11 +199,11 @@ class AlgorithmArgs:
                 takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
                 raise UserError(f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults).")
             try:
-                finite = math.isfinite(float(value))
+                usable = 0 < float(value) < math.inf
             except ValueError:
-                finite = False
-            if not finite:
-                raise UserError(f"--loss-args {word}: write {name}=NUMBER, such as {name}={known[name]:g}.")
+                usable = False
+            if not usable:
+                raise UserError(f"--loss-args {word}: write {name}=NUMBER, above 0, such as {name}={known[name]:g}.")
 
 
 class KLControl:

@@ -290,7 +290,8 @@ REFUSED = {
     "never a comparison": ({"adv_estimator": "rloo", "rollout_n": 1}, "--rollout-n 1 every advantage is 0"),
     "another loss's knob": ({"loss_args": ("tau_pos=1",)}, "--loss-mode ppo_clip takes none"),
     "no such knob": ({"loss_mode": "kl_cov", "loss_args": ("coeff=1",)}, "takes coef=1, ratio=0.0002"),
-    "no number": ({"loss_mode": "sapo", "loss_args": ("tau_neg=big",)}, "write tau_neg=NUMBER, such as tau_neg=1.05"),
+    "no number": ({"loss_mode": "sapo", "loss_args": ("tau_neg=big",)}, "write tau_neg=NUMBER, above 0, such as tau_neg=1.05"),
+    "no temperature": ({"loss_mode": "sapo", "loss_args": ("tau_neg=0",)}, "write tau_neg=NUMBER, above 0"),
     "no value": ({"loss_mode": "sapo", "loss_args": ("tau_neg",)}, "write tau_neg=NUMBER"),
     "target": ({"kl_ctrl_type": "adaptive", "target_kl": 0.0}, "--target-kl"),
 }
