@@ -31,7 +31,7 @@ from rl.generator import VALIDATION
 from rl.identity import Identity
 from rl.learner import Learner, LearnerArgs, TokenMeans
 from rl.lockstep import Team
-from rl.model import check_lengths, load_config, load_tokenizer, resolve
+from rl.pretrained import check_model, load_tokenizer, resolve
 from rl.ranges import Range
 from rl.run import LogArgs, Run
 from rl.saver import Saver
@@ -332,8 +332,8 @@ def train(args: Args, split: dist.Split, path: str, prompts: PromptDataset, orde
 def main(args: Args, split: dist.Split) -> None:
     torch.manual_seed(args.seed)
     path = resolve(args.model)
-    config, tokenizer = load_config(path, args.trust_remote_code), load_tokenizer(path, args.trust_remote_code)
-    check_lengths(config, args.max_prompt_length, args.max_response_length, args.ppo_max_token_len_per_gpu)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_model(path, tokenizer, args)
     train_prompts = PromptDataset(args.train_files, "train", tokenizer, args)
     val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
     check_sources(train_prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)

@@ -4,8 +4,9 @@ A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attentio
 queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
 to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache (`rl/engine.py`).
 
-Left out: sliding windows, attention sinks, soft-capping. `check_supported` refuses a model that needs them, because
-ignoring them would be silently wrong.
+Left out: sliding windows that the run's sequences outgrow, attention sinks, soft-capping. A model that needs them is refused,
+because ignoring them would be silently wrong: `check_supported` reads the config, `attention_forward` looks at what each layer
+asks for, and rl/forward_check.py measures.
 """
 
 import functools
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from rl.errors import UserError
 
 ATTENTION = "packed"
+REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectangle: at most a third more cells than tokens
 
 
@@ -45,6 +47,7 @@ class Packed:
             if i not in continued
         ]
         self.lengths = [len(s) for s in sequences]
+        self.longest = max(self.lengths)
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
         tokens = np.concatenate(sequences)
         _, home = np.unique(tokens, return_index=True)
@@ -76,7 +79,7 @@ class Packed:
         if not self.in_order:
             tokens, home = self._on_device
             query, key, value = (x.index_select(0, tokens) for x in (query, key, value))  # [K, H, D]
-        cu, longest, window = self.cu_seqlens, max(self.lengths), (-1, 0)  # causal
+        cu, longest, window = self.cu_seqlens, self.longest, (-1, 0)  # causal
         gqa = query.shape[1] > key.shape[1]
         out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
         return out if self.in_order else out.index_select(0, home)
@@ -112,21 +115,54 @@ def _gather(x: torch.Tensor, cells: torch.Tensor, length: int) -> torch.Tensor:
     return rows.view(-1, length, *x.shape[1:]).transpose(1, 2)
 
 
-def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **_):
-    """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D]."""
+def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **wanted):
+    """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D].
+    wanted: what else the layer asks its attention for."""
+    _refuse(layout.longest, **wanted)
     batch, _, length, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * L, H, D]
     out = layout.attend(module.layer_idx, *flat, scaling)
     return out.view(batch, length, *out.shape[1:]), None
 
 
-def check_supported(config: PretrainedConfig, where: str) -> None:
-    """Raises UserError for a model whose attention this file does not compute."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_causal=None, **_) -> None:
+    """Raises UserError for what a layer wants beyond causal attention. longest: tokens of the longest sequence."""
+    if sliding_window is not None and sliding_window < longest:
+        raise UserError(f"the model attends to {sliding_window} tokens (sliding window), a sequence has {longest}. {REMEDY}")
+    wanted = {"soft-capping": softcap is not None, "sinks": s_aux is not None, "a view of later tokens": is_causal is False}
+    if named := [name for name, is_wanted in wanted.items() if is_wanted]:
+        raise UserError(f"the model's attention has {' and '.join(named)}, which is not computed here. {REMEDY}")
+
+
+def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
+    """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
+    tokens. A window that none of them outgrows is full attention."""
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # layer type -> its size
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", *windows}:
+        raise UserError(f"{where}: layers of type {', '.join(sorted(unknown))} are not supported. {REMEDY}")
+    if not kinds and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}  # Mistral, Phi-3: one window for all layers
+    for kind in sorted(kinds & set(windows)):
+        size = getattr(config, windows[kind], None)
+        if size is not None and size < longest:
+            raise UserError(
+                f"{where}: its layers attend to {size} tokens ({windows[kind]} in config.json), but --max-prompt-length + "
+                f"--max-response-length is {longest}. Lower them to {size} together, or take a model without windows."
+            )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope] if "rope_type" in rope else rope.values():  # one set, or one for each type of layer
+        _check_rotary(parameters, config, where, longest)
+
+
+def _check_rotary(parameters: dict, config: PretrainedConfig, where: str, longest: int) -> None:
+    """Raises UserError for rotary embeddings that depend on what else is in the batch."""
+    kind, stretch = parameters.get("rope_type"), parameters.get("original_max_position_embeddings")
+    stretch = stretch or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    if kind in ("dynamic", "longrope") and longest > stretch:
         raise UserError(
-            f"{where}: layers of type {sorted(kinds - {'full_attention'})} are not supported, only full causal attention "
-            "is. Take a model without them (Qwen2, Qwen2.5, Qwen3, Llama, ...)."
+            f"{where}: rotary embeddings of type {kind!r} change with the longest sequence of a batch beyond {stretch} tokens, "
+            f"but --max-prompt-length + --max-response-length is {longest}. Lower them to {stretch} together."
         )
 
 

@@ -19,11 +19,12 @@ from typing import Annotated, Literal, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl.attention import ATTENTION, Packed, check_supported
+from rl.attention import Packed, check_supported
 from rl.errors import UserError
 from rl.forward import hidden_states, is_written_out
+from rl.forward_check import PROMPT, check_engine
+from rl.pretrained import end_token_ids, load_config, load_tokenizer, load_weights
 from rl.ranges import Range
 
 
@@ -306,12 +307,10 @@ class TransformersEngine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
     ):
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        check_supported(config, model_path)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
-        )
+        check_supported(load_config(model_path, trust_remote_code), f"--model {model_path}", max_length)
+        self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
         self.sleeps = self.device.type != "cpu"
@@ -320,7 +319,7 @@ class TransformersEngine:
             max_num_seqs,
             max_num_batched_tokens,
         )
-        self.eos = eos_token_ids(self.model)
+        self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
         self.written_out = is_written_out(self.model)
         self.version = -1
         self.waiting: deque[Request] = deque()
@@ -330,6 +329,7 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
+        check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
 
@@ -402,6 +402,20 @@ class TransformersEngine:
         if self.cache is None:
             self.cache = KVCache(self.model.config, self.max_num_seqs, self.max_length, self.dtype, self.device)
         return self.cache
+
+    def _decode_all(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [S, L] -> logits [S, L - PROMPT, V] that predict all but the first PROMPT tokens: those are prefilled, the others
+        decoded one by one. For the check of the forward pass; uses a cache of its own."""
+        sequences, length = ids.shape
+        cache = KVCache(self.model.config, sequences, length, self.dtype, self.device)
+        layout = PrefillLayout([PROMPT] * sequences, list(range(sequences)), cache, self.device)
+        hidden = self._forward(ids[:, :PROMPT].flatten(), layout.position_ids, layout)
+        logits = [self.model.lm_head(hidden[layout.cu_seqlens[1:] - 1])]
+        for place in range(PROMPT, length - 1):
+            position = torch.full((sequences,), place, device=self.device)
+            hidden = self._forward(ids[:, place], position, DecodeLayout(position, place + 1, cache))
+            logits.append(self.model.lm_head(hidden))
+        return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
         """The largest position among the running requests, known on the host without asking the device."""
@@ -527,12 +541,14 @@ def make_engine(
 ) -> Engine:
     """The engine the flags ask for, loaded from `path`. Raises UserError if it cannot be had."""
     dtype = rollout_dtype(args, learner_dtype)
-    if choose_engine(args.engine, device) == "vllm":
+    chosen = choose_engine(args.engine, device)
+    if args.rollout_tp != 1 and chosen != "vllm":
+        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
+    end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
+    if chosen == "vllm":
         from rl.engine_vllm import VLLMEngine
 
-        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code)
-    if args.rollout_tp != 1:
-        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
     return TransformersEngine(
         path,
         max_length=max_length,
@@ -541,6 +557,7 @@ def make_engine(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
+        end_tokens=end_tokens,
     )
 
 
@@ -563,14 +580,3 @@ def choose_engine(wanted: str, device: torch.device) -> str:
     if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(f"engine: {chosen} ({why})", flush=True)
     return chosen
-
-
-def eos_token_ids(model) -> set[int]:
-    """Every end token the model's generation config or config names."""
-    ids = set()
-    for config in (model.generation_config, model.config):
-        eos = getattr(config, "eos_token_id", None)
-        ids |= set(eos) if isinstance(eos, list | tuple) else {eos} if eos is not None else set()
-    if not ids:
-        raise UserError(f"{model.config.name_or_path}: neither config.json nor generation_config.json has an eos_token_id")
-    return ids

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.dist import all_gather_bytes
-from rl.engine import EngineArgs, Output, Request, eos_token_ids
+from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
+from rl.pretrained import empty_model, end_token_ids, load_config
 
 # vLLM reads these when it is imported or started.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
@@ -81,17 +81,15 @@ class VLLMEngine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
     ):
         self.device, self.max_length, self.version = torch.device(device), max_length, -1
         # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and self.device.type != "cpu"
         _check(args, max_length, self.chunks)
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):  # a model without memory: the names and shapes of what the learner sends
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        with contextlib.suppress(OSError):  # many models have no generation_config.json
-            skeleton.generation_config = GenerationConfig.from_pretrained(model_path)
-        self.eos = sorted(eos_token_ids(skeleton))
+        # the names and shapes of what the learner sends
+        skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
+        self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.free_cache_engine and self.device.type != "cpu"
         self.asleep = False
         self.engine = self._start(model_path, args, dtype, trust_remote_code)

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl.attention import ATTENTION, check_supported
 from rl.batch import Batch, MicroBatch
 from rl.device import memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
+from rl.forward_check import check_policy
 from rl.head import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
+from rl.pretrained import empty_model, load_config, load_weights
 from rl.ranges import Range
 from rl.watchdog import progress
 
@@ -94,15 +94,12 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks. Only rank 0 reads the weights."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    check_supported(config, path)
-    options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    """The model at `path` (a directory or a hub name), sharded over all ranks. Only rank 0 reads the weights. Raises UserError
+    if they are not whole, or if what is computed with them is not what transformers computes."""
     if ranks.is_main:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model = load_weights(path, torch.float32, trust_remote_code, say=trainable)
     else:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+        model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     full_weights = model.state_dict() if ranks.is_main else {}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if ranks.is_main else {}
     _without_dropout(model)
@@ -110,6 +107,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model).train(trainable)
+    if ranks.is_main and trainable:
+        check_policy(policy, path)
 
     shard = {"mesh": init_device_mesh(ranks.device.type, (ranks.world_size,))}
     if args.dtype == "bfloat16":
@@ -165,7 +164,7 @@ class Learner:
         trust_remote_code: bool = False,
     ):
         self.args, self.ranks, self.temperature = args, ranks, temperature
-        self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        self.config = load_config(path, trust_remote_code)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
         self.reference = None
         if with_reference:

@@ -22,7 +22,7 @@ from rl.engine import make_engine
 from rl.errors import UserError
 from rl.generator import Generator
 from rl.learner import Learner
-from rl.model import load_tokenizer
+from rl.pretrained import load_tokenizer
 from rl.ranges import check
 from rl.run import Run
 from rl.scoring import ScoringPool

@@ -187,14 +187,3 @@ def test_packed_attention_equals_one_sequence_at_a_time(prompts, heads, seed):
         strict=True,
     ):
         torch.testing.assert_close(got, want)
-
-
-def test_a_model_with_sliding_windows_is_refused():
-    from transformers import Qwen2Config
-
-    from rl.attention import check_supported
-    from rl.errors import UserError
-
-    config = Qwen2Config(use_sliding_window=True, max_window_layers=0, sliding_window=16)
-    with pytest.raises(UserError, match="sliding_attention"):
-        check_supported(config, "--model x")

@@ -1,0 +1,128 @@
+"""Whether what we compute is what transformers computes: one short forward pass when the learner and the embedded engine start.
+
+The learner packs sequences into one row, shares prompts, replaces attention and stops before the logits; the embedded engine
+has a KV cache and, for some families, a forward pass of its own. A model that does something else besides (scales its logits,
+caps them, has windows, sinks, biases) would be trained and sampled wrongly, and no metric would show it, because both sides
+agree with each other. So a few random tokens go through the model as transformers runs it, with its own eager attention on the
+same parameters in the same precision, and through our code; the log-probs must be the same.
+
+The learner is checked by its first rank, in fp32 on the CPU, before the model is sharded: what a model needs shows there to six
+digits, whatever precision it then trains in. Left out: vLLM, which computes by itself, and what only shows in longer sequences:
+that is refused by the config and by what each layer asks of attention (rl/attention.py).
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import torch
+
+from rl.attention import ATTENTION, REMEDY, Packed
+from rl.errors import UserError
+
+PROMPT, RESPONSE = 8, 8  # tokens of the probe: one prompt with two responses
+# Largest median difference of the tokens' log-probs. Right models differ by 1e-6 in fp32, and by up to 0.1 in bf16, mixtures of
+# experts more on some tokens; wrong ones by 0.1 to 5.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+# What a config says of a forward pass that is not computed here -> the value that asks for nothing
+SUSPECTS = {
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "alibi": False,
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+}
+
+
+@torch.no_grad()
+def check_policy(policy, path: str) -> None:
+    """Raises UserError if the learner's log-probs are not transformers'. policy: in fp32 on the CPU, not sharded."""
+    ids = probe(policy.model.config.get_text_config().vocab_size)
+    row = torch.cat([ids[0], ids[1, PROMPT:]])  # the prompt, the first response, the second one
+    first = torch.arange(PROMPT - 1, PROMPT + RESPONSE - 1)  # where the first response's tokens are predicted
+    predict = torch.cat([first, first[:1], first[1:] + RESPONSE])
+    layout = Packed([PROMPT, RESPONSE, RESPONSE], after=[-1, 0, 0])
+
+    def ours() -> torch.Tensor:
+        return policy(row, layout, predict, ids[:, PROMPT:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
+
+    with _all_cores():
+        _compare(ours, policy.model, ids, path, torch.float32)
+
+
+@torch.no_grad()
+def check_engine(forward: Callable[[torch.Tensor], torch.Tensor], model, path: str, dtype: torch.dtype) -> None:
+    """Raises UserError if the engine's logits are not transformers'. forward: ids [2, L] -> logits [2, RESPONSE, V] that
+    predict all but the first PROMPT tokens."""
+    ids = probe(model.config.get_text_config().vocab_size).to(model.device)
+    _compare(lambda: _log_probs(forward(ids), ids), model, ids, path, dtype)
+
+
+def probe(vocabulary: int) -> torch.Tensor:
+    """Random token ids [2, L]: one prompt with two responses."""
+    generator = torch.Generator().manual_seed(0)  # a run's own random numbers stay what they are
+    ids = torch.randint(vocabulary, (2, PROMPT + RESPONSE), generator=generator)
+    ids[1, :PROMPT] = ids[0, :PROMPT]
+    return ids
+
+
+def _compare(ours: Callable[[], torch.Tensor], model, ids: torch.Tensor, path: str, dtype: torch.dtype) -> None:
+    """ours() -> log-probs [2, RESPONSE] of the responses' tokens in ids [2, L]."""
+    try:
+        found = ours()
+    except UserError as error:  # from rl/attention.py
+        raise UserError(f"--model {path}: {error}") from None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model may raise that takes other arguments, or has other shapes
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"--model {path}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}"
+        raise UserError(message) from error
+    with _eager(model):
+        logits = model(input_ids=ids, use_cache=False).logits  # [2, L, V]
+    difference = float((found - _log_probs(logits[:, PROMPT - 1 : -1], ids)).abs().median())
+    if not difference <= TOLERANCE[dtype]:  # NaN is a difference, too
+        tolerance = f"{TOLERANCE[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
+        raise UserError(
+            f"--model {path}: log-probs computed here differ from transformers' by {difference:.2g} ({tolerance}): the model "
+            f"does more than is computed here. {_likely(model)}{REMEDY}"
+        )
+
+
+def _log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """logits [2, RESPONSE, V], ids [2, L] -> log-probs [2, RESPONSE] of the responses' tokens, fp32."""
+    return logits.float().log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+
+
+@contextlib.contextmanager
+def _eager(model):
+    """Every module of the model looks into the config for its attention, at each call."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
+    ours = [config for config in configs if getattr(config, "_attn_implementation", None) == ATTENTION]
+    for config in ours:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config in ours:
+            config._attn_implementation = ATTENTION
+
+
+@contextlib.contextmanager
+def _all_cores():
+    """torchrun leaves each rank one thread; the other ranks wait for this one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _likely(model) -> str:
+    """What in the config may be the reason, in a sentence."""
+    config = model.config.get_text_config()
+    found = [f"{name} = {value}" for name, plain in SUSPECTS.items() if (value := getattr(config, name, plain)) != plain]
+    return f"A likely reason, from config.json: {', '.join(found)}. " if found else ""

@@ -1,0 +1,235 @@
+"""The model that training starts from: the --model flag's directory or hub name, its config, tokenizer and weights.
+
+What would train wrongly or crash late is refused here, in a message that says what to do. `check_model` looks at config and
+tokenizer before any weight is read; `load_weights` refuses a model of which the files hold only a part. Whether the model's
+forward pass is what this project computes is measured in rl/forward_check.py.
+"""
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from rl.attention import ATTENTION, check_supported
+from rl.errors import UserError
+from rl.progress import waiting
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")  # that the learner and the embedded engine use
+HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
+logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
+
+
+def resolve(model: str) -> str:
+    """ "demo" -> the demo model's directory, made on first use; a directory or a hub name stays what it is."""
+    if model == "demo":
+        from rl import demo
+
+        return demo.model_dir()
+    return model
+
+
+def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # no such place, not JSON, values that the model's own class refuses
+        remedy = "Give a directory or a hub name."
+        raise UserError(f"--model {path}: no model can be read there ({_reason(error)}). {remedy}") from None
+
+
+@functools.cache
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    remedy = "Save one beside the weights (tokenizer.save_pretrained)."
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
+        # transformers would make an empty one of the model's class, in silence
+        raise UserError(f"--model {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, TypeError, KeyError
+        raise UserError(f"--model {path}: no tokenizer can be read there ({_reason(error)}). {remedy}") from None
+
+
+# ------------------------------------------------------------------------------------- checks before the weights
+
+
+class ModelFlags(Protocol):
+    """The flags of a script that the model must fit. Lengths in tokens."""
+
+    max_prompt_length: int
+    max_response_length: int
+    ppo_max_token_len_per_gpu: int
+    trust_remote_code: bool
+
+
+def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags) -> None:
+    """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
+    config, where = load_config(path, args.trust_remote_code), f"--model {path}"
+    _check_modules(config, where, args.trust_remote_code)
+    _check_lengths(config, args)
+    check_supported(config, where, args.max_prompt_length + args.max_response_length)
+    _check_tokenizer(config, tokenizer, where)
+    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), config, tokenizer, where)
+
+
+def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
+    """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
+    prompt, response, micro_batch = args.max_prompt_length, args.max_response_length, args.ppo_max_token_len_per_gpu
+    context = getattr(config, "max_position_embeddings", None)
+    sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
+    if context and prompt + response > context:
+        raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
+    if prompt + response > micro_batch:
+        raise UserError(f"{sizes}, but --ppo-max-token-len-per-gpu is {micro_batch}: a sequence must fit in one micro-batch.")
+
+
+def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:
+    """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused."""
+    try:
+        model = empty_model(config, trust_remote_code)
+    except Exception as error:  # an unknown class, no support for an attention of our own, or whatever remote code raises
+        raise UserError(f"{where}: transformers cannot make a causal language model of it ({_reason(error)}).") from None
+    names = {name for name, _ in model.named_modules()}
+    if missing := [name for name in MODULES if name not in names]:
+        raise UserError(
+            f"{where}: {type(model).__name__} has no {' and no '.join(missing)}, which training needs. Take a decoder that is "
+            "laid out like Llama (Llama, Qwen2, Qwen2.5, Qwen3, Mistral, OLMo-2, ...)."
+        )
+
+
+def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the meta device: no weights and no memory."""
+    options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError for a tokenizer that is another model's: ids that have no embedding, or far too few tokens."""
+    vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
+    remedy = "The tokenizer belongs to another model, or was saved incompletely: copy the model's own files beside the weights."
+    if len(vocabulary) < rows / 2:
+        raise UserError(f"{where}: the tokenizer has {len(vocabulary)} tokens, the model's vocabulary {rows}. {remedy}")
+    # Some models keep special tokens of other modalities behind the embedding; they matter only where prompts have them.
+    used = set(vocabulary.values()) - set(tokenizer.added_tokens_decoder) | set(_template_ids(tokenizer))
+    used |= {token for token in (tokenizer.eos_token_id, tokenizer.bos_token_id) if token is not None}
+    if beyond := sorted(token for token in used if token >= rows):
+        text = tokenizer.convert_ids_to_tokens(beyond[0])
+        raise UserError(
+            f"{where}: {len(beyond)} of the tokenizer's ids have no embedding, {beyond[0]} ({text!r}) first: the model's "
+            f"vocabulary ends at {rows - 1}. {remedy} If you added tokens, resize the embedding (resize_token_embeddings)."
+        )
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the chat template puts around a message; nothing where there is no template, or it takes no plain message."""
+    try:
+        message = [{"role": "user", "content": "1"}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    except Exception:  # templates raise what they like; a prompt that this one refuses is reported with its row
+        return []
+
+
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> set[int]:
+    """Every end token that generation_config.json, config.json or the tokenizer names. Any of them ends a response."""
+    configs = [load_config(path, trust_remote_code), tokenizer]
+    with contextlib.suppress(OSError):  # many models have no generation_config.json
+        configs.append(GenerationConfig.from_pretrained(path))
+    named = [getattr(config, "eos_token_id", None) for config in configs]
+    return {token for ids in named if ids is not None for token in (ids if isinstance(ids, list | tuple) else [ids])}
+
+
+def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError if no response could ever end before its limit."""
+    known = {token for token in ids if token < config.vocab_size and tokenizer.convert_ids_to_tokens(token) is not None}
+    if not known:
+        named = f"the end token {sorted(ids)} is not in the vocabulary" if ids else "no eos_token_id is named"
+        raise UserError(
+            f"{where}: {named} in generation_config.json, config.json or the tokenizer, so that no response would end before "
+            "its limit. Name the right one in generation_config.json."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape."""
+    where = f"--model {path}"
+    _check_files(path, where)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers' table of missing weights would stand beside our message
+    try:
+        with waiting(f"loading {path}", show=say):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in `info`, and refused below
+            )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # safetensors', pickle's and transformers' own, and OSError where there are no weights
+        reason = f"{type(error).__name__}: {_reason(error)}"
+        raise UserError(f"{where}: the weights cannot be read ({reason}). Copy or download the files again.") from error
+    finally:
+        logging.set_verbosity(level)
+    _check_loading(info, where, say)
+    return model
+
+
+def _check_files(path: str, where: str) -> None:
+    """Raises UserError for weights in the directory that would be left unread in silence."""
+    directory = Path(path)
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{where}: there is an adapter (adapter_config.json). Merge it into the model, and train that.")
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    if (directory / "model.safetensors").exists():
+        raise UserError(f"{where}: there is a model.safetensors beside {index.name}. Remove the one that is out of date.")
+    try:
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: cannot be read ({_reason(error)}). Copy or download the files again.") from None
+    if unread := {file.name for file in directory.glob("model-*.safetensors")} - listed:
+        raise UserError(f"{where}: {min(unread)} is not listed in {index.name}. Remove it, or mend the index.")
+
+
+def _check_loading(info: dict, where: str, say: bool) -> None:
+    """info: transformers' report. Raises UserError for weights that were not in the files, says which were not used."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        shapes = f"{name} is {list(stored)} in the files, {list(wanted)} by config.json"
+        raise UserError(
+            f"{where}: {len(mismatched)} weights have another shape: {shapes}. Take config.json from the same model."
+        )
+    if errors := [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]:
+        raise UserError(f"{where}: the weights cannot be read ({errors[0]}).")
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{where}: {len(missing)} of the model's weights are not in its files, {missing[0]} first; they would be random. "
+            "Copy or download the files again, or take config.json from the same model."
+        )
+    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS))
+    if say and unused:
+        print(f"warning: {where}: {len(unused)} weights in the files are not used, {unused[0]} first.", flush=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The error's message in one line of reasonable length."""
+    return " ".join((str(error).strip() or type(error).__name__).split())[:300]
