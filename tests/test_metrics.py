@@ -184,7 +184,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     env = os.environ | {"FORCE_COLOR": "1"}  # as many CI systems set it
     command = [sys.executable, "-c", DISPLAY, tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    began, *lines = done.stdout.splitlines()
+    (run,) = tmp_path.iterdir()
+    assert began == f"run {run} (to go on with it later: --experiment-name {run.name})"
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation 0.340"
     assert lines[-4].startswith("step 3/3  reward 0.300  validation 0.340  1,234 tokens/s  0 s left")
     assert lines[-3] == "checkpoint  here"

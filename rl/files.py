@@ -1,0 +1,67 @@
+"""The files of a run's record, which must not stop it: what cannot be written now is kept and tried again at the next write."""
+
+import sys
+from collections import deque
+from pathlib import Path
+
+KEPT_BYTES = 64 << 20  # that wait to be written; what is more is dropped and counted
+
+
+class Files:
+    """Files in a run's directory. The disk may be full, or the directory gone or read-only, for a while: one warning says it,
+    and another line when all is written again."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._waiting: deque[tuple[str, bytes, str]] = deque()  # file, what is to be written, and how to open it
+        self._dropped = 0
+        self._failing = False
+
+    def append(self, name: str, data: bytes) -> None:
+        """Writes the data behind what the file holds."""
+        self._add(name, data, "ab")
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Writes the data as the whole file."""
+        self._add(name, data, "wb")
+
+    def close(self) -> None:
+        """Tries once more, and says what could not be written."""
+        self._write()
+        missing = len(self._waiting) + self._dropped
+        if self._failing:
+            _warn(f"{missing:,} records of {self.directory} could not be written")
+
+    def _add(self, name: str, data: bytes, mode: str) -> None:
+        if sum(len(waiting) for _, waiting, _ in self._waiting) + len(data) > KEPT_BYTES:
+            self._dropped += 1
+        else:
+            self._waiting.append((name, data, mode))
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            name, data, mode = self._waiting.popleft()
+            left = memoryview(data)
+            try:
+                (self.directory / name).parent.mkdir(exist_ok=True)
+                with open(self.directory / name, mode, buffering=0) as file:
+                    while left:
+                        left = left[file.write(left) :]
+            except OSError as error:
+                self._waiting.appendleft((name, bytes(left) if mode == "ab" else data, mode))
+                if not self._failing:
+                    _warn(
+                        f"{self.directory / name} cannot be written ({error.strerror}). Training goes on; what is missing is "
+                        "written as soon as it can be"
+                    )
+                self._failing = True
+                return
+        if self._failing:
+            missing = f"{self._dropped:,} records are missing" if self._dropped else "nothing is missing"
+            _warn(f"{self.directory} can be written again: {missing}")
+        self._failing, self._dropped = False, 0
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}.", file=sys.stderr, flush=True)
