@@ -670,12 +670,7 @@ def rollout_is_weights(
     threshold: "2.0" caps, min(w, 2) (truncated importance sampling); a band "0.5_5.0" puts 0 outside of it (IcePop, masked
     importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
     """
-    weight = _is_ratio(log_prob, rollout_log_prob, mask, seq, level)
-    low, high = parse_threshold(threshold)
-    if low is None:
-        weight = weight.clamp(max=high)
-    else:
-        weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    weight = _bounded(_is_ratio(log_prob, rollout_log_prob, mask, seq, level), *parse_threshold(threshold))
     if normalize:
         units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][_trained_sequences(mask, seq)]
         weight = weight * len(units) / units.sum() if (units > 0).any() else weight
@@ -750,19 +745,22 @@ def rollout_metrics(
     threshold: str = "2.0",
     kept: Tensor | None = None,
 ) -> dict[str, float]:
-    """How far generator and learner are apart, under verl's names; empty for a batch without trained tokens.
+    """How far generator and learner are apart, under verl's names and in its sense; empty without trained tokens.
 
-    rollout_is_*: of the weights at `level` before any cap, over trained tokens; eff_sample_size = 1 / mean((w / mean w)^2);
-    ratio_fraction_high / low: above the cap (the band), below its inverse (the band). rollout_rs_*: what the mask `kept` from
-    `rollout_rejection_mask` leaves out, of tokens and of responses. kl, k3_kl: KL(generator || learner) by k1 and k3; chi2:
-    mean w^2 - 1 by token and by response; *_ppl: per response, then averaged. The correlation is of the probabilities.
+    rollout_is_*: of the weights at `level` as applied, but before they are normalised, over trained tokens; at the sequence
+    levels max and min are before the cap. eff_sample_size = (mean w)^2 / mean w^2. ratio_fraction_high / low, of tokens, or at
+    the sequence levels of responses: weights above the cap (the band), below its inverse (the band), before either.
+    rollout_rs_masked_fraction: of trained tokens, those that the mask `kept` from `rollout_rejection_mask` leaves out;
+    rollout_rs_seq_masked_fraction: of responses with trained tokens, those that lose any. kl, k3_kl: KL(generator || learner)
+    by k1 and k3; chi2: mean w^2 - 1 by token and by response; *_ppl: per response, then averaged. The correlation is of the
+    probabilities.
     """
     if not mask.any():
         return {}
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     lp, roll = (torch.where(mask, x.detach(), 0.0).to(dtype) for x in (log_prob, rollout_log_prob))
     lr = _rollout_log_ratio(lp, roll, mask)
-    metrics = _weight_metrics(_is_ratio(lp, roll, mask, seq, level)[mask], threshold)
+    metrics = _weight_metrics(_is_ratio(lp, roll, mask, seq, level), mask, seq, level, threshold)
     metrics |= _perplexity_metrics(lp, roll, mask, seq)
     sums = sequence_sum(lr, seq).clamp(-20, 20)[_trained_sequences(mask, seq)]
     metrics |= {
@@ -772,9 +770,9 @@ def rollout_metrics(
         "chi2_seq": (2 * sums).exp().mean() - 1,
     }
     if kept is not None:
-        trained, left = len(_trained_sequences(mask, seq)), len(_trained_sequences(kept, seq))
-        metrics["rollout_rs_masked_fraction"] = 1 - kept.sum() / mask.sum()
-        metrics["rollout_rs_seq_masked_fraction"] = 1 - left / trained
+        out = mask & ~kept
+        metrics["rollout_rs_masked_fraction"] = out.sum() / mask.sum()
+        metrics["rollout_rs_seq_masked_fraction"] = len(_trained_sequences(out, seq)) / len(_trained_sequences(mask, seq))
     result = {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
     return result | {"training/rollout_actor_probs_pearson_corr": _pearson(lp[mask].exp(), roll[mask].exp())}
 
@@ -795,22 +793,30 @@ def _is_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Ten
     return lr.exp()
 
 
+def _bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
+    """Capped at high, or with low given 0 outside of the band."""
+    return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
+
+
 def _trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
     """Indices of the responses with a trained token."""
     return torch.unique_consecutive(seq[mask])
 
 
-def _weight_metrics(weight: Tensor, threshold: str) -> dict[str, Tensor]:
+def _weight_metrics(ratio: Tensor, mask: Tensor, seq: Tensor, level: str, threshold: str) -> dict[str, Tensor]:
+    """ratio [N]: the weights before any bound."""
     low, high = parse_threshold(threshold)
-    low = 1 / high if low is None else low
+    weight = _bounded(ratio, low, high)[mask]
+    by_unit = ratio[mask] if level == "token" else sequence_means(mask, seq, ratio)[0][_trained_sequences(mask, seq)]
+    least_and_most = weight if level == "token" else by_unit
     return {
         "rollout_is_mean": weight.mean(),
         "rollout_is_std": weight.std(correction=0),
-        "rollout_is_min": weight.min(),
-        "rollout_is_max": weight.max(),
-        "rollout_is_eff_sample_size": 1 / (weight / weight.mean()).square().mean(),
-        "rollout_is_ratio_fraction_high": (weight > high).to(weight.dtype).mean(),
-        "rollout_is_ratio_fraction_low": (weight < low).to(weight.dtype).mean(),
+        "rollout_is_min": least_and_most.min(),
+        "rollout_is_max": least_and_most.max(),
+        "rollout_is_eff_sample_size": weight.mean().square() / weight.square().mean().clamp(min=1e-30),
+        "rollout_is_ratio_fraction_high": (by_unit > high).to(weight.dtype).mean(),
+        "rollout_is_ratio_fraction_low": (by_unit < (1 / high if low is None else low)).to(weight.dtype).mean(),
     }
 
 

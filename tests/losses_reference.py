@@ -264,6 +264,34 @@ def rollout_weights(lp, roll, mask, seq, level, low, high, normalize):
     return out
 
 
+def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
+    """What verl 0.9.1 computes under these names (rollout_corr_helper.py), from its words, not its code."""
+    ratios = rollout_ratios(lp, roll, mask, seq, level)
+    weights = rollout_weights(lp, roll, mask, seq, level, low, high, False)
+    applied = [w for w, m in zip(weights, mask, strict=True) if m]
+    if not applied:
+        return {}
+    rows = [[t for t in tokens if mask[t]] for tokens in tokens_of(seq).values()]
+    rows = [row for row in rows if row]
+    units = [ratios[t] for row in rows for t in row] if level == "token" else [ratios[row[0]] for row in rows]
+    ends = applied if level == "token" else units
+    mean = sum(applied) / len(applied)
+    square = sum(w * w for w in applied) / len(applied)
+    return {
+        "rollout_is_mean": mean,
+        "rollout_is_std": math.sqrt(max(0.0, sum((w - mean) ** 2 for w in applied) / len(applied))),
+        "rollout_is_max": max(ends),
+        "rollout_is_min": min(ends),
+        "rollout_is_eff_sample_size": 1 / (square / mean**2) if mean else 0.0,
+        "rollout_is_ratio_fraction_high": sum(w > high for w in units) / len(units),
+        "rollout_is_ratio_fraction_low": sum(w < (low or 1 / high) for w in units) / len(units),
+        "rollout_rs_masked_fraction": sum(not kept[t] for row in rows for t in row) / len(applied),
+        "rollout_rs_seq_masked_fraction": sum(not all(kept[t] for t in row) for row in rows) / len(rows),
+        "kl": sum(roll[t] - lp[t] for row in rows for t in row) / len(applied),
+        "training_log_ppl": sum(-sum(lp[t] for t in row) / len(row) for row in rows) / len(rows),
+    }
+
+
 def rejected(lp, roll, mask, seq, level, divergence, low, high):
     """Which tokens one criterion throws out: list of bool."""
     measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[divergence]

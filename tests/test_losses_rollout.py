@@ -120,14 +120,27 @@ def test_metrics_by_hand():
     kept = losses.rollout_rejection_mask(*BATCH, criteria="seq_mean_k1", threshold="0.5_2.0")
     m = losses.rollout_metrics(*BATCH, threshold="2.1", kept=kept)
     get = lambda name: m[f"rollout_corr/{name}"]  # noqa: E731
-    w = [2, 0.5, 4, 1]
-    mean = sum(w) / 4
+    w, capped = [2, 0.5, 4, 1], [2, 0.5, 2.1, 1]
+    mean = sum(capped) / 4
     assert get("rollout_is_mean") == pytest.approx(mean)
-    assert get("rollout_is_min") == pytest.approx(0.5) and get("rollout_is_max") == pytest.approx(4)
-    assert get("rollout_is_std") == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in w) / 4))
-    assert get("rollout_is_eff_sample_size") == pytest.approx(4 * mean**2 / sum(x * x for x in w))
+    assert get("rollout_is_min") == pytest.approx(0.5) and get("rollout_is_max") == pytest.approx(2.1)
+    assert get("rollout_is_std") == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in capped) / 4))
+    assert get("rollout_is_eff_sample_size") == pytest.approx(4 * mean**2 / sum(x * x for x in capped))
     assert get("rollout_is_ratio_fraction_high") == 0.25 and get("rollout_is_ratio_fraction_low") == 0
     assert get("rollout_rs_masked_fraction") == 0.25 and get("rollout_rs_seq_masked_fraction") == pytest.approx(1 / 3)
+    banded = losses.rollout_metrics(*BATCH, threshold="0.6_2.5")  # the weights 2, 0, 0, 1
+    assert banded["rollout_corr/rollout_is_mean"] == 0.75 and banded["rollout_corr/rollout_is_min"] == 0
+    assert banded["rollout_corr/rollout_is_ratio_fraction_low"] == banded["rollout_corr/rollout_is_ratio_fraction_high"] == 0.25
+    by_response = losses.rollout_metrics(*BATCH, level="sequence", threshold="3")  # 1, 4, 1; capped 1, 1, 3, 1 by token
+    assert by_response["rollout_corr/rollout_is_mean"] == pytest.approx(1.5)
+    assert by_response["rollout_corr/rollout_is_max"] == pytest.approx(4)
+    assert by_response["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+    one_token = MASK & (torch.arange(6) != 2)  # of three responses with trained tokens the first loses one of two
+    lost = losses.rollout_metrics(*BATCH, kept=one_token)
+    assert lost["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+    none_left = losses.rollout_metrics(*BATCH, threshold="90_91", kept=MASK & False)
+    assert none_left["rollout_corr/rollout_is_eff_sample_size"] == 0
+    assert none_left["rollout_corr/rollout_rs_seq_masked_fraction"] == none_left["rollout_corr/rollout_rs_masked_fraction"] == 1
     ln2 = math.log(2)
     assert get("kl") == pytest.approx(-2 * ln2 / 4)
     assert get("k3_kl") == pytest.approx((sum(w) - 2 * ln2) / 4 - 1)
@@ -145,23 +158,18 @@ def test_metrics_by_hand():
     assert same["rollout_corr/kl"] == same["rollout_corr/chi2_seq"] == same["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
 
 
-@settings(max_examples=20, deadline=None)
-@given(LENGTHS, SEEDS, st.sampled_from(losses.IS_LEVELS))
-def test_metrics_equal_slow_loops(lengths, seed, level):
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, SEEDS, st.sampled_from(losses.IS_LEVELS), st.booleans(), st.floats(0.05, 0.5))
+def test_metrics_equal_slow_loops(lengths, seed, level, band, bound):
     b = slow.random_batch(lengths, seed)
     args = [b[k] for k in ("lp", "roll", "mask", "seq")]
-    m = losses.rollout_metrics(*args, level=level)
-    ratios = [w for w in slow.rollout_ratios(*(x.tolist() for x in args), level) if w is not None]
-    if not ratios:
-        assert m == {}
-        return
-    mean = sum(ratios) / len(ratios)
-    assert m["rollout_corr/rollout_is_mean"] == pytest.approx(mean)
-    ess = 1 / (sum((w / mean) ** 2 for w in ratios) / len(ratios))
-    assert m["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(ess) and 0 < ess <= 1 + 1e-9
-    assert m["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(sum(w > 2 for w in ratios) / len(ratios))
-    assert m["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(sum(w < 0.5 for w in ratios) / len(ratios))
-    assert all(isinstance(v, float) and math.isfinite(v) for v in m.values())
+    lists = [x.tolist() for x in args]
+    low, high = (0.8, 1.3) if band else (None, 1.3)
+    kept = losses.rollout_rejection_mask(*args, criteria="token_k2", threshold=str(bound))
+    m = losses.rollout_metrics(*args, level=level, threshold=f"{low}_{high}" if band else str(high), kept=kept)
+    expected = slow.rollout_metrics(*lists, level, low, high, kept.tolist())
+    assert {name: m.get(f"rollout_corr/{name}") for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert all(isinstance(v, float) and math.isfinite(v) for v in m.values()) and bool(m) == bool(b["mask"].any())
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)
