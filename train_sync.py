@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 train_sync.py --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --max-response-length 512 --lr 1e-6
 
-The algorithm stands in `main`, top to bottom: generate -> score -> advantage -> update -> publish. The formulas are in
-losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
+The algorithm stands in `train` and `learn`, top to bottom: generate -> score -> advantage -> update -> publish. The formulas
+are in losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
@@ -14,97 +14,55 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
     signals.take()
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import torch
 
 import losses
-from rl import checkpoint, dist, flags, process
-from rl.algorithm import AlgorithmArgs, KLControl, choose_tokens, correct_rollout
+from rl import dist, flags, process, signals
+from rl.algorithm import KLControl, choose_tokens, correct_rollout, rollout_metrics
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.checkpoint import CheckpointArgs
-from rl.data import DataArgs, PromptDataset, PromptOrder
-from rl.engine import EngineArgs, make_engine
 from rl.errors import UserError
-from rl.generator import Generator, all_events, event_metrics, gather_groups, validate_on_all_ranks, validation_metrics
-from rl.identity import Identity
-from rl.learner import Learner, LearnerArgs, TokenMeans
-from rl.lockstep import Team
-from rl.pretrained import check_model, load_tokenizer, resolve
-from rl.ranges import Range
-from rl.run import LogArgs, Run
-from rl.saver import Saver
-from rl.scoring import RewardArgs, ScoringPool, check_sources
-from rl.signals import stop_requested
-from rl.timers import gather_ledgers
-from rl.watchdog import WatchdogArgs
+from rl.generator import Generator, gather_groups, make_generator
+from rl.learner import FirstLogProbs, Learner, TokenMeans
+from rl.metrics import ScoringEvents, batch_metrics, event_metrics
+from rl.schedule import NextTicket
+from rl.scoring import ScoringPool
+from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
+from rl.timers import Timers
+from rl.training_run import TrainingRun
 
 
 @dataclass
-class Args(AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
-    """Flags bear verl's or TRL's names where they have one. What is not below stands with its component in rl/."""
-
-    model: str = "demo"
-    """A Hugging Face directory or hub name; "demo" is made on the spot."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model."""
-    seed: Annotated[int, Range(at_least=0)] = 0
-    """Of the prompt order, the sampling and everything else random."""
-    total_training_steps: Annotated[int, Range(at_least=1)] = 200
-    """Steps to train: one step is one batch of prompts."""
-    total_epochs: Annotated[int | None, Range(at_least=1)] = None
-    """Train so many passes over the training prompts, in whole batches, instead of --total-training-steps."""
-    train_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts a step, over all ranks; each gets --rollout-n responses."""
-    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
-    """Prompts per optimizer step, over all ranks; by default the whole batch."""
-    test_freq: Annotated[int, Range(at_least=0)] = 20
-    """Validate every so many steps and after the last; 0 never does."""
-    val_before_train: bool = True
-    """Validate before the first step, too."""
-
-    def total_steps(self, num_prompts: int) -> int:
-        """Steps to train on so many training prompts."""
-        if self.total_epochs is None:
-            return self.total_training_steps
-        return max(1, self.total_epochs * num_prompts // self.train_batch_size)
+class Args(BatchArgs, CommonArgs):
+    """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
 
     def check(self) -> None:
-        """Raises UserError for flags that cannot work."""
-        mini = self.ppo_mini_batch_size or self.train_batch_size
-        if self.train_batch_size % mini:
-            raise UserError(
-                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size {mini}: "
-                "every prompt must be trained. Choose a divisor."
-            )
-        if self.train_batch_size < dist.launched_ranks():
-            ranks = dist.launched_ranks()
+        if self.train_batch_size < (ranks := dist.launched_ranks()):
             raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
 
 
-def generate(args: Args, generator: Generator, ranks: dist.Ranks, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
-    """Every rank serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups that teach
-    nothing are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
-    kept, flat, rounds = [], [], 0
+def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
+    """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
+    are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
+    kept, flat, rounds, place = [], [], 0, generator.shared.place
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        give_up = stop_requested if args.rollout_tp == 1 else bool  # ranks that share an engine must stay together
-        mine = generator.generate(tickets[ranks.rank :: ranks.world_size], give_up)
-        for group in gather_groups(mine):
+        for group in gather_groups(generator.generate(tickets[place.rank :: place.world_size])):
             (kept if group.has_signal or not args.filter_groups else flat).append(group)
     missing = args.train_batch_size - len(kept)
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
     return kept + flat[:missing], ticket, metrics
 
 
-def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, denominator: float):
-    """The loss of one micro-batch (its share of the global mini-batch's) and what to report of it, per token."""
-    log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-    if batch.fills_in:
-        batch.actor_log_prob[micro.index] = log_prob.detach().cpu()
-    old, advantage, mask, seq = batch.select(micro, "old_log_prob", "advantage", "mask", "seq")  # [n] each
+# actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
+
+
+def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, denominator: float):
+    """One micro-batch's share of the global mini-batch's loss, from its log_prob and entropy, [n] each; with it what to
+    report, per token, and the tokens' mask [n]."""
+    advantage, mask, seq = batch.select(micro, "advantage", "mask", "seq")  # [n] each
+    # Without old log-probs of its own this update is the first since the policy that it takes as the old one: the ratio is 1.
+    old = log_prob.detach() if batch.old_log_prob is None else batch.select(micro, "old_log_prob")[0]
     extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
     token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.loss_knobs, **extra)
@@ -123,30 +81,27 @@ def actor_loss(args: Args, learner: Learner, batch: Batch, micro: MicroBatch, de
     return losses.aggregate(token_loss, mask, seq, args.aggregation, denominator), stats, mask
 
 
-def learn(
-    args: Args, learner: Learner, kl_control: KLControl, batch: Batch, prompts_per_step: int, run: Run
-) -> dict[str, float]:
-    """Trains on the batch: one optimizer step for every `prompts_per_step` prompts, --ppo-epochs times. Returns metrics."""
-    minis = batch.mini_batches(prompts_per_step)  # [b] responses each
+def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
+    """Trains on the batch: one optimizer step a mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, learner.ranks) for mini in minis]
-    all_micros = [micro for of_mini in micros for micro in of_mini]
+    updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
 
-    # Log-probs under the policy that starts the step, and under the reference.
-    own_pass = args.needs_old_pass(len(minis) * args.ppo_epochs)
-    with run.timer("old_log_prob"):
-        if own_pass:
-            batch.actor_log_prob = learner.log_probs_of("policy", all_micros, len(batch.token))
-        else:  # filled in by actor_loss, whose first update is of that policy
-            batch.actor_log_prob = torch.zeros(len(batch.token))
-            batch.known = batch.among(minis[0])
-        batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
+    # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.
+    recompute = args.recompute_old_log_probs(len(updates))
+    with timer("old_log_prob"):
+        if recompute:
+            batch.old_log_prob = batch.actor_log_prob = learner.log_probs_of("policy", batch, micros)
+        elif args.old_is_rollout:
+            batch.old_log_prob = batch.rollout_log_prob
     if args.needs_reference:
-        with run.timer("ref"):
-            batch.ref_log_prob = learner.log_probs_of("reference", all_micros, len(batch.token))
+        with timer("ref"):
+            batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
     # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
-    with run.timer("adv"):
-        metrics = correct_rollout(args, batch) if own_pass else {}
+    with timer("adv"):
+        metrics = {}
+        correct_rollout(args, batch)
         batch.reward = batch.token_reward()
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
@@ -158,102 +113,66 @@ def learn(
         choose_tokens(args, batch, minis)
 
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
-    with run.timer("update_actor"):
-        means, norms = TokenMeans(), []
-        for update, (mini, its_micros) in enumerate(list(zip(minis, micros, strict=True)) * args.ppo_epochs):
-            batch.fills_in = update == 0 and not own_pass
+    with timer("update_actor"):
+        means, norms, first = TokenMeans(), [], FirstLogProbs(batch)
+        for update, (mini, its_micros) in enumerate(updates):
             tokens = batch.tokens_of(mini)
             denominator = losses.denominator(
                 batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
             )
             for micro in its_micros:
-                loss, stats, mask = actor_loss(args, learner, batch, micro, denominator)
+                log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
+                loss, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
                 loss.backward()
                 means.add(stats, mask)
+                if update == 0:
+                    first.add(micro, log_prob)
             metrics |= learner.step()
             norms.append(metrics["actor/grad_norm"])
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        if not own_pass:
-            dist.all_reduce_sum(batch.actor_log_prob)
-            metrics |= correct_rollout(args, batch)
-    return metrics | batch.metrics() | {f"actor/{name}": value for name, value in means.over_ranks().items()}
+        if not recompute:  # generator and learner are compared all the same
+            batch.actor_log_prob = first.over_ranks()
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor")
 
 
-def main(args: Args, ranks: dist.Ranks) -> None:
-    torch.manual_seed(args.seed)
-    path = resolve(args.model)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    check_model(path, tokenizer, args)
-    train_prompts = PromptDataset(args.train_files, "train", tokenizer, args)
-    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
-    check_sources(train_prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
-    order = PromptOrder(len(train_prompts), args.seed, args.shuffle)
-    total_steps = args.total_steps(len(train_prompts))
-    pool = ScoringPool(args)
-
-    prompts_per_step = args.ppo_mini_batch_size or args.train_batch_size
-    optimizer_steps = total_steps * args.ppo_epochs * args.train_batch_size // prompts_per_step
-    learner = Learner(path, args, ranks, optimizer_steps, args.temperature, args.needs_reference, args.trust_remote_code)
-    max_length = args.max_prompt_length + args.max_response_length
-    engine = make_engine(path, args, max_length, args.dtype, ranks.device, args.trust_remote_code)
-    kl_control = KLControl(args)
-
-    # Where it goes on from, if it does.
-    ticket, identity = 0, Identity(args, "train_sync", path, train_prompts)
-    resumed = checkpoint.resume(args, identity, learner, total_steps)
-    if done := resumed.step:
-        state = resumed.state
-        ticket, kl_control.coef = state["ticket"], state["kl_coef"]
-        pool.events.update(state["events"] if ranks.is_main else {})
-    engine.update(learner.weights(), version=done)
-    team = Team(ranks, args.rollout_tp)
-    generator = team.generator_type(engine, train_prompts, order, pool, tokenizer, args, args.seed)
-    run = Run(args, dist.describe_hardware(), total_steps, ranks.is_main, "train_sync", resumed.origin)
-    saver = Saver(args, run, identity, learner, tokenizer, resumed.origin)
-
-    def validate(step: int) -> dict[str, float]:
+def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
+    """Every rank's life: generate, learn, publish."""
+    pool = ScoringPool(args)  # first: it finds out whether --reward can be imported
+    learner, kl_control, next_ticket = make_learner(args, job, ranks), KLControl(args), NextTicket()
+    generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
+    parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
+    run = TrainingRun(args, job, learner, ranks.world_size, **parts)
+    generator.engine.update(learner.weights(), version=run.done)
+    if args.validates(0, job.total_steps) and not run.done:
         with run.timer("testing"):
-            rows = validate_on_all_ranks(generator, val_prompts, team.place)
-        run.log_generations(step, rows[: args.log_val_generations])
-        run.warn_unscored([row["error"] for row in rows if row["error"]])
-        metrics = validation_metrics(rows) | {"training/validated_step": step}
-        saver.validated(metrics)
-        return metrics
+            rows = generator.validate()
+        run.record.log(0, run.validated(0, rows))
 
-    def save(step: int) -> None:
-        with run.timer("save_checkpoint"):
-            saver.save(step, {"ticket": ticket, "kl_coef": kl_control.coef, "events": all_events(pool)})
-
-    if args.test_freq and args.val_before_train and not done:
-        run.log(0, validate(0))
-    for step in range(done + 1, total_steps + 1):
+    for step in run.steps():
         with run.timer("gen"):
-            groups, next_ticket, metrics = generate(args, generator, team.place, ticket)
-        if dist.stopping():
-            saver.leave(step - 1, save)  # this batch, whole or not, will be made again
-        engine.sleep()
-        batch, tickets, ticket = Batch.of(groups), range(ticket, next_ticket), next_ticket
-        if step == done + 1:
-            batch.check_scored()
-        run.warn_unscored(batch.errors)
+            groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
+        run.leave_if_stopped(step - 1)  # this batch, whole or not, will be made again
+        generator.engine.sleep()
+        batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups)
 
-        metrics |= learn(args, learner, kl_control, batch, prompts_per_step, run)
+        metrics |= learn(args, learner, kl_control, batch, run.timer)
 
         # Publish: the engine samples the next step with the new weights.
         with run.timer("update_weights"):
-            engine.update(learner.weights(), version=step)
+            generator.engine.update(learner.weights(), version=step)
 
-        metrics |= event_metrics(all_events(pool)) | learner.perf_metrics(batch, run.timer.seconds, ranks.world_size)
-        metrics |= {"training/global_step": step, "training/epoch": order(ticket - 1)[0]}
-        last = step == total_steps
-        if args.test_freq and (last or step % args.test_freq == 0):
-            metrics |= validate(step)
-        run.log_tickets(step, batch.tickets, filtered=sorted({*tickets} - {*batch.tickets}))
-        run.log(step, metrics | gather_ledgers("rank", run.timer))
-        if last or (args.save_freq and step % args.save_freq == 0):
-            save(step)
+        metrics |= event_metrics(parts["events"].state())
+        if args.validates(step, job.total_steps):
+            with run.timer("testing"):
+                metrics |= run.validated(step, generator.validate())
+        run.log(step, batch, metrics, filtered=filtered)
+        run.save_if_due(step)
     pool.close()
-    run.finish(saver.finish(total_steps))
+    run.finish()
+
+
+def main(args: Args, ranks: dist.Ranks) -> None:
+    train(args, ranks, set_up(args, __file__))
 
 
 if __name__ == "__main__":

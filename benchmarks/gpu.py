@@ -122,15 +122,12 @@ def learner(args: Args, ranks: Ranks) -> dict:
         rows = [Response(tokens(response), chance, np.zeros(response, np.int32), "stop", i % 2) for i in range(sequences)]
         return Batch.of([Group(i, tokens(prompt), "demo", [row]) for i, row in enumerate(rows)])
 
-    class NoRecord:
-        timer = Timers()
-
     seconds, kl_control = [], KLControl(sync)
     for _ in range(2 + args.repeats):
         of = batch()
         device.synchronize()
         started = time.perf_counter()
-        train_sync.learn(sync, model, kl_control, of, sequences, NoRecord)
+        train_sync.learn(sync, model, kl_control, of, Timers())
         device.synchronize()
         seconds.append(time.perf_counter() - started)
     total, middle = sequences * (prompt + response), float(np.median(seconds[2:]))

@@ -53,12 +53,6 @@ class Args:
     """Directory of the tables; made if missing."""
 
 
-class NoRecord:
-    """What `learn` needs of a run."""
-
-    timer = Timers()
-
-
 def make_batch(vocabulary: int, budget: int, shared: bool = True) -> Batch:
     """8 groups of 8 responses, or with the same tokens 64 groups of one."""
     rng = np.random.default_rng(0)
@@ -102,7 +96,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
 
     def update(shared: bool) -> None:
         given = make_batch(vocabulary, budget, shared)
-        train_sync.learn(sync, learner, KLControl(sync), given, len(given.tickets), NoRecord)
+        train_sync.learn(sync, learner, KLControl(sync), given, Timers())
 
     sides = {"bare": bare_step, "update": lambda: update(True), "update, prompts repeated": lambda: update(False)}
     rates: dict[str, list[float]] = {side: [] for side in sides}

@@ -125,10 +125,9 @@ class AlgorithmArgs:
         """Whether tokens are weighed or left out by how far generator and learner are apart."""
         return bool(self.correction["rollout_is"] or self.correction["rollout_rs"])
 
-    def needs_old_pass(self, updates: int) -> bool:
-        """Whether a forward pass of its own has to give the log-probs of the policy that starts the step: not with the
-        generator's as the old ones, and not with one update a batch, whose own pass gives them in time, unless something
-        asks for them earlier."""
+    def recompute_old_log_probs(self, updates: int) -> bool:
+        """Whether a forward pass of its own gives the log-probs of the policy that starts the step. Not where the old ones are
+        the generator's, and not for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
         asked = self.corrects or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
@@ -219,24 +218,41 @@ class KLControl:
             self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.horizon)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
 
+    def state(self) -> float:
+        return self.coef
 
-def correct_rollout(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
-    """Sets the batch's is_weight and takes rejected tokens out of its mask, as the flags say; returns verl's rollout_corr/*.
+    def restore(self, state: float) -> None:
+        self.coef = state
 
-    The metrics are there without any correction, too, of the tokens whose log-probs are known: they show whether one is needed.
-    """
-    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask & batch.known, batch.seq)
-    level, threshold = c["rollout_is"] or "token", c["rollout_is_threshold"] or "2.0"
+
+def correct_rollout(args: AlgorithmArgs, batch: Batch) -> None:
+    """Rollout correction as the flags say: sets the batch's is_weight, and takes rejected tokens out of its mask."""
+    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
     if c["rollout_is"]:
-        normalize = args.rollout_is_batch_normalize
-        batch.is_weight = losses.rollout_is_weights(*inputs, level=level, threshold=threshold, normalize=normalize)
-    kept = None
+        threshold, normalize = c["rollout_is_threshold"] or "2.0", args.rollout_is_batch_normalize
+        batch.is_weight = losses.rollout_is_weights(*inputs, level=c["rollout_is"], threshold=threshold, normalize=normalize)
     if c["rollout_rs"]:
-        kept = losses.rollout_rejection_mask(*inputs, criteria=c["rollout_rs"], threshold=c["rollout_rs_threshold"])
-    metrics = losses.rollout_metrics(*inputs, level=level, threshold=threshold, kept=kept)
-    if kept is not None:
-        batch.mask = kept
-    return metrics
+        batch.rejected = batch.mask & ~losses.rollout_rejection_mask(
+            *inputs, criteria=c["rollout_rs"], threshold=c["rollout_rs_threshold"]
+        )
+        batch.mask = batch.mask & ~batch.rejected
+
+
+def rollout_metrics(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
+    """verl's rollout_corr/*, with or without a correction, of the tokens whose log-probs under the learner are known: they show
+    whether a correction is needed."""
+    c, rejected = args.correction, batch.rejected
+    before = batch.mask if rejected is None else batch.mask | rejected  # the mask that the correction began with
+    known = before & ~batch.actor_log_prob.isnan()
+    return losses.rollout_metrics(
+        batch.actor_log_prob,
+        batch.rollout_log_prob,
+        known,
+        batch.seq,
+        level=c["rollout_is"] or "token",
+        threshold=c["rollout_is_threshold"] or "2.0",
+        kept=None if rejected is None else known & ~rejected,
+    )
 
 
 def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:

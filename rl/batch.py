@@ -16,7 +16,6 @@ import torch
 from rl.attention import Packed
 from rl.dist import Ranks
 from rl.errors import UserError
-from rl.metrics import describe, summarize
 
 
 @dataclass(frozen=True)
@@ -135,14 +134,13 @@ class Batch:
     mask: torch.Tensor  # [N] bool, tokens that are trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] long
-    actor_log_prob: torch.Tensor = None  # [N] float32, of the policy that starts the step
-    known: torch.Tensor | bool = True  # [N] bool, the tokens of which it is known
-    fills_in: bool = False  # whether the update under way is to fill it in
-    old_log_prob: torch.Tensor = None  # [N] float32, what the ratio is over: actor_log_prob or rollout_log_prob
+    old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
+    actor_log_prob: torch.Tensor | None = None  # [N] float32, of the policy that starts the step; NaN where it is not known
     ref_log_prob: torch.Tensor | None = None  # [N] float32
     reward: torch.Tensor = None  # [N] float32, the score on the last token, less KL penalties
     advantage: torch.Tensor = None  # [N] float32
     is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
+    rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
     chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
 
     @staticmethod
@@ -212,29 +210,9 @@ class Batch:
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
 
-    def among(self, responses: torch.Tensor) -> torch.Tensor:
-        """[N] bool: the tokens of the given responses [b]."""
-        return torch.isin(self.seq, responses)
-
     def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
         """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
         return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
-
-    def metrics(self) -> dict[str, float]:
-        """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
-        the learner's."""
-        out = summarize("critic/score", self.score) | summarize("critic/advantages", self.advantage[self.mask])
-        out |= summarize("critic/rewards", torch.zeros_like(self.score).index_add(0, self.seq, self.reward))
-        out |= summarize("response_length", self.lengths) | {"response_length/clip_ratio": describe(self.truncated)["mean"]}
-        out |= summarize("prompt_length", torch.tensor([len(p) for p in self.prompts]))
-        difference = (self.actor_log_prob.exp() - self.rollout_log_prob.exp()).abs()[self.mask & self.known]
-        for name in ("mean", "max", "std"):
-            out[f"training/rollout_probs_diff_{name}"] = describe(difference)[name]
-        out["reward/unscored"] = self.unscored
-        for key in sorted({key for extra in self.extra for key in extra}):
-            values = [extra[key] for extra in self.extra if key in extra]
-            out[f"reward/extra/{key}/mean"] = sum(values) / len(values)
-        return out
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,19 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from rl import dist
-from rl.algorithm import AlgorithmArgs
 from rl.batch import Group, Response, join_records, split_records
-from rl.data import Prompt, PromptDataset, PromptOrder
-from rl.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
-from rl.scoring import EVENTS, RewardArgs, Score, ScoringPool, overlong_penalty
+from rl.data import Prompt
+from rl.engine import Engine, Output, Request, SamplingParams, make_engine, request_seed
+from rl.scoring import Score, ScoringPool, overlong_penalty
+from rl.setup import CommonArgs, Job
+from rl.tensor_parallel import EngineRanks
 from rl.timers import Timers
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
@@ -46,21 +45,22 @@ class Generator:
     def __init__(
         self,
         engine: Engine,
-        prompts: PromptDataset,
-        order: PromptOrder,
+        job: Job,
         pool: ScoringPool,
-        tokenizer: PreTrainedTokenizerBase,
-        args: EngineArgs | RewardArgs | AlgorithmArgs,
-        seed: int,
+        args: CommonArgs,
+        shared: EngineRanks,
+        give_up: Callable[[], bool] = lambda: False,
     ):
-        self.engine, self.prompts, self.order, self.pool = engine, prompts, order, pool
-        self.tokenizer, self.args, self.seed = tokenizer, args, seed
+        """shared: the ranks that share the engine; give_up: asked between two engine steps of `generate`."""
+        self.engine, self.job, self.pool, self.args, self.shared = engine, job, pool, args, shared
+        self.give_up = give_up if shared.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length, args.ignore_eos)
         self.working: dict[int, Work] = {}
+        self._rows: list[dict] = []  # of the validation under way, if there is one
         self.timer = Timers()  # gen, score and wait
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """How many more tickets keep the engine's slots filled."""
         return max(0, -(-(self.args.max_num_seqs - self.engine.num_unfinished) // self.args.rollout_n))
 
@@ -68,26 +68,31 @@ class Generator:
     def is_validating(self) -> bool:
         return any(key >= VALIDATION for key in self.working)
 
-    def start(self, ticket: int, so_far: Group | None = None) -> None:
-        """Gives the engine the ticket's prompt, n times. so_far: what `unfinished` said of it when a run was stopped."""
-        _, index = self.order(ticket)
-        work = Work(self.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
-        self._add(ticket, work, self.sampling, so_far.responses if so_far else ())
+    @property
+    def tickets(self) -> list[int]:
+        """Tickets under way, on the rank that hands them over."""
+        return [key for key in self.working if key < VALIDATION and self.shared.leads]
+
+    def start(self, ticket: int, partial: Group | None = None) -> None:
+        """Gives the engine the ticket's prompt, n times. partial: what `unfinished` said of it when a run was stopped."""
+        _, index = self.job.order(ticket)
+        work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
+        self._add(ticket, work, self.sampling, partial.responses if partial else ())
 
     def unfinished(self) -> list[Group]:
         """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
         outputs = {output.id: output for output in self.engine.unfinished()}
         groups = []
-        for ticket, work in self.working.items():
-            if ticket < VALIDATION:
-                numbers = range(work.n + work.greedy)
-                responses = [_response(work.outputs.get(i) or outputs[ticket, i]) for i in numbers]
-                groups.append(Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses))
+        for ticket in self.tickets:
+            work = self.working[ticket]
+            numbers = range(work.n + work.greedy)
+            responses = [_response(work.outputs.get(i) or outputs[ticket, i]) for i in numbers]
+            groups.append(Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses))
         return groups
 
-    def poll(self, wait: float = 0.0) -> list[tuple[int, Work]]:
-        """One engine step, then the prompts all of whose responses are finished and scored, by key. With nothing to step it
-        sleeps up to `wait` seconds for a score, and with nothing to score either just so long."""
+    def poll(self, wait: float = 0.0) -> list[Group]:
+        """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
+        `wait` seconds for a score, and with nothing to score either just so long."""
         if self.engine.num_unfinished:
             with self.timer("gen"):
                 outputs = self.engine.step()
@@ -104,19 +109,48 @@ class Generator:
             return []
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        done = [key for key in dict.fromkeys(key for (key, _), _ in scored) if self.working[key].done]
-        return [(key, self.working.pop(key)) for key in done]
+        groups = []
+        for key in dict.fromkeys(key for (key, _), _ in scored):
+            if not self.working[key].done:
+                continue
+            work = self.working.pop(key)
+            if key < VALIDATION:
+                groups.append(self._group(key, work))
+            else:
+                self._rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
+        return groups
 
-    def generate(self, tickets: Iterable[int], give_up: Callable[[], bool] = lambda: False) -> list[Group]:
+    def generate(self, tickets: Iterable[int]) -> list[Group]:
         """The finished, scored groups of the tickets, in ticket order; only those that are finished by then if it gives up."""
         for ticket in tickets:
             self.start(ticket)
         groups = []
-        while self.working and not give_up():
-            groups += [self.group(ticket, work) for ticket, work in self.poll(wait=1.0)]
+        while self.working and not self.give_up():
+            groups += self.poll(wait=1.0)
         return sorted(groups, key=lambda g: g.ticket)
 
-    def group(self, ticket: int, work: Work) -> Group:
+    def start_validation(self) -> None:
+        """Gives the engine this rank's share of the validation prompts, val_n times each."""
+        a, place = self.args, self.shared.place
+        sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
+        for index in range(place.rank, len(self.job.val_prompts), place.world_size):
+            self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
+
+    def take_rows(self) -> list[dict]:
+        """What the validation has given since the last call, one row a response: index, data_source, prompt, response,
+        ground_truth, score, acc, error."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def validate(self) -> list[dict]:
+        """Validates with nothing else under way: all rows, in order, on every rank. A collective."""
+        self.start_validation()
+        while self.working:
+            self.poll(wait=1.0)
+        gathered = dist.all_gather_bytes(json.dumps(self.take_rows()).encode())
+        return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
+
+    def _group(self, ticket: int, work: Work) -> Group:
         responses, baseline = [], 0.0
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
@@ -134,25 +168,6 @@ class Generator:
                 ]
         return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
 
-    def start_validation(self, prompts: PromptDataset, indices: Iterable[int]) -> None:
-        """Gives the engine the validation prompts, val_n times each."""
-        a = self.args
-        sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
-        for index in indices:
-            self._add(VALIDATION + index, Work(prompts[index], a.val_n), sampling)
-
-    def validate(self, prompts: PromptDataset, indices: Iterable[int]) -> list[dict]:
-        """The rows of the given validation prompts, with nothing else under way."""
-        self.start_validation(prompts, indices)
-        rows = []
-        while self.working:
-            rows += [row for key, work in self.poll(wait=1.0) for row in self.rows(key, work)]
-        return rows
-
-    def rows(self, key: int, work: Work) -> list[dict]:
-        """One row per response to a validation prompt: index, data_source, prompt, response, ground_truth, score, acc."""
-        return [self._row(key - VALIDATION, work, i) for i in range(work.n)]
-
     def _row(self, index: int, work: Work, number: int) -> dict:
         score = work.scores[number]
         return {
@@ -166,13 +181,13 @@ class Generator:
             "error": score.error,
         }
 
-    def _add(self, key: int, work: Work, sampling: SamplingParams, so_far: Sequence[Response] = ()) -> None:
-        """Starts the prompt's responses, or lets them go on from what they are `so_far`."""
+    def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Sequence[Response] = ()) -> None:
+        """Starts the prompt's responses, or lets them go on from what they are already."""
         self.working[key], ids = work, work.prompt.ids
-        requests = [Request((key, i), ids, sampling, request_seed(self.seed, key, i)) for i in range(work.n)]
+        requests = [Request((key, i), ids, sampling, request_seed(self.args.seed, key, i)) for i in range(work.n)]
         if work.greedy:
             requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0))
-        for request, before in zip_longest(requests, so_far):
+        for request, before in zip_longest(requests, partial):
             if before is None or not len(before.token_ids):
                 self.engine.add(request)
                 continue
@@ -187,11 +202,15 @@ class Generator:
         key, number = output.id
         work = self.working[key]
         work.outputs[number] = output
+        if not self.shared.leads:  # the engine's first rank scores, and hands over
+            if len(work.outputs) == work.n + work.greedy:
+                del self.working[key]
+            return
         p = work.prompt
         self.pool.submit(output.id, p.data_source, self._text(output), p.ground_truth, p.extra_info)
 
     def _text(self, output: Output) -> str:
-        return self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return self.job.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
     def _overlong(self, length: int) -> float:
         a = self.args
@@ -221,35 +240,10 @@ def gather_groups(mine: list[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.ticket)
 
 
-def validate_on_all_ranks(generator: Generator, prompts: PromptDataset, ranks: dist.Ranks) -> list[dict]:
-    """The validation set split over the ranks; every rank gets all rows, in order."""
-    mine = generator.validate(prompts, range(ranks.rank, len(prompts), ranks.world_size))
-    gathered = dist.all_gather_bytes(json.dumps(mine).encode())
-    return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
-
-
-def validation_metrics(rows: list[dict]) -> dict[str, float]:
-    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
-    how many responses could not be scored, which count as wrong."""
-    by_prompt: dict[tuple[str, int], list[float]] = {}
-    for row in rows:
-        by_prompt.setdefault((row["data_source"], row["index"]), []).append(row["acc"])
-    metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
-    for source in dict.fromkeys(source for source, _ in by_prompt):
-        prompts = [acc for (s, _), acc in by_prompt.items() if s == source]
-        n = len(prompts[0])
-        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
-        if n > 1:
-            metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
-    return metrics
-
-
-def all_events(pool: ScoringPool) -> dict[str, int]:
-    """How many responses could not be scored so far, by kind, over all ranks. A collective."""
-    counts = dist.all_reduce_sum(torch.tensor([float(pool.events[kind]) for kind in EVENTS]))
-    return {kind: int(count) for kind, count in zip(EVENTS, counts, strict=True)}
-
-
-def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
-    """reward/events/<kind>, whose counts are these."""
-    return {f"reward/events/{kind}": events.get(kind, 0) for kind in EVENTS}
+def make_generator(
+    args: CommonArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
+) -> Generator:
+    """This rank's generator, with the engine that the flags ask for."""
+    length = args.max_prompt_length + args.max_response_length
+    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
+    return Generator(engine, job, pool, args, EngineRanks(ranks, args.rollout_tp), give_up)

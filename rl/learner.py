@@ -5,6 +5,7 @@ ranks, never averaged: the losses' denominators are global already.
 Left out: the loss itself, which stands in the scripts and in losses.py.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -186,11 +187,11 @@ class Learner:
         return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
 
     @torch.no_grad()
-    def log_probs_of(self, which: Literal["policy", "reference"], micros: list[MicroBatch], num_tokens: int) -> torch.Tensor:
-        """Log-probs [num_tokens] of the whole batch, on the CPU of every rank, from every rank's own micro-batches."""
+    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
+        """Log-probs [N] of the whole batch, on every rank's CPU, from each rank's own micro-batches of every mini-batch."""
         model = self.policy if which == "policy" else self.reference
-        out = torch.zeros(num_tokens)
-        for micro in micros:
+        out = torch.zeros(len(batch.token))
+        for micro in itertools.chain.from_iterable(micros):
             progress()
             log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, "none")
             out[micro.index] = log_prob.cpu()
@@ -285,11 +286,28 @@ class TokenMeans:
             total = torch.where(mask, value.detach(), 0.0).sum().double().cpu()
             self.sums[name] = self.sums.get(name, 0.0) + total
 
-    def over_ranks(self) -> dict[str, float]:
+    def over_ranks(self, prefix: str) -> dict[str, float]:
+        """prefix/<name> -> mean. A collective."""
         names = sorted(self.sums)
         row = torch.stack([self.count, *(self.sums[name] for name in names)])
         row = all_reduce_sum(row)
-        return {name: float(total / row[0].clamp(min=1)) for name, total in zip(names, row[1:], strict=True)}
+        return {f"{prefix}/{name}": float(total / row[0].clamp(min=1)) for name, total in zip(names, row[1:], strict=True)}
+
+
+class FirstLogProbs:
+    """The log-probs that a step's first update computes: those of the policy that starts the step."""
+
+    def __init__(self, batch: Batch):
+        self._values = torch.full((len(batch.token),), torch.nan)
+
+    def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
+        """log_prob [n], on any device."""
+        self._values[micro.index] = log_prob.detach().cpu()
+
+    def over_ranks(self) -> torch.Tensor:
+        """[N] on every rank: each token's, from the rank that computed it; NaN for tokens of later updates. A collective."""
+        known = all_reduce_sum((~self._values.isnan()).float())
+        return all_reduce_sum(self._values.nan_to_num()).masked_fill(known == 0, torch.nan)
 
 
 def lr_factor(step: int, total_steps: int, args: LearnerArgs) -> float:

@@ -1,11 +1,18 @@
-"""Numbers computed from what a step did: summaries of tensors, FLOPs. docs/metrics.md explains each metric.
+"""The metrics of a step, from what it did. docs/metrics.md explains each.
 
 Left out: writing them down, which is rl/run.py, and timing, which is rl/timers.py.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
+
+from rl import dist
+from rl.batch import Batch
+from rl.scoring import EVENTS, ScoringPool
+
+OLDEST_SHOWN = 8  # the histogram of ages ends here
 
 
 def describe(values: torch.Tensor) -> dict[str, float]:
@@ -46,3 +53,82 @@ def train_flops_per_token(config, mean_length: float) -> float:
         mlp = 3 * hidden * width
     matrices = layers * (attention + mlp) + hidden * config.vocab_size
     return 6 * matrices + 6 * layers * heads * dim * mean_length
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
+    the learner's."""
+    out = summarize("critic/score", batch.score) | summarize("critic/advantages", batch.advantage[batch.mask])
+    out |= summarize("critic/rewards", torch.zeros_like(batch.score).index_add(0, batch.seq, batch.reward))
+    out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
+    out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
+    difference = (batch.actor_log_prob.exp() - batch.rollout_log_prob.exp()).abs()[batch.mask & ~batch.actor_log_prob.isnan()]
+    for name in ("mean", "max", "std"):
+        out[f"training/rollout_probs_diff_{name}"] = describe(difference)[name]
+    out["reward/unscored"] = batch.unscored
+    for key in sorted({key for extra in batch.extra for key in extra}):
+        values = [extra[key] for extra in batch.extra if key in extra]
+        out[f"reward/extra/{key}/mean"] = sum(values) / len(values)
+    return out
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """How old a step's tokens are, in versions, under verl's names where it has them; empty for a batch without any. version:
+    what the step begins with."""
+    if not len(batch.token):
+        return {}
+    age = version - batch.version  # [N]
+    tokens, responses = len(age), len(batch.lengths)
+    oldest, newest = torch.zeros(responses, dtype=torch.long), torch.zeros(responses, dtype=torch.long)
+    oldest = oldest.scatter_reduce(0, batch.seq, age, "amax", include_self=False)  # [B]
+    newest = newest.scatter_reduce(0, batch.seq, age, "amin", include_self=False)
+    span = oldest - newest
+    stale = torch.zeros(int(batch.group.max()) + 1, dtype=torch.long).scatter_reduce(0, batch.group, oldest, "amax") > 0
+    out = {
+        "fully_async/count/stale_samples_processed": int(stale.sum()),
+        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
+        "fully_async/partial/total_partial_num": int((span > 0).sum()),
+        "fully_async/partial/partial_ratio": float((span > 0).float().mean()),
+        "fully_async/partial/max_partial_span": int(span.max()),
+        "staleness/mean": float(age.double().mean()),
+        "staleness/max": int(age.max()),
+    }
+    counts = torch.bincount(age.clamp(0, OLDEST_SHOWN), minlength=OLDEST_SHOWN + 1)
+    names = [*map(str, range(OLDEST_SHOWN)), f"{OLDEST_SHOWN}_or_more"]
+    return out | {f"staleness/age_{name}": int(n) / tokens for name, n in zip(names, counts, strict=True)}
+
+
+def validation_metrics(rows: list[dict]) -> dict[str, float]:
+    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
+    how many responses could not be scored, which count as wrong."""
+    by_prompt: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        by_prompt.setdefault((row["data_source"], row["index"]), []).append(row["acc"])
+    metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
+    for source in dict.fromkeys(source for source, _ in by_prompt):
+        prompts = [acc for (s, _), acc in by_prompt.items() if s == source]
+        n = len(prompts[0])
+        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
+        if n > 1:
+            metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
+    return metrics
+
+
+def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
+    """reward/events/<kind>, whose counts are these."""
+    return {f"reward/events/{kind}": events.get(kind, 0) for kind in EVENTS}
+
+
+class ScoringEvents:
+    """How many responses could not be scored so far, by kind, over all ranks that score."""
+
+    def __init__(self, pool: ScoringPool, ranks: dist.Ranks):
+        self._pool, self._ranks = pool, ranks
+
+    def state(self) -> dict[str, int]:
+        """The counts. A collective."""
+        counts = dist.all_reduce_sum(torch.tensor([float(self._pool.events[kind]) for kind in EVENTS]))
+        return {kind: int(count) for kind, count in zip(EVENTS, counts, strict=True)}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._pool.events.update(state if self._ranks.is_main else {})

@@ -3,32 +3,44 @@
 A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
 start under the weights of version v only if
 
-    k - dropped < (v + 1 + staleness_threshold) * required * trigger_parameter_sync_step
+    k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * trigger_parameter_sync_step
 
-where `required` groups make one step and a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv
-2505.24298, eq. 3; verl's fully async flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
+where a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
+flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
 """
 
 import json
-import math
 import os
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from torch.distributed import Store
 
 from rl import watchdog
-from rl.batch import Batch, Group
-from rl.dist import Split
+from rl.batch import Group
+from rl.channel import State
 from rl.errors import UserError
 from rl.ranges import Range
 
-OLDEST_SHOWN = 8  # the histogram of ages ends here
+
+class NextTicket:
+    """The first ticket that no batch has taken, where every batch is made whole by all ranks."""
+
+    def __init__(self):
+        self.ticket = 0
+
+    def advance(self, ticket: int, groups: list[Group]) -> list[int]:
+        """Moves on to `ticket`; returns those before it that are not among the groups of the batch."""
+        passed, self.ticket = range(self.ticket, ticket), ticket
+        return sorted({*passed} - {group.ticket for group in groups})
+
+    def state(self) -> int:
+        return self.ticket
+
+    def restore(self, state: int) -> None:
+        self.ticket = state
 
 
 @dataclass
@@ -64,18 +76,27 @@ class ScheduleArgs(SplitArgs):
     """What keeps --max-staleness: groups too old are dropped and replaced, or the learners wait for them in time."""
 
     @property
-    def required(self) -> int:
-        """Groups a step."""
+    def prompts_per_step(self) -> int:
         return self.ppo_mini_batch_size * self.require_batches
 
-    def quota(self, version: int) -> int:
-        """How many tickets may have started, the dropped ones not counted, under the weights of this version."""
-        ahead = version + 1 + Fraction(str(self.staleness_threshold))
-        return math.floor(ahead * self.required * self.trigger_parameter_sync_step)
+    @property
+    def prompts_per_update(self) -> int:
+        return self.ppo_mini_batch_size
+
+    @property
+    def trains_stale(self) -> bool:
+        return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
         return (step - 1) // self.trigger_parameter_sync_step
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or step % self.trigger_parameter_sync_step == 0
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """The step after which this version of the weights is published."""
+        return min(version * self.trigger_parameter_sync_step, total_steps)
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
@@ -85,46 +106,6 @@ class ScheduleArgs(SplitArgs):
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
                 "other, or take --stale drop."
             )
-
-
-@dataclass(frozen=True)
-class State:
-    """What the first learner tells all generators."""
-
-    version: int  # of the newest weights that are ready to be received
-    dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
-    snapshot: int = 0  # the step whose checkpoint wants to know what is under way
-    stop: bool = False
-
-
-class Board:
-    """The state's place in the store. The first learner writes it, all generators read it."""
-
-    def __init__(self, split: Split):
-        self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
-        self.state: State | None = None
-        self._read_at = -math.inf
-
-    def update(self, **changes) -> None:
-        """Changes fields of the state; on other learners than the first nothing happens."""
-        new = replace(self.state or State(version=-1, dropped=0), **changes)
-        if self.writes and new != self.state:
-            self.store.set("board", json.dumps(asdict(new)))
-        self.state = new
-
-    def read(self) -> State:
-        """The state, at most 2 ms old; waits until there is one."""
-        if time.monotonic() - self._read_at > 2e-3:
-            with watchdog.doing("the board in the store"):
-                self.state = State(**json.loads(self.store.get("board")))
-            self._read_at = time.monotonic()
-        return self.state
-
-    def wait_for(self, version: int) -> None:
-        """Until the weights of this version, or newer ones, are ready."""
-        with watchdog.doing(f"version {version} of the weights"):
-            while self.read().version < version:
-                time.sleep(2e-3)
 
 
 class Tickets:
@@ -156,7 +137,7 @@ class Tickets:
         self.store.add("tickets/started", 1)
         return ticket
 
-    def so_far(self, ticket: int) -> Group | None:
+    def partial(self, ticket: int) -> Group | None:
         """What had become of the ticket's responses when the run was stopped."""
         return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
@@ -194,19 +175,19 @@ def started(store: Store) -> int:
     return store.add("tickets/started", 0)
 
 
-class Intake:
+class SampleBuffer:
     """The groups that have come in, and which of them a step trains: the oldest first. Every learner holds the same."""
 
     def __init__(self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10):
         self.args = args
         self.waiting: dict[int, Group] = {}
-        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.required}")
+        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.gone: dict[str, list[int]] = {}  # the same tickets, since the last step
         self._low, self._high = 0, set()  # tickets dealt with: all below, and these
         self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
-        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.required if filter_groups else 0
+        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
 
     def add(self, group: Group) -> None:
         """Takes a group in; with --filter-groups one without signal is dropped, unless a step has lost too many."""
@@ -218,9 +199,10 @@ class Intake:
         else:
             self.waiting[group.ticket] = group
 
-    def published(self) -> None:
-        """To be called when the next version is announced: nothing starts under the one before any more."""
-        self._bounds.append(self.args.quota(len(self._bounds)) + self.dropped.total())
+    def published(self, version: int) -> None:
+        """To be called when this version is announced: nothing starts under those before any more."""
+        while len(self._bounds) < version:
+            self._bounds.append(self.args.quota(len(self._bounds)) + self.dropped.total())
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of step `step` (from 1), or None while there are not enough."""
@@ -229,8 +211,8 @@ class Intake:
             for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
                 del self.waiting[ticket]
                 self._drop(ticket, "stale")
-        tickets = sorted(self.waiting)[: args.required]
-        if len(tickets) < args.required or not self._in_time(step, tickets):
+        tickets = sorted(self.waiting)[: args.prompts_per_step]
+        if len(tickets) < args.prompts_per_step or not self._in_time(step, tickets):
             return None
         groups = [self.waiting.pop(ticket) for ticket in tickets]
         for ticket in tickets:
@@ -281,7 +263,7 @@ class Intake:
             bound = self._bounds[started_under] if known else args.quota(started_under) + self.dropped.total()
             left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
             steps_left = (started_under + args.max_staleness + 1) * args.trigger_parameter_sync_step - step
-            if left > steps_left * args.required:
+            if left > steps_left * args.prompts_per_step:
                 return False
         return True
 
@@ -308,29 +290,3 @@ class Intake:
         while self._low in self._high:
             self._high.remove(self._low)
             self._low += 1
-
-
-def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How old a step's tokens are, in versions, under verl's names where it has them; empty for a batch without any. version:
-    what the step begins with."""
-    if not len(batch.token):
-        return {}
-    age = version - batch.version  # [N]
-    tokens, responses = len(age), len(batch.lengths)
-    oldest, newest = torch.zeros(responses, dtype=torch.long), torch.zeros(responses, dtype=torch.long)
-    oldest = oldest.scatter_reduce(0, batch.seq, age, "amax", include_self=False)  # [B]
-    newest = newest.scatter_reduce(0, batch.seq, age, "amin", include_self=False)
-    span = oldest - newest
-    stale = torch.zeros(int(batch.group.max()) + 1, dtype=torch.long).scatter_reduce(0, batch.group, oldest, "amax") > 0
-    out = {
-        "fully_async/count/stale_samples_processed": int(stale.sum()),
-        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
-        "fully_async/partial/total_partial_num": int((span > 0).sum()),
-        "fully_async/partial/partial_ratio": float((span > 0).float().mean()),
-        "fully_async/partial/max_partial_span": int(span.max()),
-        "staleness/mean": float(age.double().mean()),
-        "staleness/max": int(age.max()),
-    }
-    counts = torch.bincount(age.clamp(0, OLDEST_SHOWN), minlength=OLDEST_SHOWN + 1)
-    names = [*map(str, range(OLDEST_SHOWN)), f"{OLDEST_SHOWN}_or_more"]
-    return out | {f"staleness/age_{name}": int(n) / tokens for name, n in zip(names, counts, strict=True)}

@@ -1,254 +1,138 @@
-"""What generators tell learners, through their node's ring: whole groups, validation rows, reports of what they did with their
-time, and a goodbye. One byte says which; groups are framed by rl/batch.py, everything else is JSON.
+"""The learners' end of a split job: samples that have come in, and everything of them that a checkpoint must hold.
+
+`Batches` hands over whole batches, made by one version of the weights each (train_one_step_off.py); `Stream` the oldest groups
+that have come in (train_async.py). Every learner holds the same.
 """
 
 import json
-import time
-from collections import Counter, deque
 
-from rl import dist, watchdog
-from rl.balance import advice
-from rl.batch import Group, join_records, split_records
-from rl.errors import UserError
-from rl.generator import event_metrics, validation_metrics
-from rl.ring import RecordTooLarge, Ring, RingTimeout
-from rl.run import Run
-from rl.scoring import ScoringPool
+from rl.batch import Group
+from rl.channel import ControlBlock, Inbox, open_ring
+from rl.dist import Split
+from rl.idle_meter import IdleMeter
+from rl.schedule import SampleBuffer, ScheduleArgs, SplitArgs, drawn, open_tickets, started
 from rl.timers import Timers
 
-GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, GOODBYE = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+
+class _Samples:
+    """What both have: the ring's end, the control block, and who waits for whom."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        self.split, self.inbox, self.control = split, Inbox(open_ring(split, args.ring_mb), split), ControlBlock(split)
+        self.meter = IdleMeter(split)
+
+    def published(self, version: int) -> None:
+        """Tells the generators that these weights are ready to be received."""
+        self.control.update(version=version)
+
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        """Since the last call: who waited, what was published, how full the ring is."""
+        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
+
+    def ask(self, step: int) -> None:
+        """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""
+
+    def _state(self) -> dict:
+        return {"inbox": self.inbox.state(), "meter": self.meter.state()}
+
+    def _restore(self, state: dict) -> None:
+        self.inbox.restore(state["inbox"])
+        self.meter.restore(state["meter"])
 
 
-def open_ring(split: dist.Split, megabytes: int) -> Ring | None:
-    """This node's ring: its first learner makes it, its generators join. None on other learners, who get their samples from
-    the first."""
-    key = f"ring/{split.node}"
-    if split.role == "generator":
-        with watchdog.doing("the first learner to make the ring"):
-            ring = Ring.attach(split.store.get(key).decode())
-    elif split.ranks.rank % (split.learners // split.nodes):
-        return None
-    else:
-        ring = Ring.create(megabytes << 20)
-        split.store.set(key, ring.address)
-    watchdog.show("ring", ring.state)
-    return ring
+class Batches(_Samples):
+    """Whole batches, in order."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        super().__init__(args, split)
+        self._next_ticket = 0  # the first that is in no batch so far
+        self._start = {"batch": 0, "ticket": 0, "version": 0, "validated": -1}  # where the generators begin
+
+    def open(self) -> None:
+        """Lets the generators begin."""
+        if self.split.ranks.is_main:
+            self.split.store.set("start", json.dumps(self._start))
+
+    def wait(self) -> None:
+        """Waits for the next batch to be whole."""
+        while not self.inbox.batches:
+            self.inbox.receive()
+
+    def take(self) -> tuple[list[Group], dict[str, float], list[int]]:
+        """The next batch, which is there: its groups, the metrics of its making, and the tickets that were filtered out."""
+        batch, first = self.inbox.batches.popleft(), self._next_ticket
+        groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
+        self._next_ticket = batch["next_ticket"]
+        filtered = {*range(first, self._next_ticket)} - {group.ticket for group in groups}
+        return groups, batch["metrics"], sorted(filtered)
+
+    def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
+        gone. What the generators have begun after it will be made again, the same."""
+        batches = list(self.inbox.batches)[:1]
+        start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next_ticket}
+        start |= {"version": step, "validated": self.inbox.validated}
+        groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
+        return self._state() | {"start": start, "batches": batches, "next_ticket": self._next_ticket}, groups, []
+
+    def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
+        """Takes back what `snapshot` gave."""
+        self._restore(state)
+        self._start, self._next_ticket = state["start"], state["next_ticket"]
+        self.inbox.groups.extend(groups)
+        self.inbox.batches.extend(state["batches"])
 
 
-class Outbox:
-    """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
-    makes room waits for just that."""
+class Stream(_Samples):
+    """Groups as they come, on their way into the sample buffer, and the tickets they stand for."""
 
-    def __init__(self, ring: Ring, split: dist.Split):
-        self.ring, self.rank = ring, split.ranks.rank
-        self._queue: deque[tuple[bytes, bytes]] = deque()
-        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
+    def __init__(self, args: ScheduleArgs, split: Split):
+        super().__init__(args, split)
+        self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
+        self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
 
-    def send_group(self, group: Group) -> None:
-        self._send(GROUP, group.to_bytes())
+    def open(self) -> None:
+        """Lets the generators begin: with the tickets that were under way when the run stopped, if it goes on."""
+        if self.split.ranks.is_main:
+            open_tickets(self.split.store, **self._tickets)
+            self.split.store.set("validated", str(self.inbox.validated))
 
-    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
-        """A whole batch, with the metrics of its making and the first ticket of the batch after."""
-        for group in groups:
-            self.send_group(group)
-        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
+    def take(self, step: int) -> list[Group] | None:
+        """The groups of the step: the oldest of those that have come in; None while there are not enough."""
+        while self.inbox.groups:
+            self.buffer.add(self.inbox.groups.popleft())
+        groups = self.buffer.take(step)
+        self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
+        return groups
 
-    def send_rows(self, step: int, rows: list[dict], parts: int = 1) -> None:
-        """Validation of that step's weights, in so many parts from as many generators."""
-        self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
+    def published(self, version: int) -> None:
+        self.buffer.published(version)
+        super().published(version)
 
-    def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
-        """What this generator did since the last report, its last act being a publish; restarts the timer."""
-        content = {
-            "elapsed": timer.elapsed,
-            "ledger": timer.ledger(),
-            "events": dict(pool.events),
-            "publish_seconds": timer.seconds["update_weights"],
-            "publish_gb": publish_bytes / 1e9,
-        }
-        self._send_json(REPORT, content)
-        timer.restart()
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        return super().metrics(timer) | self.buffer.metrics(started(self.split.store))
 
-    def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
-        """What is under way here, for the checkpoint of that step."""
-        for group in unfinished:
-            self._send(UNFINISHED, group.to_bytes())
-        self._send_json(SNAPSHOT, {"step": step})
+    def ask(self, step: int) -> None:
+        self.control.update(snapshot=step)
 
-    def goodbye(self, unfinished: list[int]) -> None:
-        """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
-        self._send_json(GOODBYE, {"unfinished": unfinished})
-        with watchdog.doing("the last records to be taken"):
-            while self._queue:
-                time.sleep(1e-3)
-                self.flush()
+    def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """(state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step. Waits
+        for the generators to say what is under way."""
+        unfinished = self.inbox.unfinished_at(step)
+        groups = [*self.buffer.waiting.values(), *self.inbox.groups]
+        return self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}, groups, unfinished
 
-    def flush(self) -> None:
-        """Hands over what there is room for. Raises UserError for a record for which there never will be."""
-        while self._queue:
-            try:
-                self.ring.put(*self._queue[0], timeout=0)
-            except RingTimeout:
-                break
-            except RecordTooLarge as error:
-                raise UserError(f"a group does not fit into the ring: {error} bytes. Raise --ring-mb.") from None
-            self._queue.popleft()
-            watchdog.progress()
-        watchdog.waits_for("room in the ring", bool(self._queue))
+    def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
+        """Takes back what `snapshot` gave. Tickets under way go on, and those of which nothing is left begin again."""
+        self._restore(state)
+        again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
+        self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}
 
-    def _send_json(self, kind: bytes, content: dict) -> None:
-        self._send(kind, json.dumps({"rank": self.rank, **content}).encode())
-
-    def _send(self, kind: bytes, body: bytes) -> None:
-        self._queue.append((kind, body))
-        self.flush()
-
-
-class Inbox:
-    """The learners' end: what has come in on any node, the same on every learner and in the same order."""
-
-    def __init__(self, ring: Ring | None, split: dist.Split):
-        self.ring, self.generators = ring, split.generators
-        self.groups: deque[Group] = deque()
-        self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
-        self.reports: list[dict] = []
-        self.goodbyes: list[dict] = []
-        self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
-        self._snapshots: list[dict] = []
-        self.validated = -1  # the newest step whose validation has come whole
-        self._rows: dict[int, list[dict]] = {}  # validations: step -> its parts that have come
-
-    def receive(self, seconds: float = 0.1) -> None:
-        """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
-        records, wait = [], seconds
-        with watchdog.doing("a record in the ring"):
-            while self.ring:
-                try:
-                    with self.ring.get(timeout=wait) as data:
-                        records.append(bytes(data))
-                except RingTimeout:
-                    break
-                wait = 0.0
-        for share in dist.all_gather_bytes(join_records(records)):
-            for record in split_records(share):
-                self._sort(record[:1], record[1:])
-
-    def _sort(self, kind: bytes, body: bytes) -> None:
-        watchdog.progress()
-        if kind in (GROUP, UNFINISHED):
-            group = Group.from_bytes(body)
-            if kind == GROUP:
-                self.groups.append(group)
-                self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
-            else:
-                self._unfinished[group.ticket] = group
-            return
-        content = json.loads(body)
-        if kind == ROWS:
-            parts = self._rows.setdefault(content["step"], [])
-            parts.append(content)
-            if len(parts) == content["parts"]:
-                self.validated = max(self.validated, content["step"])
-        else:
-            places = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, GOODBYE: self.goodbyes}
-            places[kind].append(content)
-
-    def unfinished_at(self, step: int) -> list[Group]:
-        """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
-        in `groups`."""
-        with watchdog.doing("the generators to say what is under way"):
-            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
-                self.receive()
-        out = list(self._unfinished.values())
-        self._unfinished.clear()
-        self._snapshots.clear()
-        return out
-
-    @property
-    def occupancy(self) -> float:
-        """Of this node's ring, 0 to 1."""
-        return self.ring.occupancy if self.ring else 0.0
-
-    def state(self) -> dict:
-        """For a checkpoint: validations, besides `groups`."""
-        whole = [parts for parts in self._rows.values() if len(parts) == parts[0]["parts"]]
-        return {"validated": self.validated, "rows": whole}
-
-    def restore(self, state: dict) -> None:
-        self.validated = state["validated"]
-        self._rows = {parts[0]["step"]: parts for parts in state["rows"]}
-
-    def unfinished(self) -> list[int]:
-        """Tickets that the generators gave up when they said goodbye."""
-        return [ticket for goodbye in self.goodbyes for ticket in goodbye["unfinished"]]
-
-    def validation(self, run: Run, table_rows: int, wait_for: int | None = None) -> dict[str, float]:
-        """The metrics of the newest validation that has come whole since the last call, with the step whose weights it was of;
-        empty if there is none. With `wait_for`, waits until that step's has come (a collective). Writes the first `table_rows`
-        rows as a table."""
-        while wait_for is not None and wait_for > self.validated:
-            self.receive()
-        metrics = {}
-        for step in [step for step, parts in self._rows.items() if len(parts) == parts[0]["parts"]]:
-            rows = [row for part in self._rows.pop(step) for row in part["rows"]]
-            rows.sort(key=lambda row: row["index"])
-            run.log_generations(step, rows[:table_rows])
-            run.warn_unscored([row["error"] for row in rows if row["error"]])
-            metrics = validation_metrics(rows) | {"training/validated_step": step}
-        return metrics
-
-
-class Watch:
-    """Who waits for whom, out of the generators' reports and the learners' own timers. The advice leaves out each rank's first
-    report: it covers start-up, where ranks wait for engines and models to load."""
-
-    def __init__(self, split: dist.Split):
-        self.split = split
-        self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
-        self._events: dict[int, dict] = {}  # of each generator's scoring
-        self._events_before: Counter[str] = Counter()  # of the run that goes on here
-        self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
-
-    def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
-        """Metrics of what was reported since the last call; empties the list."""
-        own = timer.ledger()["wait"]
-        out = {"fully_async/trainer/idle_ratio": own}
-        self._count("learner", 0, own, timer.elapsed)
-        for report in reports:
-            self._events[report["rank"]] = report["events"]
-            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
-            out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
-        if reports:
-            total = sum(report["elapsed"] for report in reports)
-            waited = sum(report["ledger"]["wait"] * report["elapsed"] for report in reports)
-            seconds = max(report["publish_seconds"] for report in reports)
-            out["fully_async/rollouter/idle_ratio"] = waited / total
-            out |= {"publish/seconds": seconds, "publish/gb_per_s": reports[-1]["publish_gb"] / seconds}
-        reports.clear()
-        return out | event_metrics(self.events)
-
-    @property
-    def events(self) -> Counter:
-        """Of all scoring since the run began."""
-        return sum(map(Counter, self._events.values()), self._events_before)
-
-    def state(self) -> dict:
-        """For a checkpoint."""
-        return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
-
-    def restore(self, state: dict) -> None:
-        self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
-        self._events_before = Counter(state["events"])
-
-    def _count(self, role: str, rank: int, share: float, elapsed: float) -> None:
-        if (role, rank) in self._started:
-            self._waited[role] += share * elapsed
-            self._elapsed[role] += elapsed
-        self._started.add((role, rank))
-
-    def words(self) -> str:
-        """Which side has waited, and the split of the job's ranks that would balance them."""
-        if not (self._elapsed["generator"] and self._elapsed["learner"]):
-            return "too few steps to say who waits for whom"
-        idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
-        return advice(self.split.generators, self.split.learners, self.split.nodes, *idle)
+    def close(self) -> str:
+        """Stops the generators; returns one line on where every ticket went. Raises RuntimeError if one was lost."""
+        self.control.update(stop=True)
+        while len(self.inbox.goodbyes) < self.split.generators:
+            self.inbox.receive()
+        for group in self.inbox.groups:
+            self.buffer.add(group)
+        return self.buffer.account(self.inbox.unfinished(), started(self.split.store))

@@ -170,6 +170,11 @@ class Subscriber:
     def _all(self) -> range:
         return range(len(self.plan.names))
 
+    def next_version(self, announced: int) -> int:
+        """The version to receive next, when the newest that was announced is this: each is sent once, but a generator that has
+        just started begins with the newest."""
+        return announced if self.engine.version < 0 else min(announced, self.engine.version + 1)
+
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
 

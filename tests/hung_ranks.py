@@ -20,7 +20,7 @@ if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
 
     from rl.batch import Group, Response
-    from rl.stream import Inbox, Outbox, open_ring
+    from rl.channel import Inbox, Outbox, open_ring
     from rl.timers import Timers
 
 FOREVER = 1e6

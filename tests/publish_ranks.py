@@ -11,10 +11,9 @@ import torch
 
 from rl import dist, process
 from rl.batch import Batch, Group, Response, micro_batches
+from rl.channel import ControlBlock, Inbox, Outbox, open_ring
 from rl.engine import Request, SamplingParams, TransformersEngine
 from rl.learner import Learner, LearnerArgs
-from rl.schedule import Board
-from rl.stream import Inbox, Outbox, open_ring
 from rl.weights import Publisher, Subscriber
 
 VERSIONS = 4
@@ -23,7 +22,7 @@ model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] if
 
 def learn(split: dist.Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
-    publisher, board, inbox = Publisher(learner, split, dtype), Board(split), Inbox(open_ring(split, 8), split)
+    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(open_ring(split, 8), split)
     torch.manual_seed(split.ranks.rank)
     for version in range(VERSIONS):
         if version:
@@ -38,7 +37,7 @@ def learn(split: dist.Split) -> None:
             inbox.receive()
         batch = Batch.of([inbox.groups.popleft()])
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 512, split.ranks)
-        log_prob = learner.log_probs_of("policy", micros, len(batch.token))
+        log_prob = learner.log_probs_of("policy", batch, [micros])
         difference = (log_prob - batch.rollout_log_prob).abs()
         assert set(batch.version.tolist()) == {version}
         if split.ranks.is_main:
@@ -49,7 +48,7 @@ def learn(split: dist.Split) -> None:
 def generate(split: dist.Split) -> None:
     engine = TransformersEngine(model, max_length=64, dtype=dtype)
     outbox = Outbox(open_ring(split, 8), split)
-    board, subscriber = Board(split), Subscriber(split, engine)
+    board, subscriber = ControlBlock(split), Subscriber(split, engine)
     if skipped:
         load, own = engine.update, engine.loaded(skipped)
 

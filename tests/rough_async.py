@@ -12,12 +12,13 @@ import time
 
 import train_async
 from rl import dist, flags, process, watchdog
-from rl.generator import VALIDATION, Generator
-from rl.schedule import Board, started
+from rl.channel import ControlBlock
+from rl.generator import Generator
+from rl.schedule import started
 
 how, calls = os.environ["ROUGH"], 0
-learn, poll, init = train_async.learn, Generator.poll, Board.__init__
-board, finished = None, 0
+learn, poll, init = train_async.learn, Generator.poll, ControlBlock.__init__
+control, finished = None, 0
 
 
 def strike(who: str, after: int) -> None:
@@ -41,15 +42,15 @@ def wait_until(done) -> None:
 
 
 def rough_init(self, split):
-    global board
-    board = self
+    global control
+    control = self
     init(self, split)
 
 
 def rough_learn(*arguments):
     strike("learner", 4)
     if how == "slow" and calls == 1:
-        wait_until(lambda: started(board.store) >= args.quota(0))
+        wait_until(lambda: started(control.store) >= args.quota(0))
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.2))
     return learn(*arguments)
@@ -59,16 +60,16 @@ def rough_poll(generator, *arguments, **keywords):
     global finished
     strike("generator", 60)
     amid = any(output.token_ids for output in generator.engine.unfinished())
-    if how == "slow-decoding" and finished >= args.required * args.trigger_parameter_sync_step and amid:
-        wait_until(lambda: board.read().version > generator.engine.version)  # the learners have what they need for it
+    if how == "slow-decoding" and finished >= args.prompts_per_step * args.trigger_parameter_sync_step and amid:
+        wait_until(lambda: control.read().version > generator.engine.version)  # the learners have what they need for it
         finished = -1000
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.04 if how == "slow" else 0.12))
     done = poll(generator, *arguments, **keywords)
-    finished += sum(key < VALIDATION for key, _ in done)
+    finished += len(done)
     return done
 
 
-train_async.learn, Generator.poll, Board.__init__ = rough_learn, rough_poll, rough_init
+train_async.learn, Generator.poll, ControlBlock.__init__ = rough_learn, rough_poll, rough_init
 args = flags.parse(train_async.Args)
 process.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))

@@ -17,15 +17,15 @@ import train_sync
 from rl import dist
 from rl.algorithm import KLControl
 from rl.batch import Batch
-from rl.data import PromptDataset, PromptOrder
-from rl.engine import make_engine
 from rl.errors import UserError
-from rl.generator import Generator
+from rl.generator import Generator, make_generator
 from rl.learner import Learner
 from rl.pretrained import load_tokenizer
 from rl.ranges import check
-from rl.run import Run
 from rl.scoring import ScoringPool
+from rl.setup import set_up
+from rl.tensor_parallel import EngineRanks
+from rl.timers import Timers
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
 PACKED = ("lp", "old", "advantage", "mask", "seq")
@@ -33,33 +33,32 @@ LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__
 
 
 class Trainer:
-    """The parts of train_sync.main, set up once; `steps` trains with other flags on the same model."""
+    """The parts of train_sync.train, set up once; `steps` trains with other flags on the same model."""
 
     def __init__(self, model: str, ranks: dist.Ranks):
         self.ranks = ranks
         self.args = train_sync.Args(model=model, rollout_n=4, train_batch_size=4, lr_warmup_steps=0, lr=1e-5)
-        self.tokenizer = load_tokenizer(model)
-        self.prompts = PromptDataset(["demo"], "train", self.tokenizer, self.args)
+        self.job = set_up(self.args, train_sync.__file__)
         self.pool = ScoringPool(self.args)
         self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
-        self.engine = make_engine(model, self.args, 72, "float32", self.ranks.device, False)
-        self.run = Run(self.args, {}, 1, enabled=False, script="test")
+        self.engine = make_generator(self.args, self.job, self.ranks, self.pool).engine
         self.ticket, self.first = 0, {}
         self.begin_again()
+
+    def generator(self, args: train_sync.Args) -> Generator:
+        return Generator(self.engine, self.job, self.pool, args, EngineRanks(self.ranks, 1))
 
     def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
         """(metrics, batch) of n steps."""
         args = train_sync.Args(**vars(self.args) | flags)
         check(args)
-        order = PromptOrder(len(self.prompts), 0)
-        generator = Generator(self.engine, self.prompts, order, self.pool, self.tokenizer, args, 0)
+        generator = self.generator(args)
         self.learner.args, control, out = args, KLControl(args), []
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)
-            groups, self.ticket, metrics = train_sync.generate(args, generator, self.ranks, self.ticket)
+            groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
             batch = Batch.of(groups)
-            minis = args.ppo_mini_batch_size or args.train_batch_size
-            metrics |= train_sync.learn(args, self.learner, control, batch, minis, self.run)
+            metrics |= train_sync.learn(args, self.learner, control, batch, Timers())
             out.append((metrics, batch))
         return out
 
@@ -168,15 +167,13 @@ def test_rollout_correction(trainer):
     """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
     args = train_sync.Args(**vars(trainer.args))
-    order = PromptOrder(len(trainer.prompts), 0)
     for preset in losses.ROLLOUT_PRESETS:
         trainer.engine.update(iter(noisy), version=0)
         args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
-        generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
-        groups, _, metrics = train_sync.generate(args, generator, trainer.ranks, 0)
+        groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args
-        metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, 4, trainer.run)
+        metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())
         inputs = (batch.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         correction = args.correction
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
@@ -194,23 +191,22 @@ def test_rollout_correction(trainer):
 def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkeypatch, updates):
     """Of the first update's own tokens; the weights and all metrics of them are bit for bit those with a pass."""
     flags = {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
-    args = train_sync.Args(**vars(trainer.args) | flags)
-    assert not args.needs_old_pass(updates)
+    args = train_sync.Args(**vars(trainer.args) | flags | {"ppo_mini_batch_size": 4 // updates})
+    assert not args.recompute_old_log_probs(updates)
     results = []
-    for own_pass in (False, True):
-        monkeypatch.setattr(train_sync.Args, "needs_old_pass", lambda *_, value=own_pass: value)
+    for recompute in (False, True):
+        monkeypatch.setattr(train_sync.Args, "recompute_old_log_probs", lambda *_, value=recompute: value)
         learner = Learner(demo_model, args, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
-        order = PromptOrder(len(trainer.prompts), 0)
-        generator = Generator(trainer.engine, trainer.prompts, order, trainer.pool, trainer.tokenizer, args, 0)
-        batch = Batch.of(train_sync.generate(args, generator, trainer.ranks, 0)[0])
-        metrics = train_sync.learn(args, learner, KLControl(args), batch, 4 // updates, trainer.run)
+        batch = Batch.of(train_sync.make_batch(args, trainer.generator(args), 0)[0])
+        metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
         results.append((metrics, batch, dict(learner.weights())))
     (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
-    assert batch.known.sum() == (batch.group < 4 // updates)[batch.seq].sum() > 0
-    assert torch.equal(batch.actor_log_prob, torch.where(batch.known, batch_with.actor_log_prob, 0.0))
+    known = (batch.group < 4 // updates)[batch.seq]
+    assert known.any() and torch.equal(batch.actor_log_prob.isnan(), ~known)
+    assert torch.equal(batch.actor_log_prob[known], batch_with.actor_log_prob[known])
     if updates == 1:
-        assert metrics == metrics_with and torch.equal(batch.old_log_prob, batch_with.old_log_prob)
+        assert metrics == metrics_with and batch.old_log_prob is None
     else:
         assert metrics.keys() == metrics_with.keys() and 0 < metrics["training/rollout_probs_diff_max"] < 1e-4
     assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
@@ -230,12 +226,12 @@ def test_where_old_log_probs_come_from():
         assert not train_async.Args(**flags).old_is_rollout
     assert train_sync.Args(use_rollout_log_probs=True).old_is_rollout
 
-    assert train_sync.Args().needs_old_pass(2) and not train_sync.Args().needs_old_pass(1)
+    assert train_sync.Args().recompute_old_log_probs(2) and not train_sync.Args().recompute_old_log_probs(1)
     for flags in ({"use_kl_in_reward": True}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
-        assert train_sync.Args(**flags).needs_old_pass(1)
-    assert not train_async.Args(use_kl_in_reward=True).needs_old_pass(2) and train_async.Args(
+        assert train_sync.Args(**flags).recompute_old_log_probs(1)
+    assert not train_async.Args(use_kl_in_reward=True).recompute_old_log_probs(2) and train_async.Args(
         rollout_is="token"
-    ).needs_old_pass(1)
+    ).recompute_old_log_probs(1)
 
 
 def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
@@ -247,16 +243,13 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     theirs = {"model": demo_model, "rollout_n": 4, "train_batch_size": 4, "grad_clip": 1e9}
     trainer.engine.update(iter(noisy), version=0)
-    generator = Generator(
-        trainer.engine, trainer.prompts, PromptOrder(len(trainer.prompts), 0), trainer.pool, trainer.tokenizer, trainer.args, 0
-    )
-    groups, _, _ = train_sync.generate(trainer.args, generator, trainer.ranks, 0)
+    groups, _, _ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
 
     norms = {}
     for name, use_rollout_log_probs in (("default", None), ("recomputed", False)):
         args = train_one_step_off.Args(**theirs, **clips, use_rollout_log_probs=use_rollout_log_probs)
         learner, batch = Learner(demo_model, args, trainer.ranks, 10**6), Batch.of(groups)
-        metrics = train_one_step_off.learn(args, learner, KLControl(args), batch, 4, trainer.run)
+        metrics = train_one_step_off.learn(args, learner, KLControl(args), batch, Timers())
         norms[name] = metrics["actor/grad_norm"]
 
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)

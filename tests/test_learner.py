@@ -29,8 +29,8 @@ def main(ranks):
     result = {}
     for budget in budgets:
         micros = micro_batches(batch, torch.arange(15), budget, ranks)
-        result[f"{budget}/log_prob"] = learner.log_probs_of("policy", micros, len(batch.token))
-        result[f"{budget}/ref"] = learner.log_probs_of("reference", micros, len(batch.token))
+        result[f"{budget}/log_prob"] = learner.log_probs_of("policy", batch, [micros])
+        result[f"{budget}/ref"] = learner.log_probs_of("reference", batch, [micros])
         for micro in micros:
             log_prob, entropy = learner.log_probs(micro, entropy="loss")
             ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()

@@ -9,8 +9,9 @@ from torch.distributed import HashStore
 
 from rl.batch import Batch, Group, Response
 from rl.errors import UserError
+from rl.metrics import staleness_metrics
 from rl.ranges import check
-from rl.schedule import Intake, ScheduleArgs, Tickets, open_tickets, staleness_metrics, started
+from rl.schedule import SampleBuffer, ScheduleArgs, Tickets, open_tickets, started
 
 
 def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
@@ -64,34 +65,34 @@ def test_two_generators_share_the_tickets():
     assert sorted([a.next(1, 0), a.next(1, 0), b.next(1, 0), a.next(1, 0)]) == [4, 5, 6, 7]
 
 
-def test_intake_trains_the_oldest_first_and_takes_no_ticket_twice():
-    intake = Intake(ScheduleArgs(ppo_mini_batch_size=2))
+def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
+    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=2))
     for ticket in (3, 1, 2):
-        intake.add(group(ticket, [[0], [0]]))
-    assert [g.ticket for g in intake.take(1)] == [1, 2] and intake.take(2) is None
+        buffer.add(group(ticket, [[0], [0]]))
+    assert [g.ticket for g in buffer.take(1)] == [1, 2] and buffer.take(2) is None
     for ticket in (1, 3):
         with pytest.raises(RuntimeError, match=f"ticket {ticket} came in twice"):
-            intake.add(group(ticket, [[0], [0]]))
+            buffer.add(group(ticket, [[0], [0]]))
 
 
 def test_groups_that_teach_nothing_are_dropped_within_limits():
-    intake = Intake(ScheduleArgs(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
+    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
     for ticket in range(6):
-        intake.add(group(ticket, [[0], [0]], scores=[1, 1]))
-    assert intake.dropped["filtered"] == 2, "one batch's worth is replaced"
-    assert [g.ticket for g in intake.take(1)] == [2, 3], "then the step takes what there is"
-    intake.add(group(6, [[0], [0]], scores=[0, 1]))
-    assert intake.account([], started=7).startswith("7 tickets started = 2 trained + 2 dropped + 3 in flight")
+        buffer.add(group(ticket, [[0], [0]], scores=[1, 1]))
+    assert buffer.dropped["filtered"] == 2, "one batch's worth is replaced"
+    assert [g.ticket for g in buffer.take(1)] == [2, 3], "then the step takes what there is"
+    buffer.add(group(6, [[0], [0]], scores=[0, 1]))
+    assert buffer.account([], started=7).startswith("7 tickets started = 2 trained + 2 dropped + 3 in flight")
     with pytest.raises(RuntimeError, match="tickets were lost"):
-        intake.account([], started=8)
+        buffer.account([], started=8)
 
 
 def test_a_stale_group_is_dropped_and_counted():
-    intake = Intake(ScheduleArgs(ppo_mini_batch_size=1, max_staleness=1))
-    intake.add(group(0, [[0, 1, 2], [2, 2]]))
-    intake.add(group(1, [[1, 2], [2, 2]]))
-    assert [g.ticket for g in intake.take(3)] == [1], "step 3 trains with version 2; a token of version 0 is 2 old"
-    assert intake.dropped["stale"] == 1
+    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=1, max_staleness=1))
+    buffer.add(group(0, [[0, 1, 2], [2, 2]]))
+    buffer.add(group(1, [[1, 2], [2, 2]]))
+    assert [g.ticket for g in buffer.take(3)] == [1], "step 3 trains with version 2; a token of version 0 is 2 old"
+    assert buffer.dropped["stale"] == 1
 
 
 def test_waiting_needs_a_bound_that_the_schedule_can_keep():
@@ -135,7 +136,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     )
     check(args)
     steps, store = 12, HashStore()
-    intake = Intake(args, filter_groups=flat > 0, max_num_gen_batches=5)
+    buffer = SampleBuffer(args, filter_groups=flat > 0, max_num_gen_batches=5)
     open_tickets(store)
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
@@ -147,7 +148,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
         if random.random() < 0.5:
             engines[g] = version  # swaps between two engine steps; unfinished responses go on
         while engines[g] == version and random.random() < 0.7 and len(running[g]) < 6:
-            ticket = tickets[g].next(engines[g], intake.dropped.total())
+            ticket = tickets[g].next(engines[g], buffer.dropped.total())
             if ticket is None:
                 break
             running[g].append((ticket, []))
@@ -156,20 +157,20 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
             if random.random() < 0.3:
                 running[g].remove(item)
                 scores = [1, 1] if random.random() < flat else [0, 1]
-                intake.add(group(item[0], [item[1], item[1][-1:]], scores))
-        if random.random() < 0.5 and (groups := intake.take(step)) is not None:
+                buffer.add(group(item[0], [item[1], item[1][-1:]], scores))
+        if random.random() < 0.5 and (groups := buffer.take(step)) is not None:
             assert len(groups) == required
             if bound is not None:
                 assert max(version - g.oldest for g in groups) <= bound
             if step % period == 0:
-                intake.published()
                 version += 1
+                buffer.published(version)
             step, idle = step + 1, 0
     unfinished = [ticket for of in running for ticket, _ in of]
-    assert "in flight" in intake.account(unfinished, started(store))
-    assert intake.trained == steps * required
+    assert "in flight" in buffer.account(unfinished, started(store))
+    assert buffer.trained == steps * required
     if stale == "wait":
-        assert intake.dropped["stale"] == 0
+        assert buffer.dropped["stale"] == 0
 
 
 def test_ages_at_training():

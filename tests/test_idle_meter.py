@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pytest
 
 from rl import dist
-from rl.stream import Watch
+from rl.idle_meter import IdleMeter
 
 
 @dataclass
 class Clock:
-    """What Watch reads of a learner's timers."""
+    """What the meter reads of a learner's timers."""
 
     wait: float
     elapsed: float
@@ -30,11 +30,11 @@ def report(rank: int, wait: float, elapsed: float) -> dict:
 
 def words(generators: int, learners: int, nodes: int, idle: tuple[float, float]) -> str:
     """After start-up, in which learners wait for the engines, and three steps in which generators and learners wait so much."""
-    watch = Watch(job(generators, learners, nodes))
-    watch.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
+    meter = IdleMeter(job(generators, learners, nodes))
+    meter.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
     for _ in range(3):
-        watch.metrics([report(rank, idle[0], 2.0) for rank in range(generators)], Clock(idle[1], 2.0))
-    return watch.words()
+        meter.metrics([report(rank, idle[0], 2.0) for rank in range(generators)], Clock(idle[1], 2.0))
+    return meter.summary()
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle,
 
 
 def test_nothing_is_advised_from_start_up_alone():
-    watch = Watch(job(1, 1, 1))
-    watch.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))
-    assert watch.words() == "too few steps to say who waits for whom"
+    meter = IdleMeter(job(1, 1, 1))
+    meter.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))
+    assert meter.summary() == "too few steps to say who waits for whom"
 
 
 def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
-    before, after = Watch(job(1, 1, 1)), Watch(job(1, 1, 1))
+    before, after = IdleMeter(job(1, 1, 1)), IdleMeter(job(1, 1, 1))
     for _ in range(2):
         before.metrics([report(0, 0.1, 10.0)], Clock(0.0, 10.0))
     after.restore(before.state())
     after.metrics([report(0, 0.9, 50.0)], Clock(0.99, 50.0))
     after.metrics([report(0, 0.3, 10.0)], Clock(0.0, 10.0))
-    assert after.words().startswith("generators waited 20% of the time, learners 0%")
+    assert after.summary().startswith("generators waited 20% of the time, learners 0%")

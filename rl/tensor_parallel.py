@@ -1,4 +1,4 @@
-"""Ranks that share one tensor parallel engine (--rollout-tp) do all the same.
+"""The ranks that share one tensor parallel engine (--rollout-tp) stay in step.
 
 vLLM's ranks meet in every layer, so each must add the same requests and step as often as the others. Where a batch is made
 whole that needs no message between them: every rank knows all tickets beforehand, and the engine is stepped until it is empty.
@@ -13,28 +13,15 @@ import torch.distributed
 
 from rl.device import HOST_BACKEND
 from rl.dist import Ranks, show_group
-from rl.engine import Output
-from rl.generator import Generator
 from rl.watchdog import doing
 
 
-class Echo(Generator):
-    """The generator on the other ranks of an engine: generates what the first one does, and hands nothing over."""
-
-    def _submit(self, output: Output) -> None:
-        key, number = output.id
-        work = self.working[key]
-        work.outputs[number] = output
-        if len(work.outputs) == work.n + work.greedy:
-            del self.working[key]
-
-
-class Team:
+class EngineRanks:
     """The ranks of the default process group that share this rank's engine: `size` neighbours."""
 
     def __init__(self, ranks: Ranks, size: int):
-        self.leads = ranks.rank % size == 0
-        self.generator_type = Generator if self.leads else Echo
+        self.size = size
+        self.leads = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
         # this rank's place counted in engines
         self.place = dataclasses.replace(ranks, rank=ranks.rank // size, world_size=ranks.world_size // size)
         self._first, self._group = self.place.rank * size, None

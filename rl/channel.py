@@ -1,0 +1,235 @@
+"""What ranks of one job tell each other beside the weights: generators through their node's ring, learners through the store.
+
+Inbox and Outbox are the ends of the ring: whole groups, validation rows, reports of where a generator's time went, and a last
+word. One byte says which; groups are framed by rl/batch.py, everything else is JSON. The control block is what the first
+learner tells all generators.
+"""
+
+import json
+import math
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+
+from rl import dist, watchdog
+from rl.batch import Group, join_records, split_records
+from rl.dist import Split
+from rl.errors import UserError
+from rl.ring import RecordTooLarge, Ring, RingTimeout
+from rl.scoring import ScoringPool
+from rl.timers import Timers
+
+GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, GOODBYE = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+
+
+def open_ring(split: Split, megabytes: int) -> Ring | None:
+    """This node's ring: its first learner makes it, its generators join. None on other learners, who get their samples from
+    the first."""
+    key = f"ring/{split.node}"
+    if split.role == "generator":
+        with watchdog.doing("the first learner to make the ring"):
+            ring = Ring.attach(split.store.get(key).decode())
+    elif split.ranks.rank % (split.learners // split.nodes):
+        return None
+    else:
+        ring = Ring.create(megabytes << 20)
+        split.store.set(key, ring.address)
+    watchdog.show("ring", ring.state)
+    return ring
+
+
+@dataclass(frozen=True)
+class State:
+    """What the first learner tells all generators."""
+
+    version: int  # of the newest weights that are ready to be received
+    dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
+    snapshot: int = 0  # the step whose checkpoint wants to know what is under way
+    stop: bool = False
+
+
+class ControlBlock:
+    """The state in the store. The first learner writes it, all generators read it."""
+
+    def __init__(self, split: Split):
+        self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
+        self.state: State | None = None
+        self._read_at = -math.inf
+
+    def update(self, **changes) -> None:
+        """Changes fields of the state; on other learners than the first nothing happens."""
+        new = replace(self.state or State(version=-1, dropped=0), **changes)
+        if self.writes and new != self.state:
+            self.store.set("control", json.dumps(asdict(new)))
+        self.state = new
+
+    def read(self) -> State:
+        """The state, at most 2 ms old; waits until there is one."""
+        if time.monotonic() - self._read_at > 2e-3:
+            with watchdog.doing("the control block in the store"):
+                self.state = State(**json.loads(self.store.get("control")))
+            self._read_at = time.monotonic()
+        return self.state
+
+    def wait_for(self, version: int) -> None:
+        """Until the weights of this version, or newer ones, are ready."""
+        with watchdog.doing(f"version {version} of the weights"):
+            while self.read().version < version:
+                time.sleep(2e-3)
+
+
+class Outbox:
+    """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
+    makes room waits for just that."""
+
+    def __init__(self, ring: Ring, split: Split):
+        self.ring, self.rank = ring, split.ranks.rank
+        self._queue: deque[tuple[bytes, bytes]] = deque()
+        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
+
+    def send_group(self, group: Group) -> None:
+        self._send(GROUP, group.to_bytes())
+
+    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
+        """A whole batch, with the metrics of its making and the first ticket of the batch after."""
+        for group in groups:
+            self.send_group(group)
+        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
+
+    def send_rows(self, step: int, rows: list[dict], parts: int = 1) -> None:
+        """Validation of that step's weights, in so many parts from as many generators."""
+        self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
+
+    def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
+        """What this generator did since the last report, its last act being a publish; restarts the timer."""
+        content = {
+            "elapsed": timer.elapsed,
+            "ledger": timer.ledger(),
+            "events": dict(pool.events),
+            "publish_seconds": timer.seconds["update_weights"],
+            "publish_gb": publish_bytes / 1e9,
+        }
+        self._send_json(REPORT, content)
+        timer.restart()
+
+    def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
+        """What is under way here, for the checkpoint of that step."""
+        for group in unfinished:
+            self._send(UNFINISHED, group.to_bytes())
+        self._send_json(SNAPSHOT, {"step": step})
+
+    def goodbye(self, unfinished: list[int]) -> None:
+        """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
+        self._send_json(GOODBYE, {"unfinished": unfinished})
+        with watchdog.doing("the last records to be taken"):
+            while self._queue:
+                time.sleep(1e-3)
+                self.flush()
+
+    def flush(self) -> None:
+        """Hands over what there is room for. Raises UserError for a record for which there never will be."""
+        while self._queue:
+            try:
+                self.ring.put(*self._queue[0], timeout=0)
+            except RingTimeout:
+                break
+            except RecordTooLarge as error:
+                raise UserError(f"a group does not fit into the ring: {error} bytes. Raise --ring-mb.") from None
+            self._queue.popleft()
+            watchdog.progress()
+        watchdog.waits_for("room in the ring", bool(self._queue))
+
+    def _send_json(self, kind: bytes, content: dict) -> None:
+        self._send(kind, json.dumps({"rank": self.rank, **content}).encode())
+
+    def _send(self, kind: bytes, body: bytes) -> None:
+        self._queue.append((kind, body))
+        self.flush()
+
+
+class Inbox:
+    """The learners' end: what has come in on any node, the same on every learner and in the same order."""
+
+    def __init__(self, ring: Ring | None, split: Split):
+        self.ring, self.generators = ring, split.generators
+        self.groups: deque[Group] = deque()
+        self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
+        self.reports: list[dict] = []
+        self.goodbyes: list[dict] = []
+        self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
+        self._snapshots: list[dict] = []
+        self.validated = -1  # the newest step whose validation has come whole
+        self._rows: dict[int, list[dict]] = {}  # validations: step -> its parts that have come
+
+    def receive(self, seconds: float = 0.1) -> None:
+        """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
+        records, wait = [], seconds
+        with watchdog.doing("a record in the ring"):
+            while self.ring:
+                try:
+                    with self.ring.get(timeout=wait) as data:
+                        records.append(bytes(data))
+                except RingTimeout:
+                    break
+                wait = 0.0
+        for share in dist.all_gather_bytes(join_records(records)):
+            for record in split_records(share):
+                self._sort(record[:1], record[1:])
+
+    def _sort(self, kind: bytes, body: bytes) -> None:
+        watchdog.progress()
+        if kind in (GROUP, UNFINISHED):
+            group = Group.from_bytes(body)
+            if kind == GROUP:
+                self.groups.append(group)
+                self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
+            else:
+                self._unfinished[group.ticket] = group
+            return
+        content = json.loads(body)
+        if kind == ROWS:
+            parts = self._rows.setdefault(content["step"], [])
+            parts.append(content)
+            if len(parts) == content["parts"]:
+                self.validated = max(self.validated, content["step"])
+        else:
+            places = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, GOODBYE: self.goodbyes}
+            places[kind].append(content)
+
+    def unfinished_at(self, step: int) -> list[Group]:
+        """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
+        in `groups`."""
+        with watchdog.doing("the generators to say what is under way"):
+            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+                self.receive()
+        out = list(self._unfinished.values())
+        self._unfinished.clear()
+        self._snapshots.clear()
+        return out
+
+    @property
+    def occupancy(self) -> float:
+        """Of this node's ring, 0 to 1."""
+        return self.ring.occupancy if self.ring else 0.0
+
+    def state(self) -> dict:
+        """For a checkpoint: validations, besides `groups`."""
+        whole = [parts for parts in self._rows.values() if len(parts) == parts[0]["parts"]]
+        return {"validated": self.validated, "rows": whole}
+
+    def restore(self, state: dict) -> None:
+        self.validated = state["validated"]
+        self._rows = {parts[0]["step"]: parts for parts in state["rows"]}
+
+    def unfinished(self) -> list[int]:
+        """Tickets that the generators gave up when they said goodbye."""
+        return [ticket for goodbye in self.goodbyes for ticket in goodbye["unfinished"]]
+
+    def take_validations(self, until: int | None = None) -> list[tuple[int, list[dict]]]:
+        """(step whose weights it was of, rows) of every validation that has come whole since the last call. With `until`, waits
+        for that step's (a collective)."""
+        while until is not None and until > self.validated:
+            self.receive()
+        whole = [step for step, parts in self._rows.items() if len(parts) == parts[0]["parts"]]
+        validations = [(step, [row for part in self._rows.pop(step) for row in part["rows"]]) for step in whole]
+        return [(step, sorted(rows, key=lambda row: row["index"])) for step, rows in validations]

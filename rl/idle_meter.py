@@ -1,0 +1,64 @@
+"""Who waits for whom in a split job, out of the generators' reports and the learners' own timers."""
+
+from collections import Counter
+
+from rl.balance import advice
+from rl.dist import Split
+from rl.metrics import event_metrics
+from rl.timers import Timers
+
+
+class IdleMeter:
+    """Who waits for whom, out of the generators' reports and the learners' own timers. The advice leaves out each rank's first
+    report: it covers start-up, where ranks wait for engines and models to load."""
+
+    def __init__(self, split: Split):
+        self.split = split
+        self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
+        self._events: dict[int, dict] = {}  # of each generator's scoring
+        self._events_before: Counter[str] = Counter()  # of the run that goes on here
+        self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
+
+    def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
+        """Metrics of what was reported since the last call; empties the list."""
+        own = timer.ledger()["wait"]
+        out = {"fully_async/trainer/idle_ratio": own}
+        self._count("learner", 0, own, timer.elapsed)
+        for report in reports:
+            self._events[report["rank"]] = report["events"]
+            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
+            out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
+        if reports:
+            total = sum(report["elapsed"] for report in reports)
+            waited = sum(report["ledger"]["wait"] * report["elapsed"] for report in reports)
+            seconds = max(report["publish_seconds"] for report in reports)
+            out["fully_async/rollouter/idle_ratio"] = waited / total
+            out |= {"publish/seconds": seconds, "publish/gb_per_s": reports[-1]["publish_gb"] / seconds}
+        reports.clear()
+        return out | event_metrics(self.events)
+
+    @property
+    def events(self) -> Counter:
+        """Of all scoring since the run began."""
+        return sum(map(Counter, self._events.values()), self._events_before)
+
+    def state(self) -> dict:
+        """For a checkpoint."""
+        return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
+
+    def restore(self, state: dict) -> None:
+        self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
+        self._events_before = Counter(state["events"])
+
+    def _count(self, role: str, rank: int, share: float, elapsed: float) -> None:
+        if (role, rank) in self._started:
+            self._waited[role] += share * elapsed
+            self._elapsed[role] += elapsed
+        self._started.add((role, rank))
+
+    def summary(self) -> str:
+        """Which side has waited, and the split of the job's ranks that would balance them."""
+        if not (self._elapsed["generator"] and self._elapsed["learner"]):
+            return "too few steps to say who waits for whom"
+        idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
+        return advice(self.split.generators, self.split.learners, self.split.nodes, *idle)

@@ -1,0 +1,135 @@
+"""What every script does before its first step: the flags they all have, and what all ranks read.
+
+Left out: joining the process groups (rl/dist.py), and the flags of a component, which stand with it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.algorithm import AlgorithmArgs
+from rl.checkpoint import CheckpointArgs
+from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.dist import Ranks
+from rl.engine import EngineArgs
+from rl.errors import UserError
+from rl.learner import Learner, LearnerArgs
+from rl.pretrained import check_model, load_tokenizer, resolve
+from rl.ranges import Range
+from rl.run import LogArgs
+from rl.scoring import RewardArgs, check_sources
+from rl.watchdog import WatchdogArgs
+
+
+@dataclass
+class RunArgs:
+    """Flags of every script. `prompts_per_step` and `prompts_per_update` come with the flags that size a batch."""
+
+    model: str = "demo"
+    """A Hugging Face directory or hub name; "demo" is made on the spot."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    seed: Annotated[int, Range(at_least=0)] = 0
+    """Seeds the prompt order, the sampling and everything else that is random."""
+    total_training_steps: Annotated[int, Range(at_least=1)] = 200
+    """Steps to train."""
+    total_epochs: Annotated[int | None, Range(at_least=1)] = None
+    """Passes over the training prompts, in whole steps, instead of --total-training-steps."""
+    test_freq: Annotated[int, Range(at_least=0)] = 20
+    """Validate every so many steps, and after the last; 0 never does. In train_async.py, at the next publish."""
+    val_before_train: bool = True
+    """Validate before the first step, too."""
+
+    def total_steps(self, num_prompts: int) -> int:
+        """Steps to train on so many training prompts."""
+        if self.total_epochs is None:
+            return self.total_training_steps
+        return max(1, self.total_epochs * num_prompts // self.prompts_per_step)
+
+    def version_at(self, step: int) -> int:
+        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        return step - 1
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """The step after which this version of the weights is published."""
+        return version
+
+    def validates(self, version: int, total_steps: int) -> bool:
+        """Whether this version of the weights is validated; 0 is the model that training begins with."""
+        if not self.test_freq or version == 0:
+            return bool(self.test_freq) and self.val_before_train
+        step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
+        return step == total_steps or step // self.test_freq > before // self.test_freq
+
+    def validated_by(self, version: int, total_steps: int) -> int | None:
+        """The last step whose weights are validated up to this version; None if there is none."""
+        versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
+        return next((self.step_of(v, total_steps) for v in versions), None)
+
+
+@dataclass
+class BatchArgs:
+    """The size of a batch that is made whole: train_sync.py and train_one_step_off.py."""
+
+    train_batch_size: Annotated[int, Range(at_least=1)] = 8
+    """Prompts a step, over all ranks; each gets --rollout-n responses."""
+    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts per optimizer step, over all ranks; by default the whole batch."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.ppo_mini_batch_size or self.train_batch_size
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        if self.train_batch_size % self.prompts_per_update:
+            raise UserError(
+                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size "
+                f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
+            )
+
+
+@dataclass
+class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+    """Flags that all scripts have. Each group stands with its component."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank holds before the first step."""
+
+    script: str  # its file's name, without .py: what a copy of a script logs, saves and resumes under
+    path: str  # of the model: a directory or a hub name
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset  # for training
+    val_prompts: PromptDataset | None  # None without --test-freq
+    order: PromptOrder
+    total_steps: int
+
+
+def set_up(args: CommonArgs, file: str) -> Job:
+    """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
+    be used."""
+    torch.manual_seed(args.seed)
+    path = resolve(args.model)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_model(path, tokenizer, args)
+    prompts = PromptDataset(args.train_files, "train", tokenizer, args)
+    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
+    check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
+    order = PromptOrder(len(prompts), args.seed, args.shuffle)
+    total_steps = args.total_steps(len(prompts))
+    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps)
+
+
+def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
+    """The learner of this rank, with its schedule laid out over the whole run."""
+    updates = job.total_steps * args.ppo_epochs * args.prompts_per_step // args.prompts_per_update
+    return Learner(job.path, args, ranks, updates, args.temperature, args.needs_reference, args.trust_remote_code)

@@ -1,0 +1,131 @@
+"""What surrounds the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
+
+A part of the script's state that a checkpoint must hold has `state()`, which gives what JSON can hold, and `restore(state)`.
+"""
+
+from typing import NoReturn, Protocol
+
+from rl import checkpoint, dist
+from rl.batch import Batch, Group
+from rl.identity import Identity
+from rl.learner import Learner
+from rl.metrics import validation_metrics
+from rl.run import Run
+from rl.saver import Saver
+from rl.setup import CommonArgs, Job
+from rl.stream import Batches, Stream
+from rl.timers import gather_ledgers
+
+
+class Part(Protocol):
+    def state(self) -> object: ...
+
+    def restore(self, state) -> None: ...
+
+
+class TrainingRun:
+    """A learner's run, from its first step or the last that was saved to its end."""
+
+    def __init__(
+        self,
+        args: CommonArgs,
+        job: Job,
+        learner: Learner,
+        num_ranks: int,
+        samples: Batches | Stream | None = None,
+        **parts: Part,
+    ):
+        """Brings the learner, the samples and the parts to where the checkpoint was written, if the run goes on. num_ranks: of
+        the whole job. A collective of the learners. Raises UserError if the run cannot go on from there."""
+        self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
+        self.samples, self.parts = samples, parts
+        identity = Identity(args, job.script, job.path, job.prompts)
+        resumed = checkpoint.resume(args, identity, learner, job.total_steps)
+        self.done = resumed.step  # the last step that was trained before
+        if self.done:
+            for name, part in parts.items():
+                part.restore(resumed.state[name])
+            if samples:
+                samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
+        self.record = Run(
+            args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin
+        )
+        self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
+        self.timer = self.record.timer
+        self._begun = False  # whether a step has
+
+    def steps(self) -> range:
+        """The steps that are left to train."""
+        return range(self.done + 1, self.job.total_steps + 1)
+
+    def begin(self, groups: list[Group]) -> Batch:
+        """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
+        batch = Batch.of(groups)
+        if not self._begun:
+            batch.check_scored()
+        self._begun = True
+        self.record.warn_unscored(batch.errors)
+        return batch
+
+    def validated(self, step: int, rows: list[dict]) -> dict[str, float]:
+        """Takes the rows of a validation of the weights after that step; returns its metrics."""
+        self.record.log_generations(step, rows[: self.args.log_val_generations])
+        self.record.warn_unscored([row["error"] for row in rows if row["error"]])
+        metrics = validation_metrics(rows) | {"training/validated_step": step}
+        self.saver.validated(metrics)
+        return metrics
+
+    def validations(self, step: int) -> dict[str, float]:
+        """The metrics of the newest validation that the generators have sent since the last call. Before a checkpoint it waits
+        for the one under way, which would not come again; after the last step for all. A collective."""
+        until, metrics = None, {}
+        if step == self.job.total_steps:
+            until = step if self.args.test_freq else None
+        elif self._saves_after(step):
+            until = self.args.validated_by(self.args.version_at(step + 1) - 1, self.job.total_steps)
+        with self.timer("testing"):
+            for validated_step, rows in self.samples.inbox.take_validations(until):
+                metrics = self.validated(validated_step, rows)
+        if metrics:
+            self.record.say(self.samples.meter.summary())
+        return metrics
+
+    def log(self, step: int, batch: Batch, metrics: dict[str, float], **gone: list[int]) -> None:
+        """Records the step. gone: tickets that were not trained, by reason. A collective."""
+        seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
+        metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks)
+        metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
+        metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
+        self.record.log_tickets(step, batch.tickets, **gone)
+        self.record.log(step, metrics)
+
+    def save_if_due(self, step: int) -> None:
+        """Saves a checkpoint after the last step and every --save-freq. A collective."""
+        if step > self.saver.step and self._saves_after(step):
+            self._save(step)
+
+    def leave_if_stopped(self, step: int) -> None:
+        """After SIGTERM on any learner: leaves with a checkpoint of that step, the last that was trained. A collective."""
+        if dist.stopping():
+            self.leave(step)
+
+    def leave(self, step: int) -> NoReturn:
+        self.saver.leave(step, self._save)
+
+    def finish(self) -> None:
+        """Waits for the last checkpoint and closes the record."""
+        if self.samples:
+            self.record.say(self.samples.meter.summary())
+        self.record.finish(self.saver.finish(self.job.total_steps))
+
+    def _saves_after(self, step: int) -> bool:
+        return step == self.job.total_steps or bool(self.args.save_freq and step % self.args.save_freq == 0)
+
+    def _save(self, step: int) -> None:
+        with self.timer("save_checkpoint"):
+            groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
+            if self.samples:
+                self.samples.ask(step)  # the generators answer while the weights are copied
+                self.saver.copy(step)
+                state["samples"], groups, unfinished = self.samples.snapshot(step)
+            self.saver.save(step, state, groups, unfinished)
