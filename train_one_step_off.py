@@ -66,7 +66,7 @@ def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, d
     """One micro-batch's share of the global mini-batch's loss, from its log_prob and entropy, [n] each; with it what to
     report, per token, and the tokens' mask [n]."""
     advantage, mask, seq = batch.select(micro, "advantage", "mask", "seq")  # [n] each
-    # Without old log-probs of its own this update is the first since the policy that it takes as the old one: the ratio is 1.
+    # None were computed where this update's own policy is the old one: the ratio is 1, and its gradient that of log_prob.
     old = log_prob.detach() if batch.old_log_prob is None else batch.select(micro, "old_log_prob")[0]
     extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
@@ -96,9 +96,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     recompute = args.recompute_old_log_probs(len(updates))
     with timer("old_log_prob"):
         if recompute:
-            batch.old_log_prob = batch.actor_log_prob = learner.log_probs_of("policy", batch, micros)
-        elif args.old_is_rollout:
-            batch.old_log_prob = batch.rollout_log_prob
+            batch.actor_log_prob = learner.log_probs_of("policy", batch, micros)
+        batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
     if args.needs_reference:
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)

@@ -10,10 +10,12 @@ flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from torch.distributed import Store
@@ -86,6 +88,11 @@ class ScheduleArgs(SplitArgs):
     @property
     def trains_stale(self) -> bool:
         return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
+
+    def quota(self, version: int) -> int:
+        """How many tickets may have started, the dropped ones not counted, under the weights of this version."""
+        ahead = version + 1 + Fraction(str(self.staleness_threshold))
+        return math.floor(ahead * self.prompts_per_step * self.trigger_parameter_sync_step)
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""

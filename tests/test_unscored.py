@@ -12,10 +12,11 @@ import losses
 import train_sync
 from rl.algorithm import KLControl
 from rl.batch import Batch, Group
-from rl.data import PromptOrder
 from rl.engine import Output
-from rl.generator import Generator, Work, validation_metrics
+from rl.generator import Generator, Work
+from rl.metrics import validation_metrics
 from rl.scoring import Score
+from rl.timers import Timers
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +30,14 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     trainer.learner.optimizer.state.clear()
     args = train_sync.Args(**vars(trainer.args) | flags)
     trainer.learner.args = args
-    metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), 4, trainer.run)
+    metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), Timers())
     return metrics, trainer.weights()
 
 
 @pytest.fixture(scope="module")
 def groups(trainer):
-    args, engine = trainer.args, trainer.engine
-    engine.update(trainer.learner.weights(), version=0)
-
-    generator = Generator(
-        engine, trainer.prompts, PromptOrder(len(trainer.prompts), 0), trainer.pool, trainer.tokenizer, args, 0
-    )
-    made = train_sync.generate(args, generator, trainer.ranks, 0)[0]
+    trainer.engine.update(trainer.learner.weights(), version=0)
+    made = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)[0]
     spread = lambda g: [dataclasses.replace(r, score=float((i * 7 + g.ticket) % 3)) for i, r in enumerate(g.responses)]  # noqa: E731
     return [dataclasses.replace(group, responses=spread(group)) for group in made]
 
@@ -85,7 +81,7 @@ def group_of(args, scores: list[Score]) -> Group:
     work = Work(prompt, args.rollout_n, greedy, dict.fromkeys(range(len(scores)), output), dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
     generator.args = args
-    return Generator.group(generator, 0, work)
+    return Generator._group(generator, 0, work)
 
 
 def test_on_error_chooses_what_becomes_of_them():
