@@ -47,9 +47,7 @@ class TrainingRun:
                 part.restore(resumed.state[name])
             if samples:
                 samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
-        self.record = Run(
-            args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin
-        )
+        self.record = Run(args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin)
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
         self.timer = self.record.timer
         self._begun = False  # whether a step has
