@@ -43,34 +43,115 @@ def number(launcher: list[str], flag: str) -> int:
     return int(launcher[launcher.index(flag) + 1]) if flag in launcher else 1
 
 
-def test_all_six_are_there():
-    assert len(RECIPES) == 6
-
-
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path):
-    launcher, module, args = parse(recipe, device, tmp_path)
-    ranks = number(launcher, "--nproc-per-node")
+def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch):
+    launcher, module, _ = parse(recipe, device, tmp_path)
+    ranks, nodes = number(launcher, "--nproc-per-node"), number(launcher, "--nnodes")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks * nodes))  # as torchrun sets it: the check asks for a prompt a rank
+    _, _, args = parse(recipe, device, tmp_path)
     assert args.seed == 7, "the user's own flags come last"
     if module is train_sync:
         assert ranks % args.rollout_tp == 0
     else:
         assert 0 < args.generators < ranks and args.generators % args.rollout_tp == 0
     assert args.ppo_max_token_len_per_gpu >= args.max_prompt_length + args.max_response_length
-    assert args.dtype == "bfloat16" and args.lr <= 3e-6 and args.model.startswith("Qwen/")
-    assert args.enforce_eager == (device == "npu")
+    assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
 
 
-def test_what_the_issue_asks_of_each(tmp_path):
-    by_name = {recipe.stem: parse(recipe, "gpu", tmp_path)[2] for recipe in RECIPES}
-    fully_async = by_name["grpo_qwen2.5_0.5b_gsm8k_async"]
-    assert (fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step) == (0.2, 4)
-    gspo = by_name["gspo_qwen2.5_3b_gsm8k"]
-    assert (gspo.loss_mode, gspo.clip_ratio_low, gspo.clip_ratio_high) == ("gspo", 3e-4, 4e-4)
-    assert gspo.aggregation == "seq-mean-token-mean"
-    assert by_name["grpo_qwen3_vl_8b_geo3k_async"].correction["rollout_rs_threshold"] == "0.999_1.001"
-    assert by_name["grpo_qwen2.5_3b_gsm8k_one_step_off"].generators == 4
+# The numbers of verl's runs, as their authors give them. devices: (generators, learners). What verl counts in publishes is
+# multiplied out.
+# fmt: off
+VERL = {
+    "grpo_qwen2.5_0.5b_gsm8k_async": {
+        "devices": (1, 1), "max_prompt_length": 2048, "max_response_length": 3072, "truncation": "left", "rollout_n": 8,
+        "ppo_mini_batch_size": 64, "require_batches": 1, "staleness_threshold": 0.2, "trigger_parameter_sync_step": 4,
+        "use_kl_loss": True, "kl_loss_coef": 0.001, "use_kl_in_reward": False, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
+        "clip_ratio_c": 10, "entropy_coeff": 0, "loss_agg_mode": "token-mean", "ppo_max_token_len_per_gpu": 5120, "lr": 1e-6,
+        "lr_scheduler_type": "constant", "weight_decay": 0.1, "rollout_tp": 1, "gpu_memory_utilization": 0.8,
+        "enable_chunked_prefill": True, "max_num_batched_tokens": 5120, "temperature": 1, "top_p": 1, "val_top_p": 0.7,
+        "val_temperature": 1, "overlong_buffer_len": 512, "overlong_penalty_factor": 1, "val_before_train": False,
+        "save_freq": 0, "log_val_generations": 10, "param_offload": False, "total_epochs": 1, "prompt_key": "prompt",
+        "test_freq": 20 * 4, "old_is_rollout": True,
+    },
+    "grpo_qwen2.5_0.5b_gsm8k_sync": {
+        "devices": (0, 2), "train_batch_size": 128, "max_prompt_length": 2048, "max_response_length": 3072,
+        "filter_overlong_prompts": True, "truncation": "error", "lr": 5e-7, "entropy_coeff": 0.001, "ppo_mini_batch_size": 64,
+        "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "gradient_checkpointing": True,
+        "param_offload": False, "ref_offload": True, "rollout_tp": 2, "rollout_n": 8, "gpu_memory_utilization": 0.7,
+        "enable_chunked_prefill": False, "test_freq": 5, "total_epochs": 1, "save_freq": 0,
+    },
+    "grpo_qwen2.5_3b_gsm8k_one_step_off": {
+        "devices": (4, 4), "train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 1024,
+        "filter_overlong_prompts": True, "shuffle": False, "lr": 3e-6, "ppo_mini_batch_size": 256, "use_kl_loss": True,
+        "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "rollout_n": 5,
+        "rollout_tp": 2, "gpu_memory_utilization": 0.6, "load_format": "safetensors", "ref_offload": True,
+        "val_before_train": True, "total_epochs": 15, "save_freq": 0, "test_freq": 0,
+    },
+    "grpo_qwen3_vl_8b_geo3k_async": {
+        "devices": (16, 16), "staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "require_batches": 2,
+        "rollout_is": "sequence", "rollout_is_threshold": "2.0", "rollout_is_batch_normalize": True, "rollout_rs": "token_k1",
+        "rollout_rs_threshold": "0.6_1.6", "test_freq": 5 * 4,
+    },
+    "grpo_qwen3_vl_8b_geo3k_async_proposed": {
+        "devices": (16, 16), "staleness_threshold": 10, "trigger_parameter_sync_step": 5, "require_batches": 2,
+        "rollout_correction": "sequence_tis_geometric_rs", "test_freq": 5 * 5,
+    },
+    "dapo_qwen3_30b_a3b_async": {
+        "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,
+        "ppo_mini_batch_size": 16, "require_batches": 1, "total_training_steps": 3200 // 16, "staleness_threshold": 0.75,
+        "trigger_parameter_sync_step": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
+        "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
+        "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,
+        "max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True, "enforce_eager": False,
+        "overlong_buffer_len": 0, "val_top_p": 0.7, "val_temperature": 1, "test_freq": 25 * 2, "save_freq": 50 * 2,
+        "filter_groups": False,
+    },
+    "gspo_qwen2.5_3b_gsm8k": {
+        "devices": (0, 8), "train_batch_size": 512, "ppo_mini_batch_size": 128, "max_prompt_length": 2048,
+        "max_response_length": 8192, "rollout_n": 16, "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
+        "loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": False, "entropy_coeff": 0, "grad_clip": 1, "lr": 1e-6,
+        "weight_decay": 0.1, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 10240, "rollout_tp": 2,
+        "gpu_memory_utilization": 0.6, "enable_chunked_prefill": True, "overlong_buffer_len": 0, "test_freq": 10,
+        "save_freq": 10, "total_training_steps": 500,
+    },
+    "gspo_qwen3_30b_a3b": {
+        "devices": (0, 16), "train_batch_size": 32, "ppo_mini_batch_size": 4, "rollout_n": 2, "max_prompt_length": 2048,
+        "max_response_length": 8192, "truncation": "left", "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
+        "clip_ratio_c": 10, "use_kl_loss": False, "lr": 1e-6, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 4,
+        "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 10240, "overlong_buffer_len": 4096,
+        "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True,
+    },
+}
+for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"):
+    VERL[run] |= {
+        "max_prompt_length": 1024, "max_response_length": 2048, "filter_overlong_prompts": True, "truncation": "error",
+        "shuffle": False, "rollout_n": 4, "ppo_mini_batch_size": 64, "lr": 1e-6, "use_kl_loss": True, "kl_loss_coef": 0.01,
+        "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 16384,
+        "rollout_tp": 1, "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 32768,
+        "total_training_steps": 51200 // 128,
+    }
+# fmt: on
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_the_numbers_of_verls_run(recipe, device, tmp_path):
+    launcher, _, args = parse(recipe, device, tmp_path)
+    nodes, generate = number(launcher, "--nnodes"), getattr(args, "generators", 0)
+    learn = number(launcher, "--nproc-per-node") - generate
+    expected = dict(VERL[recipe.stem])
+    assert (nodes * generate, nodes * learn) == expected.pop("devices")
+    assert {name: getattr(args, name) for name in expected} == expected
+    # 10 steps of warm-up, counted in optimizer steps; 0.05 of 500 steps
+    updates = getattr(args, "train_batch_size", args.ppo_mini_batch_size) // args.ppo_mini_batch_size
+    warm_up = {"gspo_qwen2.5_3b_gsm8k": 25, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
+    if recipe.stem in warm_up:
+        assert args.lr_warmup_steps == warm_up[recipe.stem] * updates
+
+
+def test_each_of_verls_runs_has_its_recipe():
+    assert {recipe.stem for recipe in RECIPES} == set(VERL)
 
 
 def test_what_the_recipes_say_of_their_models_is_so():
@@ -85,7 +166,7 @@ def test_a_flag_that_a_script_has_not_is_noticed(tmp_path):
     with pytest.raises(UserError, match="no-such-flag"):
         parse(recipe, "gpu", tmp_path)
     _, _, args = parse(RECIPES[0], "gpu", tmp_path)
-    args.clip_ratio_low, args.rollout_is = 0.2, "token"
+    args.rollout_is = "token"
     args.use_rollout_log_probs = True
     with pytest.raises(UserError):
         check(args)
@@ -109,13 +190,13 @@ def known_flags() -> set[str]:
 def test_the_tables_name_only_flags_that_exist():
     text = (ROOT / "docs" / "from-verl.md").read_text()
     of_torchrun = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--standalone"}
-    assert flags_of(text) - known_flags() - of_torchrun == set()
+    assert flags_of(text) - known_flags() - of_torchrun - {"--table"} == set()
     pitfalls = (ROOT / "docs" / "pitfalls.md").read_text()
     assert flags_of(pitfalls) - known_flags() - of_torchrun - {"--speedup", "--shm-size", "--extra-index-url"} == set()
 
 
 def test_the_tables_cover_every_flag_of_the_recipes():
     used = {flag for recipe in RECIPES for flag in re.findall(r"(?<=\s)--[a-z][a-z0-9-]+|(?<=\()--[a-z-]+", recipe.read_text())}
-    mine = used & known_flags()
+    mine = {flag.replace("--no-", "--", 1) for flag in used & known_flags()}
     assert len(mine) > 40
     assert mine - flags_of((ROOT / "docs" / "from-verl.md").read_text()) == set()

@@ -1,0 +1,86 @@
+"""Prints our command for a verl command, and what it could not translate.
+
+    python -m rl.from_verl 'python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ...'
+    python -m rl.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 ...
+    python -m rl.from_verl --file run_qwen.sh        # a script of yours; nothing in it is run
+    python -m rl.from_verl --table                   # rewrites the tables of docs/from-verl.md
+
+The output is a shell script: the command, then a comment on every key that has no flag here. Without words or --file the
+command is read from standard input. Variables of the script can be set before: MODEL_PATH=... python -m ...
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rl.errors import UserError
+from rl.from_verl import document
+from rl.from_verl.command import Command, read_script, read_words
+from rl.from_verl.keys import NOT_HERE, NOT_NEEDED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.from_verl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--file", type=Path, help="a shell script that starts verl")
+    parser.add_argument("--table", action="store_true", help="write the tables of docs/from-verl.md")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="verl's command, or its key=value words")
+    args = parser.parse_args()
+    try:
+        if args.table:
+            document.write()
+        else:
+            print(report(read(args.words, args.file)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def read(words: list[str], file: Path | None) -> Command:
+    if file is not None:
+        try:
+            return read_script(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--file {file}: it cannot be read ({error}).") from None
+    if not words and not sys.stdin.isatty():
+        return read_text(sys.stdin.read())
+    if not words:
+        raise UserError("nothing to translate: give verl's command, its key=value words, or --file. --help shows examples.")
+    return read_text(words[0]) if len(words) == 1 else read_words(words)
+
+
+def read_text(text: str) -> Command:
+    """A command or a script; overrides alone are read as if verl's program stood before them."""
+    if "verl" not in text and "main_ppo" not in text:
+        text = "python3 -m verl " + text.replace("\\\n", " ").replace("\n", " ")
+    command = read_script(text)
+    command.module = "" if command.module == "verl" else command.module
+    return command
+
+
+def report(command: Command) -> str:
+    """The command, then comments: what is not here, unknown or not needed, and where a word means something else."""
+    from rl.from_verl.translate import translate  # loads the scripts, and with them torch
+
+    found = translate(command)
+    lines = [found.command(), ""]
+    if found.refusal:
+        lines += ["# REFUSED TODAY. The script ends at once with:", *(f"#   {line}" for line in found.refusal.splitlines()), ""]
+    heads = {NOT_HERE: "not here", "unknown": "unknown: no key of verl's that this program knows", NOT_NEEDED: "not needed"}
+    for kind, head in heads.items():
+        rows = {f"{key}={shown(command, key)}": why for key, (verdict, why) in found.verdicts.items() if verdict == kind}
+        lines += [f"# {head} ({len(rows)})"] if rows else []
+        lines += [f"#   {key}" + (f": {why}" if why else "") for key, why in rows.items()]
+    translated = sum(verdict == "translated" for verdict, _ in found.verdicts.values())
+    lines += [f"# {translated} of {len(found.verdicts)} keys are in the command above, as docs/from-verl.md says"]
+    lines += [f"# note: {note}" for note in found.notes]
+    return "\n".join(lines)
+
+
+def shown(command: Command, key: str) -> str:
+    return str(command.values.get(key, ""))
+
+
+if __name__ == "__main__":
+    main()

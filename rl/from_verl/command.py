@@ -1,0 +1,142 @@
+"""Reads verl's command: overrides as Hydra takes them, or a shell script that starts verl.
+
+A script is read by bash itself, so that its variables, arithmetic and conditions mean what they mean there. Nothing in it is
+run: the shell is a restricted one that finds no program, and its functions only note down how verl would have been started.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+
+from rl.errors import UserError
+
+OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
+STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
+# Every program is "not found" and noted down. The built-ins that could reach out of the script, or end it early, do nothing.
+READER = r"""
+command_not_found_handle() { printf '%s\0' "$@" $'\x1e' >&3; return 0; }
+exec() { "$@"; }
+basename() { _name=${1%/}; _name=${_name##*/}; echo "${_name%"$2"}"; }
+dirname() { case $1 in */*) echo "${1%/*}" ;; *) echo . ;; esac; }
+for name in set source . kill trap ulimit umask enable hash; do eval "$name() { :; }"; done
+PATH=/nonexistent
+readonly PATH
+builtin set -f -r
+eval "$VERL_SCRIPT"
+"""
+END_OF_PROGRAM = "\x1e\0"
+SECONDS_TO_READ = 20
+
+
+@dataclass
+class Command:
+    """One start of verl."""
+
+    module: str = ""  # verl.trainer.main_ppo, ...; empty where only overrides are given
+    config_name: str = ""  # Hydra's --config-name
+    values: dict[str, object] = field(default_factory=dict)  # key as given -> value, the last one wins
+    unread: list[str] = field(default_factory=list)  # words that are no override
+    deleted: list[str] = field(default_factory=list)  # ~key
+    notes: list[str] = field(default_factory=list)  # what reading it met
+
+
+def read_words(words: list[str]) -> Command:
+    """Takes the command's words as the shell hands them over: an optional `python3 -m module`, then overrides."""
+    command, rest = Command(), list(words)
+    for index, word in enumerate(words):
+        if STARTS_VERL.search(word) and "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py")):
+            command.module, rest = word, words[index + 1 :]
+    names = iter(rest)
+    for word in names:
+        if word.startswith("--config"):
+            name, equals, value = word.partition("=")
+            value = value if equals else next(names, "")
+            if name == "--config-name":
+                command.config_name = value
+        elif (match := OVERRIDE.fullmatch(word)) and (match["value"] is not None or word.startswith("~")):
+            if word.startswith("~"):
+                command.deleted.append(match["key"])
+            else:
+                _take(command, match["key"], parse_value(match["value"]))
+        else:
+            command.unread.append(word)
+    return command
+
+
+def _take(command: Command, key: str, value: object) -> None:
+    before = command.values.pop(key, value)
+    if before != value:
+        command.notes.append(f"{key} is given as {before} and then as {value}: the last one counts.")
+    command.values[key] = value
+
+
+def read_script(text: str) -> Command:
+    """Takes the text of a shell script, or of one command. Raises UserError if it starts no verl."""
+    starts = [words for words in _programs(text) if any(STARTS_VERL.search(word) for word in words)]
+    if not starts:
+        raise UserError(
+            "no start of verl is found in it: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
+            "If a program of your own starts verl, hand its key=value words over instead."
+        )
+    command = read_words(starts[0])
+    if len(starts) > 1:
+        command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
+    return command
+
+
+def _programs(text: str) -> list[list[str]]:
+    """The words of every program that the script would start, in its order."""
+    with tempfile.TemporaryFile() as noted:
+        try:
+            shell = subprocess.run(
+                ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()}\n{READER}", "script"],
+                env=os.environ | {"VERL_SCRIPT": text, "BASH_ENV": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(noted.fileno(),),
+                timeout=SECONDS_TO_READ,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"bash did not come to the end of the script in {SECONDS_TO_READ} s.") from None
+        except FileNotFoundError:
+            raise UserError("bash is needed to read a script; hand over the key=value words instead.") from None
+        if b"syntax error" in shell.stderr or b"unexpected EOF" in shell.stderr:
+            raise UserError(f"bash cannot read it: {shell.stderr.decode(errors='replace').strip().splitlines()[0]}")
+        noted.seek(0)
+        programs = noted.read().decode(errors="replace").split(END_OF_PROGRAM)
+    return [program.split("\0")[:-1] for program in programs if program.strip("\0")]
+
+
+def parse_value(text: str) -> object:
+    """A value in Hydra's notation: number, boolean, null, quoted text, [list], or text as it is."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.startswith("[") and text.endswith("]"):
+        return [parse_value(part) for part in _split(text[1:-1])]
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.lower() in ("null", "none"):
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _split(text: str) -> list[str]:
+    """Splits a list's inside at the commas that stand in no quotes and no brackets."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        quote = "" if char == quote else quote or (char if char in "'\"" else "")
+        depth += 0 if quote else (char in "[{") - (char in "]}")
+        if char == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part for part in parts if part.strip()]

@@ -1,0 +1,461 @@
+"""What verl's values mean here, where that takes more than the same number under another name.
+
+Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
+"""
+
+from dataclasses import dataclass, field
+
+SYNC, ONE_STEP_OFF, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
+LOGGERS = ("console", "tensorboard", "wandb")
+RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
+
+
+@dataclass
+class Run:
+    """A verl run that is being translated. Keys are in full, under the name that the table uses."""
+
+    script: str
+    given: dict[str, object]
+    defaults: dict[str, object]
+    missing: dict[str, str] = field(default_factory=dict)  # key -> what is not here
+    idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect in this run
+    notes: list[str] = field(default_factory=list)
+    launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
+
+    def __getitem__(self, key: str) -> object:
+        """The value given, or verl's default; `A.` stands for actor_rollout_ref."""
+        key = key.replace("A.", "actor_rollout_ref.", 1) if key.startswith("A.") else key
+        return self.given.get(key, self.defaults.get(key))
+
+    def has(self, key: str) -> bool:
+        return key.replace("A.", "actor_rollout_ref.", 1) in self.given
+
+    def lacks(self, key: str, what: str) -> None:
+        """The key asks for something that is not here. A default asks for nothing that the user should be told of."""
+        key = key.replace("A.", "actor_rollout_ref.", 1)
+        if key in self.given:
+            self.missing[key] = what
+
+    def skips(self, keys: str, why: str) -> None:
+        """The keys are of no effect in this run."""
+        self.idle |= {key.replace("A.", "actor_rollout_ref."): why for key in keys.split()}
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def prompts_a_step(self) -> int:
+        if self.script == ASYNC:
+            return self["A.actor.ppo_mini_batch_size"] * self["async_training.require_batches"]
+        return self["data.train_batch_size"]
+
+    @property
+    def steps(self) -> int | None:
+        """Training steps of the run, where they do not depend on the size of the data."""
+        if self.script == ASYNC:
+            return self["rollout.total_rollout_steps"] and self["rollout.total_rollout_steps"] // self.prompts_a_step
+        return self["trainer.total_training_steps"]
+
+    @property
+    def full_length(self) -> int:
+        return self["data.max_prompt_length"] + self["data.max_response_length"]
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self["A.actor.use_kl_loss"] or self["algorithm.use_kl_in_reward"])
+
+    @property
+    def corrects(self) -> bool:
+        of = "algorithm.rollout_correction."
+        return bool(self[of + "rollout_is"] or self[of + "rollout_rs"])
+
+
+def listed(value: object) -> list:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+# -- data
+
+
+def files(run: Run) -> dict[str, object]:
+    keys = {"--train-files": "data.train_files", "--val-files": "data.val_files"}
+    return {flag: listed(run[key]) or None for flag, key in keys.items()}
+
+
+def seed(run: Run) -> dict[str, object]:
+    return {"--seed": run["data.seed"]}
+
+
+def batch(run: Run) -> dict[str, object]:
+    mini = {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
+    if run.script != ASYNC:
+        return {"--train-batch-size": run["data.train_batch_size"]} | mini
+    run.skips("data.train_batch_size", "a step is require_batches mini-batches, as in verl's fully async mode, which wants 0")
+    return mini
+
+
+# -- model and learner
+
+
+def dtype(run: Run) -> dict[str, object]:
+    ours = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}.get(run[DTYPE])
+    if ours is None:
+        run.lacks(DTYPE, "bfloat16 and float32 alone")
+    return {"--dtype": ours}
+
+
+DTYPE = "A.actor.fsdp_config.dtype"
+
+
+def offload(run: Run) -> dict[str, object]:
+    keys = ("fsdp_config.param_offload", "fsdp_config.optimizer_offload", "megatron.grad_offload", "fsdp_config.offload_policy")
+    asked = [bool(run[f"A.actor.{key}"]) for key in keys]
+    if any(asked) and not asked[3] and asked[0] != asked[1]:
+        run.note("verl offloads only the parameters or only the optimizer state; --param-offload offloads both.")
+    return {"--param-offload": any(asked)}
+
+
+def megatron_offload(run: Run) -> dict[str, object]:
+    of = "A.actor.optim.override_optimizer_config."
+    fraction = run[of + "optimizer_offload_fraction"] or 0
+    if not run[of + "optimizer_cpu_offload"] or not fraction:
+        return {}
+    if fraction < 1:
+        run.note(f"verl offloads {fraction} of the optimizer state; --param-offload offloads all of it and the parameters.")
+    return {"--param-offload": True}
+
+
+def ref_offload(run: Run) -> dict[str, object]:
+    if run.needs_reference:
+        return {"--ref-offload": bool(run["A.ref.fsdp_config.param_offload"])}
+    run.skips("A.ref.fsdp_config.param_offload", "without a KL term there is no reference policy")
+    return {}
+
+
+def warmup(run: Run) -> dict[str, object]:
+    steps, ratio = run["A.actor.optim.lr_warmup_steps"], run["A.actor.optim.lr_warmup_steps_ratio"] or 0
+    if steps is None or steps < 0:
+        if ratio and run.steps is None:
+            run.lacks(
+                "A.actor.optim.lr_warmup_steps_ratio",
+                f"the number of steps follows from the data: set --lr-warmup-steps to {ratio} times the run's optimizer steps",
+            )
+            return {}
+        steps = int(ratio * (run.steps or 0))
+    mini_batches = max(1, run.prompts_a_step // run["A.actor.ppo_mini_batch_size"]) * run["A.actor.ppo_epochs"]
+    return {"--lr-warmup-steps": steps * mini_batches}
+
+
+def scheduler(run: Run) -> dict[str, object]:
+    word = run["A.actor.optim.lr_scheduler_type"] or "constant"
+    if word not in ("constant", "cosine"):
+        run.lacks("A.actor.optim.lr_scheduler_type", "constant and cosine alone")
+        word = "constant"
+    if word == "constant":
+        of = "A.actor.optim."
+        run.skips(
+            " ".join(of + key for key in ("min_lr_ratio", "min_lr", "num_cycles", "lr_decay_steps")), "the rate is constant"
+        )
+    return {"--lr-scheduler-type": word}
+
+
+def betas(run: Run) -> dict[str, object]:
+    return dict(zip(("--adam-beta1", "--adam-beta2"), run["A.actor.optim.betas"], strict=True))
+
+
+def token_budget(run: Run) -> dict[str, object]:
+    of = "A.actor."
+    if run[of + "use_dynamic_bsz"]:
+        tokens = run[of + "ppo_max_token_len_per_gpu"]
+    else:
+        tokens = (run[of + "ppo_micro_batch_size_per_gpu"] or run[of + "ppo_micro_batch_size"] or 1) * run.full_length
+    if tokens < run.full_length:
+        run.note(f"A micro-batch takes at least one sequence: {run.full_length} tokens, where verl's takes {tokens} a device.")
+    return {"--ppo-max-token-len-per-gpu": max(tokens, run.full_length)}
+
+
+# -- algorithm
+
+
+def estimator(run: Run) -> dict[str, object]:
+    word = run["algorithm.adv_estimator"]
+    if not run["algorithm.norm_adv_by_std_in_grpo"]:
+        if word in ("grpo", "grpo_vectorized"):
+            word = "dr_grpo"
+        else:
+            run.lacks("algorithm.norm_adv_by_std_in_grpo", f"for grpo alone, not {word}")
+    return {"--adv-estimator": "grpo" if word == "grpo_vectorized" else word}
+
+
+def aggregation(run: Run) -> dict[str, object]:
+    loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
+    if loss in ("gspo", "geo_mean") and mode != "seq-mean-token-mean":
+        run.note(f"verl's {loss} aggregates as seq-mean-token-mean whatever loss_agg_mode says; it says {mode}.")
+        mode = "seq-mean-token-mean"
+    return {"--loss-agg-mode": mode}
+
+
+LOSS_ARGS = {  # verl's loss -> verl's key -> our name
+    "clip_cov": {"policy_loss.clip_cov_ratio": "ratio", "policy_loss.clip_cov_lb": "low", "policy_loss.clip_cov_ub": "high"},
+    "kl_cov": {"policy_loss.kl_cov_ratio": "ratio", "policy_loss.ppo_kl_coef": "coef"},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
+}
+
+
+def loss_args(run: Run) -> dict[str, object]:
+    loss = run["A.actor.policy_loss.loss_mode"]
+    for other, args in LOSS_ARGS.items():
+        if other != loss:
+            run.skips(" ".join(f"A.actor.{key}" for key in args), f"the loss is {loss}")
+    return {"--loss-args": [f"{name}={run[f'A.actor.{key}']}" for key, name in LOSS_ARGS.get(loss, {}).items()] or None}
+
+
+def clips(run: Run) -> dict[str, object]:
+    if run.has("A.actor.clip_ratio") and not (run.has("A.actor.clip_ratio_low") and run.has("A.actor.clip_ratio_high")):
+        run.note("verl's yaml sets clip_ratio_low and clip_ratio_high to 0.2, which overrule clip_ratio there; here it counts.")
+    sides = {}
+    for side in ("low", "high"):
+        given = run.has(f"A.actor.clip_ratio_{side}") or not run.has("A.actor.clip_ratio")
+        sides[f"--clip-ratio-{side}"] = run[f"A.actor.clip_ratio_{side}" if given else "A.actor.clip_ratio"]
+    return sides
+
+
+def dual_clip(run: Run) -> dict[str, object]:
+    return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if run.has("A.actor.clip_ratio_c") else None}
+
+
+def kl_loss(run: Run) -> dict[str, object]:
+    if not run["A.actor.use_kl_loss"]:
+        run.skips("A.actor.kl_loss_coef A.actor.kl_loss_type", "use_kl_loss is off")
+        return {"--use-kl-loss": False}
+    flags = {"--kl-loss-coef": run["A.actor.kl_loss_coef"], "--kl-loss-type": run["A.actor.kl_loss_type"]}
+    return {"--use-kl-loss": True} | flags
+
+
+def kl_in_reward(run: Run) -> dict[str, object]:
+    if not run["algorithm.use_kl_in_reward"]:
+        of = "algorithm.kl_ctrl."
+        keys = ("algorithm.kl_penalty", *(of + key for key in ("type", "kl_coef", "target_kl", "horizon")))
+        run.skips(" ".join(keys), "use_kl_in_reward is off")
+        return {"--use-kl-in-reward": False}
+    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-penalty": run["algorithm.kl_penalty"]}
+    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-coef": run[of + "kl_coef"]}
+    if run[of + "type"] == "adaptive":
+        flags |= {"--target-kl": run[of + "target_kl"], "--horizon": run[of + "horizon"]}
+    return flags
+
+
+def correction(run: Run) -> dict[str, object]:
+    flags, of = {}, "algorithm.rollout_correction."
+    if run[of + "rollout_is"]:
+        flags["--rollout-is"] = run[of + "rollout_is"]
+        flags["--rollout-is-threshold"] = run[of + "rollout_is_threshold"]
+        flags["--rollout-is-batch-normalize"] = bool(run[of + "rollout_is_batch_normalize"])
+    if run[of + "rollout_rs"]:
+        flags["--rollout-rs"] = ",".join(listed(run[of + "rollout_rs"]))
+        flags["--rollout-rs-threshold"] = run[of + "rollout_rs_threshold"]
+    return flags
+
+
+def old_log_probs(run: Run) -> dict[str, object]:
+    bypass, use = "algorithm.rollout_correction.bypass_mode", "A.actor.use_rollout_log_probs"
+    generators = bool(run[bypass] if run.has(bypass) or not run.has(use) else run[use])
+    if not run.corrects:
+        ours = run.script != SYNC  # what our scripts do by themselves
+        return {"--use-rollout-log-probs": generators if generators != ours or run.has(bypass) else None}
+    if generators:
+        run.note(
+            "verl's bypass_mode (on by default in its split modes) compares the policy being trained with the generator's, "
+            "and ppo_clip then uses no weights. Here a correction always compares recomputed log-probs with the generator's, "
+            "as verl does with bypass_mode=False, at the price of one more forward pass."
+        )
+    return {}
+
+
+def filter_groups(run: Run) -> dict[str, object]:
+    of = "algorithm.filter_groups."
+    if not run[of + "enable"]:
+        return {"--filter-groups": False}
+    rounds = run[of + "max_num_gen_batches"]
+    if run[of + "metric"] not in (None, "score", "seq_reward", "seq_final_reward"):
+        run.lacks(of + "metric", "groups are filtered by their score")
+    if not rounds or rounds < 0:
+        run.note("verl sets no limit to the rounds of filter_groups; here --max-num-gen-batches does.")
+        return {"--filter-groups": True}
+    return {"--filter-groups": True, "--max-num-gen-batches": rounds}
+
+
+# -- reward
+
+
+def own_reward(run: Run) -> dict[str, object]:
+    path, name = run["reward.custom_reward_function.path"], run["reward.custom_reward_function.name"]
+    return {"--reward": f"{path}:{name}" if path else None}
+
+
+def overlong(run: Run) -> dict[str, object]:
+    of = "reward.reward_kwargs.overlong_buffer_cfg."
+    if not run[of + "enable"]:
+        run.skips(f"{of}len {of}penalty_factor reward.reward_kwargs.max_resp_len", "the overlong buffer is off")
+        return {}
+    if run["reward.reward_manager.name"] != "dapo":
+        run.lacks(of + "enable", "verl itself penalises long responses with reward_manager=dapo alone")
+        return {}
+    budget = run["reward.reward_kwargs.max_resp_len"]
+    if budget not in (None, run["data.max_response_length"]):
+        run.lacks("reward.reward_kwargs.max_resp_len", "the penalty ends at --max-response-length")
+    return {"--overlong-buffer-len": run[of + "len"], "--overlong-penalty-factor": run[of + "penalty_factor"]}
+
+
+def reward_manager(run: Run) -> dict[str, object]:
+    if run["reward.reward_manager.name"] not in ("naive", "dapo", "prime", "batch"):
+        run.lacks("reward.reward_manager.name", "write what it does into a --reward function")
+    return {}
+
+
+# -- rollout
+
+
+def engine(run: Run) -> dict[str, object]:
+    if run["A.rollout.name"] != "vllm":
+        run.lacks("A.rollout.name", "the engine is vLLM or the embedded one")
+    return {"--engine": "vllm"}
+
+
+def top_k(run: Run) -> dict[str, object]:
+    return {"--top-k": run["A.rollout.top_k"] or -1}
+
+
+def validation(run: Run) -> dict[str, object]:
+    of = "A.rollout.val_kwargs."
+    if run[of + "top_k"] not in (None, -1, 0):
+        run.lacks(of + "top_k", "the validation samples without top-k")
+    if run.has(of + "do_sample") and not run[of + "do_sample"]:
+        return {"--val-temperature": 0, "--val-top-p": 1.0}
+    return {"--val-temperature": run[of + "temperature"], "--val-top-p": run[of + "top_p"]}
+
+
+def load_format(run: Run) -> dict[str, object]:
+    given = run["A.rollout.load_format"] if run.has("A.rollout.load_format") else None
+    return {"--load-format": "dummy" if str(given).startswith("dummy") else given}
+
+
+def free_cache(run: Run) -> dict[str, object]:
+    if run.script == SYNC:
+        return {"--free-cache-engine": bool(run["A.rollout.free_cache_engine"])}
+    run.skips("A.rollout.free_cache_engine", "a generator's engine keeps its memory")
+    return {}
+
+
+def rollout_dtype(run: Run) -> dict[str, object]:
+    names = {"bfloat16": "bfloat16", "float32": "float32", "bf16": "bfloat16", "fp32": "float32"}
+    ours = names.get(run["A.rollout.dtype"])
+    if ours is None:
+        run.lacks("A.rollout.dtype", "bfloat16 and float32 alone")
+    return {"--rollout-dtype": "auto" if ours in (None, names.get(run[DTYPE])) else ours}
+
+
+# -- asynchronous training and devices
+
+
+def partial_rollout(run: Run) -> dict[str, object]:
+    return {"--partial-rollout": "recompute" if run["async_training.partial_rollout"] else "off"}
+
+
+def devices(run: Run) -> dict[str, object]:
+    nodes, ranks = run["trainer.nnodes"], run["trainer.n_gpus_per_node"]
+    if run.script == SYNC:
+        run.launch = {"--nnodes": nodes, "--nproc-per-node": ranks}
+        run.skips("rollout.nnodes rollout.n_gpus_per_node", "every rank generates, then learns")
+        return {}
+    learn, generate = nodes * ranks, run["rollout.nnodes"] * run["rollout.n_gpus_per_node"]
+    nodes = 1 if learn + generate <= RANKS_ON_A_NODE else nodes + run["rollout.nnodes"]
+    if learn % nodes or generate % nodes:
+        run.lacks(
+            "rollout.n_gpus_per_node",
+            f"{generate} generators and {learn} learners over {nodes} nodes: each node has the same ranks and --generators",
+        )
+    per_node = {"learn": max(1, learn // nodes), "generate": max(1, generate // nodes)}
+    run.launch = {"--nnodes": nodes, "--nproc-per-node": sum(per_node.values())}
+    if nodes > 1:
+        run.note(
+            f"{nodes} nodes of {per_node['generate']} generators and {per_node['learn']} learners each, where verl has nodes "
+            "that only generate and nodes that only learn."
+        )
+    return {"--generators": per_node["generate"]}
+
+
+# -- trainer
+
+
+def length(run: Run) -> dict[str, object]:
+    epochs, steps = run["trainer.total_epochs"], run["trainer.total_training_steps"]
+    if run.script == ASYNC:
+        run.skips("trainer.total_training_steps", "verl's fully async mode goes by total_rollout_steps and epochs")
+        run.note(
+            f"The run ends after total_rollout_steps; verl's also after {epochs} passes over the data (total_epochs). "
+            f"If these are fewer, give --total-epochs {epochs} instead of --total-training-steps."
+        )
+        return {"--total-training-steps": run.steps}
+    if run["rollout.total_rollout_steps"] is not None:
+        run.lacks("rollout.total_rollout_steps", "verl itself reads it in its fully async mode alone")
+    if steps is None:
+        return {"--total-epochs": epochs}
+    if run.has("trainer.total_epochs"):
+        run.note(
+            f"total_training_steps {steps} decides, and total_epochs {epochs} is left out: verl would stop earlier if {epochs} "
+            f"passes over the data are fewer than {steps} steps."
+        )
+    return {"--total-training-steps": steps}
+
+
+def _every(run: Run, key: str) -> int:
+    """A frequency in steps; verl's fully async mode counts publishes."""
+    every = run[key]
+    if every is None or every <= 0:
+        return 0
+    return every * run["async_training.trigger_parameter_sync_step"] if run.script == ASYNC else every
+
+
+def test_freq(run: Run) -> dict[str, object]:
+    return {"--test-freq": _every(run, "trainer.test_freq")}
+
+
+def save_freq(run: Run) -> dict[str, object]:
+    return {"--save-freq": _every(run, "trainer.save_freq")}
+
+
+def keep(run: Run) -> dict[str, object]:
+    if not _every(run, "trainer.save_freq"):
+        run.skips("trainer.max_actor_ckpt_to_keep", "there is one checkpoint, at the end")
+        return {}
+    return {"--max-ckpt-to-keep": max(0, run["trainer.max_actor_ckpt_to_keep"] or 0)}
+
+
+def resume(run: Run) -> dict[str, object]:
+    mode = run["trainer.resume_mode"]
+    if mode == "resume_path":
+        run.lacks(
+            "trainer.resume_from_path", "verl's checkpoints cannot be read; start from its Hugging Face export with --model"
+        )
+    return {"--resume-mode": "disable" if mode == "disable" else "auto"}
+
+
+def output_dir(run: Run) -> dict[str, object]:
+    return {"--output-dir": run["trainer.default_local_dir"]}
+
+
+def project(run: Run) -> dict[str, object]:
+    return {"--project-name": run["trainer.project_name"] if run.has("trainer.project_name") else None}
+
+
+def experiment(run: Run) -> dict[str, object]:
+    return {"--experiment-name": run["trainer.experiment_name"] if run.has("trainer.experiment_name") else None}
+
+
+def logger(run: Run) -> dict[str, object]:
+    names = listed(run["trainer.logger"]) if run.has("trainer.logger") else ["console"]
+    if unknown := [name for name in names if name not in LOGGERS]:
+        run.lacks("trainer.logger", f"{', '.join(map(str, unknown))}; here {', '.join(LOGGERS)}")
+    return {"--logger": [name for name in names if name in LOGGERS] or None}

@@ -1,0 +1,381 @@
+"""Verl's keys and what each is here: the one table, from which the translator works and docs/from-verl.md is made.
+
+`A.` stands for actor_rollout_ref. A row may name several keys, each with verl's default behind `=`; `new|old` are two names of
+one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those of its others in OTHER_DEFAULTS.
+"""
+
+from rl.from_verl import meanings as m
+from rl.from_verl.keys import Row, missing, to, unneeded
+
+# fmt: off
+TABLE: dict[str, list[Row]] = {
+    "Data": [
+        to("data.train_files data.val_files", "--train-files, --val-files", "several without brackets", m.files),
+        to("data.prompt_key=prompt", "--prompt-key"),
+        to("data.max_prompt_length=512", "--max-prompt-length"),
+        to("data.max_response_length=512", "--max-response-length"),
+        to("data.filter_overlong_prompts=False", "--filter-overlong-prompts"),
+        to("data.truncation=error", "--truncation", "verl's `middle` is not here"),
+        to("data.shuffle=True", "--shuffle"),
+        to("data.seed=null", "--seed", "here also of the sampling; 0 by default", m.seed),
+        to("data.train_max_samples=-1", "--train-max-samples"),
+        to("data.val_max_samples=-1", "--val-max-samples"),
+        to(
+            "data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256",
+            "--train-batch-size, --ppo-mini-batch-size",
+            "both count prompts over all ranks, as in verl. In `train_async.py` there is no batch size: a step is "
+            "`--ppo-mini-batch-size` times `--require-batches`",
+            m.batch,
+        ),
+        missing("data.image_key data.video_key data.audio_key", "prompts with images are refused"),
+        missing("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "the chat template takes no arguments"),
+        missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
+        missing("data.tokenizer=null", "the tokenizer is the model's"),
+        missing("data.tool_config_path=null data.function_tool_path=null", "no tools"),
+        missing("data.reward_fn_key=data_source", "the column is `data_source`"),
+        missing("data.mm_processor_kwargs.*", "no images"),
+        unneeded("data.gen_batch_size", "a ticket is one prompt"),
+        unneeded("data.val_batch_size", "the validation set is one batch"),
+        unneeded("data.return_raw_chat data.return_raw_input_ids data.return_full_prompt", "chats are always templated here"),
+        unneeded("data.return_multi_modal_inputs data.image_patch_size", "no images"),
+        unneeded("data.dataloader_num_workers data.filter_overlong_prompts_workers data.use_shm", "prompts are measured once"),
+        unneeded("data.validation_shuffle", "the order of validation prompts has no effect"),
+    ],
+    "Model and learner": [
+        to("A.model.path", "--model"),
+        to("A.model.trust_remote_code|data.trust_remote_code=False", "--trust-remote-code"),
+        to("A.model.enable_gradient_checkpointing=True", "--gradient-checkpointing", "on in verl, off here by default"),
+        to(
+            "A.actor.fsdp_config.dtype|A.actor.megatron.dtype=bfloat16",
+            "--dtype",
+            "`bfloat16` in verl, `float32` here by default; master weights are fp32 either way",
+            m.dtype,
+        ),
+        to(
+            "A.actor.fsdp_config.param_offload|A.actor.megatron.param_offload=False "
+            "A.actor.fsdp_config.optimizer_offload|A.actor.megatron.optimizer_offload=False "
+            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy=False",
+            "--param-offload",
+            "parameters, gradients and optimizer state together",
+            m.offload,
+        ),
+        to(
+            "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
+            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0",
+            "--param-offload",
+            "Megatron's: a fraction above 0; a fraction of 0 offloads nothing, whatever the other says",
+            m.megatron_offload,
+        ),
+        to(
+            "A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload=False",
+            "--ref-offload",
+            "on by default here; without a KL term there is no reference policy",
+            m.ref_offload,
+        ),
+        to("A.actor.optim.lr=1e-6", "--lr"),
+        to(
+            "A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0",
+            "--lr-warmup-steps",
+            "training steps in verl, optimizer steps here: times mini-batches a step and `--ppo-epochs`. A ratio is of all "
+            "steps. "
+            "None in verl, 10 here by default",
+            m.warmup,
+        ),
+        to(
+            "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style=constant",
+            "--lr-scheduler-type",
+            "`constant` in verl, `cosine` here by default",
+            m.scheduler,
+        ),
+        to("A.actor.optim.min_lr_ratio=0.0", "--min-lr-ratio"),
+        to("A.actor.optim.weight_decay=0.01", "--weight-decay"),
+        to("A.actor.optim.betas=[0.9,0.999]", "--adam-beta1, --adam-beta2", "", m.betas),
+        to("A.actor.grad_clip|A.actor.optim.clip_grad=1.0", "--grad-clip"),
+        to("A.actor.ppo_epochs=1", "--ppo-epochs"),
+        to(
+            "A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
+            "A.actor.ppo_micro_batch_size=null",
+            "--ppo-max-token-len-per-gpu",
+            "micro-batches are always filled by tokens; a micro-batch size becomes so many prompts and responses of full "
+            "length. At least one full sequence, which in verl several devices of a sequence-parallel group may share",
+            m.token_budget,
+        ),
+        missing("A.actor.ulysses_sequence_parallel_size=1 A.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+                "no sequence parallelism: a sequence must fit on one device"),
+        missing("A.ref.ulysses_sequence_parallel_size=1 A.ref.fsdp_config.ulysses_sequence_parallel_size=1",
+                "no sequence parallelism"),
+        missing(
+            "A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
+            "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
+            "A.*.megatron.expert_model_parallel_size=1 A.*.megatron.expert_tensor_parallel_size=1",
+            "the model is sharded over all learners (FSDP2); there is no other parallelism",
+        ),
+        missing("A.model.lora_rank=0 A.model.lora.rank=0 A.model.lora_adapter_path=null", "LoRA"),
+        missing("A.model.enable_activation_offload=False A.model.tiled_mlp.enabled=False", "not for activations"),
+        missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
+        missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null",
+                "a model is one directory or hub name"),
+        missing("A.model.mtp.enable=False", "multi-token prediction"),
+        missing("A.model.override_config.*", "edit the model's config.json"),
+        missing("A.actor.freeze_vision_tower=False", "no images"),
+        missing("A.actor.optim.optimizer=AdamW", "the optimizer is AdamW"),
+        missing("A.actor.optim.override_optimizer_config=null A.actor.optim.override_optimizer_config.*", "AdamW as it is"),
+        missing("A.actor.optim.lr_warmup_init=0 A.actor.optim.min_lr=0 A.actor.optim.lr_decay_steps=null "
+                "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style=constant "
+                "A.actor.optim.lr_wsd_decay_steps=null",
+                "the rate warms up from 0, then stays or falls along half a cosine to the last step"),
+        missing("A.actor.router_replay.mode=disabled A.ref.router_replay.mode=disabled", "no replay of the router's choices"),
+        missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False", "no quantised training"),
+        missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*",
+                "master weights and the reduction of gradients are fp32"),
+        unneeded("A.hybrid_engine", "the script: `train_sync.py` is the hybrid one"),
+        unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "
+                 "model_engine", "always FSDP2"),
+        unneeded("A.model.use_remove_padding A.actor.use_remove_padding A.actor.pad_to_length", "always packed"),
+        unneeded("A.model.use_fused_kernels A.model.fused_kernel_options.* A.model.use_liger A.actor.use_fused_kernels "
+                 "A.*.entropy_from_logits_with_chunking A.*.entropy_from_logits_chunk_size A.*.entropy_checkpointing "
+                 "A.*.fsdp_config.entropy_checkpointing A.*.fsdp_config.entropy_from_logits_with_chunking",
+                 "log-probs and entropy are always computed in chunks"),
+        unneeded("A.model.override_config.attention_dropout A.model.override_config.embd_pdrop "
+                 "A.model.override_config.resid_pdrop A.model.override_config.model_config.attention_dropout "
+                 "A.model.override_config.model_config.embd_pdrop A.model.override_config.model_config.resid_pdrop "
+                 "A.model.override_config.model_config.hidden_dropout", "dropout is always off"),
+        unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
+                 "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
+        unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
+        unneeded("A.model.use_shm A.model.exclude_modules A.model.target_modules A.model.lora_alpha A.model.lora.*",
+                 "of use with what is missing here alone"),
+        unneeded("A.*.fsdp_config.fsdp_size A.*.fsdp_config.reshard_after_forward A.*.fsdp_config.forward_prefetch "
+                 "A.*.fsdp_config.wrap_policy.* A.*.fsdp_config.use_orig_params A.*.fsdp_config.forward_only",
+                 "sharded over all learners, layer by layer"),
+        unneeded("A.*.use_torch_compile A.*.fsdp_config.use_torch_compile", "nothing is compiled"),
+        unneeded("A.ref.log_prob_use_dynamic_bsz A.rollout.log_prob_use_dynamic_bsz A.ref.log_prob_max_token_len_per_gpu "
+                 "A.rollout.log_prob_max_token_len_per_gpu A.ref.log_prob_micro_batch_size_per_gpu "
+                 "A.rollout.log_prob_micro_batch_size_per_gpu A.ref.log_prob_micro_batch_size "
+                 "A.rollout.log_prob_micro_batch_size",
+                 "log-probs are computed in the learner's micro-batches"),
+        unneeded("A.actor.shuffle A.actor.data_loader_seed A.actor.fsdp_config.seed A.actor.fsdp_config.full_determinism",
+                 "mini-batches keep the batch's order"),
+        unneeded("A.actor.megatron.use_mbridge A.*.megatron.use_dist_checkpointing A.*.megatron.dist_checkpointing_path "
+                 "A.*.megatron.sequence_parallel A.*.megatron.use_distributed_optimizer "
+                 "A.*.megatron.override_transformer_config.* "
+                 "A.*.megatron.override_ddp_config.* A.*.megatron.override_mcore_model_config.* A.*.megatron.vanilla_mbridge "
+                 "A.*.megatron.use_mbridge A.*.megatron.seed A.*.megatron.load_weight A.*.megatron.use_remove_padding "
+                 "A.ref.megatron.grad_offload A.ref.megatron.optimizer_offload A.ref.megatron.dtype",
+                 "no Megatron; its recomputation is `--gradient-checkpointing`"),
+        unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype", "the reference policy has no optimizer"),
+        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step",
+                 "the scripts set it"),
+        unneeded("A.actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d "
+                 "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer "
+                 "A.actor.optim.override_optimizer_config.overlap_param_gather", "speed and precision of Megatron's optimizer"),
+        unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to go on "
+                 "(checkpoints.md)"),
+        unneeded("A.nccl_timeout", "every wait is watched: `--hang-timeout`"),
+        unneeded("A.actor.rollout_n A.ref.rollout_n", "`--rollout-n`"),
+    ],
+    "Algorithm": [
+        to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator",
+           "verl's words work; `gae`, verl's default, needs a critic, which is not here. Without division by the standard "
+           "deviation `grpo` is `dr_grpo`", m.estimator),
+        to("algorithm.gamma=1.0", "--gamma"),
+        to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
+        to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode",
+           "`token-mean` in verl; here that of the loss's paper by default. Denominators are global; "
+           "`gspo` and `geo_mean` are `seq-mean-token-mean` in both", m.aggregation),
+        to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2",
+           "--clip-ratio-low, --clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's "
+           "paper",
+           m.clips),
+        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "", m.dual_clip),
+        to("A.actor.entropy_coeff=0", "--entropy-coeff"),
+        to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl",
+           "--use-kl-loss, --kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
+        to("algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed "
+           "algorithm.kl_ctrl.kl_coef=0.001 "
+           "algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
+           "--use-kl-in-reward, --kl-penalty, --kl-ctrl-type, --kl-coef, --target-kl, --horizon", "", m.kl_in_reward),
+        to("algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "
+           "algorithm.rollout_correction.rollout_is_batch_normalize=False algorithm.rollout_correction.rollout_rs=null "
+           "algorithm.rollout_correction.rollout_rs_threshold=null",
+           "--rollout-is, --rollout-is-threshold, --rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold",
+           "presets such as `decoupled_seq_is_rs()`: `--rollout-correction sequence_tis_geometric_rs`", m.correction),
+        to("algorithm.rollout_correction.bypass_mode=False "
+           "A.actor.use_rollout_log_probs|async_training.use_rollout_log_probs|async.use_rollout_log_probs=False",
+           "--use-rollout-log-probs", "on by default where batches may be stale, as in verl", m.old_log_probs),
+        to("algorithm.filter_groups.enable=False algorithm.filter_groups.max_num_gen_batches=0 "
+           "algorithm.filter_groups.metric=null",
+           "--filter-groups, --max-num-gen-batches", "by the score, whatever the metric; 0 is no limit in "
+           "verl", m.filter_groups),
+        missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
+        missing("algorithm.lam=1.0", "needs a critic"),
+        missing("algorithm.use_pf_ppo=False algorithm.pf_ppo.*", "PF-PPO"),
+        missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
+        to("A.actor.policy_loss.clip_cov_ratio=0.0002 A.actor.policy_loss.clip_cov_lb=1.0 A.actor.policy_loss.clip_cov_ub=5.0 "
+           "A.actor.policy_loss.kl_cov_ratio=0.0002 A.actor.policy_loss.ppo_kl_coef=0.1 "
+           "A.actor.tau_pos=1.0 A.actor.tau_neg=1.05", "--loss-args",
+           "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in verl, the paper's 1 here); `sapo`: tau_pos, tau_neg",
+           m.loss_args),
+        missing("A.actor.policy_loss.dro_beta=null", "DRO"),
+        missing("A.actor.loss_scale_factor=null", "`seq-mean-token-sum-norm` divides by the response budget"),
+        missing("critic.* distillation.*", "no critic, no distillation"),
+        unneeded("distillation.enabled=False critic.enable", "there is none"),
+        unneeded("A.actor.calculate_entropy A.actor.calculate_sum_pi_squared", "the entropy is always measured"),
+    ],
+    "Reward": [
+        to("reward.custom_reward_function.path|custom_reward_function.path=null "
+           "reward.custom_reward_function.name|custom_reward_function.name=compute_score",
+           "--reward", "`path.py:name`, called with the same arguments", m.own_reward),
+        to("reward.reward_kwargs.overlong_buffer_cfg.enable|reward_model.reward_kwargs.overlong_buffer_cfg.enable|"
+           "reward_model.overlong_buffer.enable=False "
+           "reward.reward_kwargs.overlong_buffer_cfg.len|reward_model.reward_kwargs.overlong_buffer_cfg.len|"
+           "reward_model.overlong_buffer.len=0 "
+           "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor|"
+           "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor|"
+           "reward_model.overlong_buffer.penalty_factor=1.0 "
+           "reward.reward_kwargs.max_resp_len|reward_model.reward_kwargs.max_resp_len=null",
+           "--overlong-buffer-len, --overlong-penalty-factor",
+           "a length of 0 is off; the response budget is `--max-response-length`. In verl of effect with the manager `dapo` "
+           "alone",
+           m.overlong),
+        to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
+           "`naive`, "
+           "`dapo` and `prime` score alike here", m.reward_manager),
+        missing("reward_model.enable=False reward.reward_model.enable=False", "no reward model but one called in `--reward`"),
+        missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
+                "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
+        missing("sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*", "no code sandbox"),
+        unneeded("reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
+                 "reward_model.overlong_buffer.log", "the penalty is always a metric"),
+        unneeded("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "`--reward-workers` a "
+                 "rank"),
+        unneeded("reward_model.* reward.reward_model.*", "of use with a reward model alone"),
+    ],
+    "Rollout": [
+        to("A.rollout.name=vllm", "--engine", "`vllm` or the embedded engine; not `sglang`", m.engine),
+        to("A.rollout.n=1", "--rollout-n", "1 in verl, 8 here by default"),
+        to("A.rollout.temperature=1.0", "--temperature"),
+        to("A.rollout.top_p=1", "--top-p"),
+        to("A.rollout.top_k=-1", "--top-k", "-1 or 0 is off in verl, -1 here", m.top_k),
+        to("A.rollout.ignore_eos=False", "--ignore-eos"),
+        to("A.rollout.val_kwargs.n=1", "--val-n"),
+        to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0 A.rollout.val_kwargs.top_p=1.0 "
+           "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p",
+           "`do_sample=False` is temperature 0; no top_k in the validation", m.validation),
+        to("A.rollout.tensor_model_parallel_size=2", "--rollout-tp", "2 in verl, 1 here by default"),
+        to("A.rollout.gpu_memory_utilization=0.5", "--gpu-memory-utilization"),
+        to("A.rollout.max_num_seqs=256", "--max-num-seqs"),
+        to("A.rollout.max_num_batched_tokens=8192", "--max-num-batched-tokens"),
+        to("A.rollout.enable_chunked_prefill=True", "--enable-chunked-prefill"),
+        to("A.rollout.enforce_eager=False", "--enforce-eager"),
+        to("A.rollout.load_format=dummy", "--load-format", "the learner's weights come in any case", m.load_format),
+        to("A.rollout.free_cache_engine|A.rollout.enable_sleep_mode=True", "--free-cache-engine", "of effect in "
+           "`train_sync.py`",
+           m.free_cache),
+        to("A.rollout.dtype=bfloat16", "--rollout-dtype", "by default that of `--dtype`", m.rollout_dtype),
+        missing("A.rollout.pipeline_model_parallel_size=1", "an engine is split by tensor parallelism alone"),
+        missing("A.rollout.data_parallel_size=1", "each `--rollout-tp` ranks are an engine of their own; none shares experts "
+                "with "
+                "another"),
+        missing("A.rollout.expert_parallel_size=1", "experts are split by tensor parallelism, as everything else"),
+        missing("A.rollout.engine_kwargs.*", "other vLLM settings have no flags"),
+        missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
+                "A.rollout.agent.agent_loop_config_path=null", "one turn, no tools"),
+        missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
+        missing("A.rollout.enable_rollout_routing_replay=False", "no replay of the router's choices"),
+        missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0",
+                "sampling by temperature, top-p and top-k"),
+        missing("A.rollout.over_sample_rate=0", "no over-sampling"),
+        missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
+        missing("A.rollout.trace.* A.rollout.prometheus.*", "metrics go where `--logger` says"),
+        unneeded("A.rollout.engine_kwargs.vllm.mm_processor_cache_gb "
+                 "A.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
+                 "A.rollout.limit_images", "no images"),
+        unneeded("A.rollout.mode", "the script"),
+        unneeded("A.rollout.max_model_len A.rollout.prompt_length A.rollout.response_length",
+                 "prompt and response budget together"),
+        unneeded("A.rollout.calculate_log_probs A.rollout.logprobs_mode", "log-probs always come with the tokens"),
+        unneeded("A.rollout.layered_summon", "weights are gathered one by one, always"),
+        unneeded("A.rollout.enable_prefix_caching A.rollout.scheduling_policy A.rollout.cudagraph_capture_sizes "
+                 "A.rollout.disable_log_stats A.rollout.skip_tokenizer_init A.rollout.multi_stage_wake_up A.rollout.seed "
+                 "A.rollout.full_determinism A.rollout.use_inflight_load_balancing", "the engine is set up so or has no such "
+                 "thing"),
+        unneeded("A.rollout.checkpoint_engine.* A.checkpoint_engine A.rollout.update_weights_bucket_megabytes "
+                 "A.rollout.moe_load_balance_metrics_interval", "weights are broadcast over the job's own process group"),
+        unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "of use with several turns alone"),
+    ],
+    "Asynchronous training": [
+        to("async_training.staleness_threshold|async.staleness_threshold", "--staleness-threshold"),
+        to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step", "--trigger-parameter-sync-step"),
+        to("async_training.require_batches|async.require_batches", "--require-batches"),
+        to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout",
+           "True is `recompute`: a response goes on with a fresh KV cache; `keep`, the default here, spares the time for it. "
+           "False "
+           "is `off`", m.partial_rollout),
+        to("trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+           "rollout.nnodes|A.rollout.nnodes=1 rollout.n_gpus_per_node|A.rollout.n_gpus_per_node|A.rollout.n_gpus|"
+           "rollout.n_gpus=8",
+           "--generators", "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, "
+           "with "
+           "`--generators` of its ranks generating", m.devices),
+        missing("rollout.n", "verl itself reads `A.rollout.n`"),
+        missing("async_training.compute_prox_log_prob=False async.compute_prox_log_prob=False",
+                "`--loss-mode decoupled_ppo` computes it"),
+        unneeded("async_training.use_trainer_do_validate async.use_trainer_do_validate "
+                 "async_training.parallel_validate_and_rollout async.parallel_validate_and_rollout", "the generators validate"),
+        unneeded("async_training.checkpoint_engine.* async.checkpoint_engine.*",
+                 "weights are broadcast over the job's own process group"),
+        unneeded("rollout.max_concurrent_samples_per_replica", "as many as the engine takes: `--max-num-seqs`"),
+        unneeded("A.rollout.total_rollout_steps", "verl reads `rollout.total_rollout_steps`"),
+    ],
+    "Trainer": [
+        to("trainer.total_epochs|rollout.total_epochs=30 trainer.total_training_steps=null rollout.total_rollout_steps=null",
+           "--total-epochs, --total-training-steps", "`total_training_steps` counts steps, `total_rollout_steps` prompts: "
+           "divided by the prompts of a step. In verl `total_epochs` may end it too; here one of them counts", m.length),
+        to("trainer.test_freq|rollout.test_freq=-1", "--test-freq", "in steps; verl's fully async mode counts publishes: times "
+           "`--trigger-parameter-sync-step`. -1 in verl, 0 here is never", m.test_freq),
+        to("trainer.val_before_train=True", "--val-before-train"),
+        to("trainer.save_freq=-1", "--save-freq", "as `--test-freq`; there is always a checkpoint at the end", m.save_freq),
+        to("trainer.max_actor_ckpt_to_keep=null", "--max-ckpt-to-keep", "verl keeps all, here 3 by default; 0 keeps "
+           "all", m.keep),
+        to("trainer.resume_mode=auto trainer.resume_from_path=null", "--resume-mode",
+           "`auto`, `disable` or the path of a checkpoint of ours: verl's cannot be read. auto needs the same "
+           "`--experiment-name`", m.resume),
+        to("trainer.default_local_dir", "--output-dir", "the run's directory is made in it", m.output_dir),
+        to("trainer.project_name=verl_examples", "--project-name", "", m.project),
+        to("trainer.experiment_name=gsm8k", "--experiment-name", "", m.experiment),
+        to("trainer.logger=[console,wandb]", "--logger", "`console`, `tensorboard`, `wandb`", m.logger),
+        to("trainer.log_val_generations=0", "--log-val-generations"),
+        missing("trainer.val_only=False", "validation alone"),
+        missing("trainer.default_hdfs_dir=null", "no HDFS"),
+        missing("trainer.rollout_data_dir=null trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
+        missing("trainer.v1.* trainer.use_v1", "verl's newer trainer: `train_async.py` is its `separate_async`"),
+        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null", "profile a script as any other Python program"),
+        unneeded("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", "there is no critic"),
+        unneeded("trainer.balance_batch", "micro-batches are always balanced over the ranks"),
+        unneeded("trainer.device", "what the machine has"),
+        unneeded("trainer.use_legacy_worker_impl", "there is one implementation"),
+        unneeded("trainer.del_local_ckpt_after_load trainer.esi_redundant_time trainer.ray_wait_register_center_timeout",
+                 "there is no such thing"),
+        unneeded("ray_kwargs.* ray_init.* ray_kwargs ray_init transfer_queue.* hydra.* skip.*", "no Ray, no Hydra"),
+    ],
+}
+
+# What verl's own configurations of its other two programs set otherwise.
+_SPLIT = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.rollout.free_cache_engine": False}
+OTHER_DEFAULTS: dict[str, dict[str, object]] = {
+    m.SYNC: {},
+    m.ONE_STEP_OFF: _SPLIT,
+    m.ASYNC: _SPLIT
+    | {
+        "actor_rollout_ref.actor.use_rollout_log_probs": True,
+        "async_training.staleness_threshold": 0.1,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.require_batches": 1,
+        "async_training.partial_rollout": True,
+        "rollout.total_rollout_steps": 100,
+    },
+}
+# fmt: on
+
+ROWS = [row for section in TABLE.values() for row in section]

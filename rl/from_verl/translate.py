@@ -1,0 +1,194 @@
+"""Translates one verl command: our command, and a word on every key that was given."""
+
+import re
+import shlex
+from dataclasses import MISSING, dataclass, fields
+
+import train_async
+import train_one_step_off
+import train_sync
+from rl import flags as command_line
+from rl.errors import UserError
+from rl.from_verl import keys
+from rl.from_verl.command import Command
+from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED
+from rl.from_verl.meanings import ASYNC, ONE_STEP_OFF, SYNC, Run
+from rl.from_verl.table import OTHER_DEFAULTS, ROWS
+
+MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async}
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # Hydra's ${trainer.total_epochs}
+
+
+@dataclass
+class Translation:
+    launcher: list[str]  # torchrun and its flags
+    script: str
+    flags: dict[str, object]
+    verdicts: dict[str, tuple[str, str]]  # key as given -> (translated, not needed, not here or unknown; why)
+    notes: list[str]
+    refusal: str = ""  # why the script would refuse the command, if it would
+
+    def words(self) -> list[str]:
+        """The command line without the launcher."""
+        return [self.script, *(word for flag, value in self.flags.items() for word in _words(flag, value))]
+
+    def command(self, width: int = 120) -> str:
+        """The command for a shell, over several lines."""
+        parts = [shlex.join([*self.launcher, self.script])]
+        parts += [shlex.join(_words(flag, value)) for flag, value in self.flags.items()]
+        lines = [""]
+        for part in parts:
+            if len(lines[-1]) + len(part) > width:
+                lines.append("  ")
+            lines[-1] += part + " "
+        return " \\\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def translate(command: Command) -> Translation:
+    names = {}  # key as given -> (row, the table's name)
+    for key in command.values:
+        names[key] = keys.find(key, ROWS)
+    given = {found[1]: _resolved(command, key) for key, found in names.items() if found}
+    notes = list(command.notes) + _clashes(command, names)
+    script = script_of(command, given)
+    defaults = {name: value for row in ROWS for name, value in row.defaults.items()} | OTHER_DEFAULTS[script]
+    run = Run(
+        script, {key: value for key, value in given.items() if not _wrong(value, defaults.get(key))}, defaults, notes=notes
+    )
+    flags = _flags(run)
+    verdicts = {key: _verdict(run, found, _resolved(command, key)) for key, found in names.items()}
+    verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
+    launcher = (
+        ["torchrun", "--nnodes", str(run.launch["--nnodes"])] if run.launch["--nnodes"] > 1 else ["torchrun", "--standalone"]
+    )
+    launcher += ["--nproc-per-node", str(run.launch["--nproc-per-node"])]
+    if run.launch["--nnodes"] > 1:
+        launcher += ["--node-rank", "0", "--master-addr", "localhost"]
+        run.note("Start it on every node with its own --node-rank and the first node's address as --master-addr.")
+    translation = Translation(launcher, script, flags, verdicts, run.notes)
+    translation.refusal = refusal(translation)
+    return translation
+
+
+def script_of(command: Command, given: dict[str, object]) -> str:
+    """The script that does what verl's program does; without a program's name the keys tell."""
+    if command.module:
+        told = {"fully_async": ASYNC, "one_step_off": ONE_STEP_OFF, "main_ppo": SYNC}
+        words = f"{command.module} {command.config_name}"
+        if script := next((script for word, script in told.items() if word in words), None):
+            return script
+    if any(key.startswith("async_training.") for key in given) or "rollout.total_rollout_steps" in given:
+        return ASYNC
+    if given.get("actor_rollout_ref.hybrid_engine") is False or "rollout.n_gpus_per_node" in given:
+        return ONE_STEP_OFF
+    return SYNC
+
+
+def _resolved(command: Command, key: str) -> object:
+    """The value with Hydra's references to other given keys put in."""
+    value = command.values[key]
+    for _ in range(5):
+        match = isinstance(value, str) and REFERENCE.search(value)
+        if not match or match[1] not in command.values:
+            return value
+        other = command.values[match[1]]
+        value = other if match[0] == value else value.replace(match[0], str(other))
+    return value
+
+
+def _clashes(command: Command, names: dict) -> list[str]:
+    """Notes on keys that are given under two names with two values."""
+    seen, notes = {}, []
+    for key, found in names.items():
+        if found and found[1] in seen and command.values[seen[found[1]]] != command.values[key]:
+            notes.append(f"{seen[found[1]]} and {key} are two names of one setting: the latter counts.")
+        if found:
+            seen[found[1]] = key
+    return notes
+
+
+def _flags(run: Run) -> dict[str, object]:
+    """Our flags: those of keys that were given, and those where verl's default is not ours."""
+    ours, flags = own_defaults(run.script), {}
+    for row in ROWS:
+        if row.kind != TRANSLATED:
+            continue
+        made = row.meaning(run) if row.meaning else {row.flags: run[row.names[0][0]]}
+        given = any(names[0] in run.given for names in row.names)
+        if made and not made.keys() & ours.keys():
+            run.skips(" ".join(names[0] for names in row.names), f"{run.script} has no {' or '.join(made)}")
+        for flag, value in made.items():
+            if value is None or flag not in ours:
+                continue
+            if given or not _same(value, ours[flag]):
+                flags[flag] = value
+    return {flag: value for flag, value in flags.items() if not (value is False and ours[flag] is False)}
+
+
+def own_defaults(script: str) -> dict[str, object]:
+    """Flag -> default of one of our scripts."""
+    found = {}
+    for field in fields(MODULES[script].Args):
+        found["--" + field.name.replace("_", "-")] = None if field.default is MISSING else field.default
+    return found
+
+
+def _same(ours: object, theirs: object) -> bool:
+    if isinstance(theirs, tuple):
+        return list(theirs) == ours
+    if isinstance(theirs, float) and isinstance(ours, int | float):
+        return float(ours) == theirs
+    return ours == theirs
+
+
+def _words(flag: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag, str(value)] if flag == "--use-rollout-log-probs" else [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, *(str(word) for word in (value if isinstance(value, list) else [value]))]
+
+
+def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
+    if found is None:
+        return "unknown", ""
+    row, name = found
+    if name in run.missing:
+        return NOT_HERE, run.missing[name]
+    if name in run.idle:
+        return NOT_NEEDED, run.idle[name]
+    if wrong := _wrong(value, run.defaults.get(name)):
+        return NOT_HERE, wrong
+    if row.kind == NOT_HERE and keys.neutral(row, name, value):
+        return NOT_NEEDED, "it asks for nothing here that is missing"
+    return row.kind, row.note
+
+
+def _wrong(value: object, default: object) -> str:
+    """Why a value cannot be used, if it cannot."""
+    if value == "":
+        return "it is empty: a shell variable that is not set?"
+    if isinstance(value, str) and "${" in value:
+        return "it refers to a setting that the command does not give"
+    if isinstance(default, int | float) and not isinstance(value, int | float | None):
+        return f"expected a value such as {default}"
+    return ""
+
+
+def _deleted(key: str) -> tuple[str, str]:
+    found = keys.find(key, ROWS)
+    if found and found[0].kind == TRANSLATED:
+        return NOT_HERE, "~ takes the key away: the default of ours counts"
+    return NOT_NEEDED, "it is taken away"
+
+
+def refusal(translation: Translation) -> str:
+    """What the script says to the command line, if it refuses it."""
+    try:
+        parse(translation)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def parse(translation: Translation):
+    """The script's Args of the command. Raises UserError where the script would."""
+    return command_line.read(MODULES[translation.script].Args, args=translation.words()[1:])
