@@ -11,12 +11,12 @@ from typing import get_type_hints
 
 from rl.errors import UserError
 
-LARGEST_INT = 2**63 - 1  # what torch, numpy and the store take
+LARGEST = {int: 2**63 - 1, float: 3e38}  # what torch takes: 64 bits, float32
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a flag may have. NaN and infinity are outside of every range, and so is an integer above 64 bits."""
+    """The numbers that a flag may have. Outside of every range are NaN, infinity and what torch could not hold."""
 
     above: float | None = None
     at_least: float | None = None
@@ -28,7 +28,7 @@ class Range:
         if value == self.also:
             return True
         return (
-            (abs(value) <= LARGEST_INT if isinstance(value, int) else math.isfinite(value))
+            abs(value) <= LARGEST[type(value)]
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
             and (self.below is None or value < self.below)
@@ -54,7 +54,8 @@ def check(args) -> None:
         value = getattr(args, name)
         if value is None or value in limits:
             continue
-        limits = limits if not isinstance(value, int) or value <= LARGEST_INT else f"at most {LARGEST_INT}"
+        largest = LARGEST[type(value)]
+        limits = f"at most {largest}" if largest < value < math.inf else limits
         raise UserError(f"{flag(name)} must be {limits}; it is {value}.")
     for part in reversed(type(args).__mro__):
         if "check" in vars(part):
