@@ -42,6 +42,8 @@ def threads_of(command: list[str]) -> int:
 
 def over(values: list[float], form: str = ".2f") -> str:
     """median (min - max)"""
+    if len(values) == 1:
+        return f"{values[0]:{form}}, one round"
     return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 

@@ -1,7 +1,7 @@
-"""The README's benchmark table, out of benchmarks/results/*.json.
+"""The benchmark tables of README.md (eight rows) and docs/benchmarks.md (all), out of benchmarks/results/*.json.
 
-    python benchmarks/table.py            # writes it between the two marks in README.md
-    python benchmarks/table.py --show     # prints it
+    python benchmarks/table.py            # writes them between the two marks in each
+    python benchmarks/table.py --show     # prints all rows
 
 A result that is not there has no rows. Ratios are medians of the interleaved rounds' ratios, with their range where the file
 holds the rounds.
@@ -18,10 +18,22 @@ from trl import CASES, OURS, TRL, TRL_PLAIN, seconds
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
 
 
+HEADLINES = [  # rows of the README: the beginnings of what was measured and of what it stands against
+    ("30M parameters, natural lengths up to 256: one step off", "TRL"),
+    ("30M parameters, 256 tokens each: sync", "TRL"),
+    ("1M parameters, 64 tokens each: sync", "TRL"),
+    ("async, long-tailed lengths", "sync"),
+    ("the learner's update, 42M", "a bare"),
+    ("the ring, records of 4 KB", "Ray's actor queue, by value"),
+    ("a verified publish, 38M", "one raw"),
+    ("async: from the command", ""),
+]
+
+
 @dataclass
 class Args:
     show: bool = False
-    """Print the table instead of writing it into README.md."""
+    """Print the table of all rows instead of writing the files."""
 
 
 def against_trl(of: dict) -> list[list[str]]:
@@ -35,7 +47,7 @@ def against_trl(of: dict) -> list[list[str]]:
                 continue
             form = ".1f" if times[TRL][0] > 10 else ".2f"
             mine, base = (f"{statistics.median(times[s]):{form}} {unit}" for s in (side, TRL))
-            plain = f"; {over(ratios(times[side], times[TRL_PLAIN]))} of it without" if times.get(TRL_PLAIN) else ""
+            plain = f"; {over(ratios(times[side], times[TRL_PLAIN]))} of TRL without it" if times.get(TRL_PLAIN) else ""
             told = "TRL, gradient checkpointing (its default)"
             rows.append([f"{case.title}: {side}", mine, f"{told}, {base}", over(ratios(times[side], times[TRL])) + plain])
     return rows
@@ -165,24 +177,29 @@ ROWS = {
 }
 
 
-def make() -> str:
+def make() -> dict[str, str]:
+    """{file: the table that stands in it}"""
     rows = []
     for name, rows_of in ROWS.items():
         if (file := RESULTS / f"{name}.json").exists():
             rows += rows_of(json.loads(file.read_text()))
-    return table(["", "measured", "against", "ratio"], rows)
+    few = [row for what, base in HEADLINES for row in rows if row[0].startswith(what) and row[1] and row[2].startswith(base)]
+    head = ["", "measured", "against", "ratio"]
+    return {"README.md": table(head, few), "docs/benchmarks.md": table(head, rows)}
 
 
 def main(args: Args) -> None:
+    tables = make()
     if args.show:
-        print(make())
+        print(tables["docs/benchmarks.md"])
         return
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"error: README.md has no two marks {BEGIN} and {END}. Put them where the table shall stand.")
-    readme.write_text(f"{before}{BEGIN}\n\n{make()}\n\n{END}{after}")
+    for name, rows in tables.items():
+        page = ROOT / name
+        before, begin, rest = page.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise SystemExit(f"error: {name} has no two marks {BEGIN} and {END}. Put them where the table shall stand.")
+        page.write_text(f"{before}{BEGIN}\n\n{rows}\n\n{END}{after}")
 
 
 if __name__ == "__main__":
