@@ -4,65 +4,66 @@ A verifier is a function (data_source, solution_str, ground_truth, extra_info) -
 numbers: verl's signature. Who runs them, and a user's own function: rl/scoring.py.
 """
 
-import logging
 import re
 from collections.abc import Callable
+from fractions import Fraction
+
+from rl.answers import BOX, answer_line, boxed, canonical, hash_line, last_number, number, quantity, same
 
 
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, format_score: float = 0.0
 ) -> float:
-    """1 if the last "#### number" within the last 300 characters is the ground truth, format_score if it is another number,
-    0 if there is none (verl's strict method)."""
-    found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
-    clean = lambda text: str(text).replace(",", "").replace("$", "")  # noqa: E731
-    if not found:
+    """1 if what follows the last "####" within the last 300 characters is the ground truth, format_score if it is another
+    number, 0 if it is none.
+
+    verl's strict method, which takes the first number there, but for: "#### $18", "18.0", "**18**", "x = 18" count, "####18",
+    too; "#### 18 or 3" is no number. Numbers are compared as numbers.
+    """
+    line = hash_line(solution_str[-300:])
+    given = None if line is None else _number(line.rstrip("!"))
+    if given is None:
         return 0.0
-    return 1.0 if clean(found[-1]) == clean(ground_truth) else format_score
+    return 1.0 if given == _number(str(ground_truth)) else format_score
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 if the last number of the response is the ground truth, else 0."""
-    found = [n.rstrip(".,").replace(",", "") for n in re.findall(r"-?[0-9][0-9.,]*", solution_str)]
-    return float(bool(found) and found[-1] == str(ground_truth).replace(",", "").replace("$", ""))
+    """1 if the last number of the response is the ground truth, else 0: verl's flexible method, but compared as numbers."""
+    given = last_number(solution_str)
+    return float(given is not None and given == _number(str(ground_truth)))
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds; None if there is none or its brace is never closed."""
-    start = text.rfind(r"\boxed{")
-    depth = 0
-    for i in range(start + len(r"\boxed"), len(text) if start >= 0 else 0):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + len(r"\boxed{") : i]
-    return None
+def _number(text: str) -> Fraction | None:
+    text = canonical(text)
+    value = number(text)
+    return quantity(text) if value is None else value
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""1 if the last \boxed{} (or without any, the last line "Answer: ...") equals the ground truth as mathematics, else 0."""
-    from math_verify import parse, verify
+    r"""1 if the last \boxed{} (or without any, the last line "Answer: ...") equals the ground truth as mathematics, else 0.
 
-    # Only the marked answer is parsed: math-verify would otherwise take any number of the text, or all boxes at once.
-    answer = last_boxed(solution_str)
-    if r"\boxed" not in solution_str and (lines := re.findall(r"(?im)^\s*answer\s*:\s*(.+?)\s*$", solution_str)):
-        answer = lines[-1].strip("$ ")
-    if not (answer and answer.strip()):
-        return 0.0
-    # No time limits of its own: they are signals, and the pool has one. It would warn of that in every process.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = parse(rf"\boxed{{{ground_truth}}}", parsing_timeout=None)
-    return float(verify(gold, parse(rf"\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None))
+    verl's graders of MATH compare spellings; this one takes what they take, and all that math-verify proves equal. Stricter
+    than math-verify: an answer that is not marked is none, and a decimal is not the irrational number that it approximates.
+    """
+    answer = boxed(solution_str) if BOX.search(solution_str) else answer_line(solution_str)
+    return float(answer is not None and same(answer, str(ground_truth)))
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    """math_verify as +1 / -1, DAPO's scale (arXiv 2503.14476); acc stays 1 / 0."""
-    right = math_verify(data_source, solution_str, ground_truth)
+    r"""+1 if the last "Answer: ..." (or without any, the last \boxed{}) equals the ground truth as mathematics, else -1; DAPO's
+    scale (arXiv 2503.14476). acc is 1 or 0.
+
+    verl's grader compares spellings, within the last 300 characters, of "Answer:" alone; this one takes what it takes.
+    """
+    answer = answer_line(solution_str) or boxed(solution_str)
+    right = float(answer is not None and same(answer, str(ground_truth)))
     return {"score": 2 * right - 1, "acc": right}
 
 
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
     r"""0.9 accuracy + 0.1 format; the format is <think>...</think>...\boxed{...}..., over the whole response."""
-    right = math_verify(data_source, solution_str, ground_truth) if r"\boxed" in solution_str else 0.0
+    answer = boxed(solution_str)
+    right = float(answer is not None and same(answer, str(ground_truth)))
     well_formed = float(bool(re.fullmatch(r"(?s)\s*<think>.*</think>.*\\boxed\{.*\}.*", solution_str)))
     return {"score": 0.9 * right + 0.1 * well_formed, "acc": right, "format": well_formed}
 
