@@ -75,7 +75,8 @@ class Score:
         return f"{self.event}: {self.message}" if self.event else None
 
 
-START_LIMIT = 60  # seconds a scoring process may take to import the user's file
+START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
+LOST_LIMIT = 16  # processes that may be lost before anything has been scored
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 
 
@@ -203,6 +204,8 @@ class ScoringPool:
         self._done: list[tuple[Any, Score]] = []
         self._workers: list[_Worker] = []
         self._bad_starts = 3  # in a row; one good start clears them, before the first one is too many
+        self._first_call = float(START_LIMIT)  # seconds more for a process's first response: it may import or load something
+        self._answered, self._scored, self._lost = 0, 0, 0  # responses with an answer, with a score; processes
         self._at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         if args.reward:
             try:
@@ -284,8 +287,8 @@ class ScoringPool:
                 seconds = time.monotonic() - worker.started
                 if ended:
                     self._lose(worker, *worker.ending())
-                elif worker.ready and worker.key and seconds > self.args.reward_timeout:
-                    self._lose(worker, "timeout", f"no score after {self.args.reward_timeout} s")
+                elif worker.ready and worker.key and seconds > self._limit(worker):
+                    self._time_out(worker)
                 elif not worker.ready and seconds > START_LIMIT:
                     self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
         busy = sum(worker.key is not None for worker in self._workers)
@@ -305,6 +308,10 @@ class ScoringPool:
                 self._refuse(reply["failed"])
             worker.ready, self._bad_starts = True, 0
             return True
+        if worker.number == 1:
+            seconds = time.monotonic() - worker.started
+            self._first_call = max(self._first_call, seconds) if self._answered else seconds
+        self._answered += 1
         (key,), worker.key = worker.key, None
         if "failed" in reply:
             self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
@@ -312,9 +319,27 @@ class ScoringPool:
             self._record(key, as_score(reply["value"]))
         return True
 
+    def _limit(self, worker: _Worker) -> float:
+        """Seconds that the worker may take for its item."""
+        return self.args.reward_timeout + (self._first_call if worker.number == 1 else 0.0)
+
+    def _time_out(self, worker: _Worker) -> None:
+        message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
+        if worker.number == 1 and self._first_call:
+            message += (
+                f" and {self._first_call:.3g} s for what a first call imports or loads, better done when the file is imported"
+            )
+            self._first_call = self._first_call if self._answered else 0.0  # it was not that
+        self._lose(worker, "timeout", message)
+
     def _lose(self, worker: _Worker, event: str, message: str) -> None:
         worker.kill()
         self._workers.remove(worker)
+        self._lost += worker.ready
+        if self._lost >= LOST_LIMIT and not self._scored:
+            self._refuse(
+                f"{self._lost} scoring processes were lost before anything was scored, the last so: {event}: {message}"
+            )
         if not worker.ready:  # or it would be started, and end, for ever
             self._bad_starts += 1
             if self._bad_starts > 3:
@@ -330,6 +355,8 @@ class ScoringPool:
     def _record(self, key: Any, score: Score) -> None:
         if score.event:
             self._count(score.event, score.message)
+        else:
+            self._scored += 1
         self._done.append((key, score))
 
     def _count(self, event: str, message: str) -> None:

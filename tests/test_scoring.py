@@ -157,6 +157,45 @@ def score(data_source, solution_str, ground_truth, extra_info):
         assert all(score.score == 1 for score in results.values()) and pool.events == {"timeout": 1}
 
 
+def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
+    """Without it, an import within the function is begun again for ever by one process after the other."""
+    (tmp_path / "mine.py").write_text("""
+import os, time
+imported = False
+def score(data_source, solution_str, ground_truth, extra_info):
+    global imported
+    if not imported: time.sleep(0.8)
+    imported = True
+    if solution_str == "hang": time.sleep(1000)
+    return 1.0
+""")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.5)) as pool:
+        for number, text in enumerate(["fine", "fine", "hang", "fine", "hang", "fine"]):
+            pool.submit(number, "any", text, "1", None)
+        results = drain(pool)
+    assert {number: score.event for number, score in results.items() if score.event} == {2: "timeout", 4: "timeout"}
+    assert results[5].score == 1 and "first call" not in results[2].message
+
+
+def test_a_function_that_only_ends_its_processes_ends_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\ndef score(**_): os._exit(3)\n")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score")) as pool:
+        for number in range(100):
+            pool.submit(number, "any", "x", "1", None)
+        with pytest.raises(UserError, match=r"16 scoring processes were lost before anything was scored.*exited with code 3"):
+            drain(pool)
+
+
+def test_a_function_that_never_returns_costs_its_first_call_the_time_of_an_import_only_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.scoring.START_LIMIT", 1)
+    (tmp_path / "mine.py").write_text("import time\ndef score(**_): time.sleep(1000)\n")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.1)) as pool:
+        for number in range(3):
+            pool.submit(number, "any", "x", "1", None)
+        messages = [score.message for score in drain(pool).values()]
+    assert "and 1 s for what a first call imports" in messages[0] and not any("first call" in text for text in messages[1:])
+
+
 def test_a_second_answer_ends_the_process_not_the_run(bad_reward):
     with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
         pool.submit("bad", "any", "second answer", "1", {"n": 0})
