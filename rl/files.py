@@ -44,8 +44,10 @@ class Files:
             name, data, mode = self._waiting.popleft()
             left = memoryview(data)
             try:
-                (self.directory / name).parent.mkdir(exist_ok=True)
-                with open(self.directory / name, mode, buffering=0) as file:
+                path = self.directory / name
+                if path.parent != self.directory:  # a run's directory that was taken away is not made again
+                    path.parent.mkdir(exist_ok=True)
+                with open(path, mode, buffering=0) as file:
                     while left:
                         left = left[file.write(left) :]
             except OSError as error:

@@ -1,0 +1,162 @@
+"""A full disk, a directory that is gone, a full console: training goes on, says so once, and loses no line if it can."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+from rl import files, run
+from rl.files import Files
+from rl.run import LogArgs, Run
+
+
+def fill(path) -> None:
+    """From now on writing the file fails as on a full disk."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/full")
+
+
+def records(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path, capsys):
+    here = Run(LogArgs(output_dir=str(tmp_path), experiment_name="run", logger=("tensorboard",)), {}, 9, True, "script")
+    (events,) = (here.dir / "tensorboard").iterdir()
+    before = events.read_bytes()
+    for name in ("metrics.jsonl", "tickets.jsonl", "val_generations", events):
+        if (here.dir / name).is_file():
+            (here.dir / name).unlink()
+    (here.dir / "val_generations").mkdir()
+    everything = [here.dir / "metrics.jsonl", here.dir / "tickets.jsonl", events, here.dir / "val_generations/step_000001.md"]
+    for path in everything:
+        fill(path)
+    for step in (1, 2, 3):
+        here.log_generations(step, [{"prompt": "p", "response": "r", "ground_truth": "g", "score": 1.0}])
+        here.log_tickets(step, [step])
+        here.log(step, {"a": 1.0})
+    assert capsys.readouterr().err.count("warning: ") == 1
+    for path in everything:
+        path.unlink()
+    events.write_bytes(before)
+    here.log(4, {"a": 1.0})
+    assert "can be written again: nothing is missing" in capsys.readouterr().err
+    assert records(here.dir / "metrics.jsonl") == [1, 2, 3, 4] and records(here.dir / "tickets.jsonl") == [1, 2, 3]
+    assert "| p | r | g | 1.000 |" in everything[-1].read_text()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(here.dir / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("a")] == [1, 2, 3, 4]
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_completed_by_the_rest(tmp_path, monkeypatch):
+    """The disk takes 7 bytes at a time, and then none for a while."""
+    room = [7]
+
+    class Tight:
+        def __init__(self, path, mode, buffering):
+            self.file = open(path, mode, buffering=buffering)  # noqa: SIM115
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data) -> int:
+            taken, room[0] = min(room[0], len(data)), max(0, room[0] - len(data))
+            if not taken:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data[:taken])
+
+    monkeypatch.setattr(files, "open", Tight, raising=False)
+    here = Files(tmp_path)
+    for i in range(10):
+        here.append("a", b"line %d\n" % i)
+        here.replace("b", b"all of %d\n" % i)
+        room[0] = 7 if i % 3 else 0
+    room[0] = 10**6
+    here.close()
+    assert (tmp_path / "a").read_bytes() == b"".join(b"line %d\n" % i for i in range(10))
+    assert (tmp_path / "b").read_bytes() == b"all of 9\n"
+
+
+def test_what_no_longer_fits_in_memory_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "KEPT_BYTES", 100)
+    here = Files(tmp_path)
+    fill(tmp_path / "a")
+    for _ in range(30):
+        here.append("a", b"0123456789")
+    (tmp_path / "a").unlink()
+    here.append("a", b"0123456789")
+    assert (tmp_path / "a").stat().st_size == 100
+    assert "21 records are missing" in capsys.readouterr().err
+    fill(tmp_path / "a")
+    here.append("a", b"0123456789")
+    here.close()
+    assert "1 records of" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_deleted_ends_nothing(tmp_path, capsys):
+    here = Run(LogArgs(output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script")
+    shutil.rmtree(here.dir)
+    here.log(1, {})
+    here.log_tickets(1, [1])
+    assert capsys.readouterr().err.count("warning: ") == 1
+    here.dir.mkdir()
+    here.log(2, {})
+    assert records(here.dir / "metrics.jsonl") == [1, 2] and records(here.dir / "tickets.jsonl") == [1]
+    shutil.rmtree(here.dir)
+    here.finish("nowhere")
+    err = capsys.readouterr().err
+    assert "no reward plot" in err and "Traceback" not in err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 kB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", mounted]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield mounted
+    subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_disk_that_turns_read_only_ends_nothing(small_disk, capsys):
+    here = Run(LogArgs(output_dir=str(small_disk), experiment_name="run"), {}, 9, True, "script")
+    here._lock.close()
+    for step, mode in enumerate(["ro", "ro", "rw"], start=1):
+        subprocess.run(["mount", "-o", f"remount,{mode}", small_disk], check=True)
+        here.log(step, {})
+    assert records(here.dir / "metrics.jsonl") == [1, 2, 3] and capsys.readouterr().err.count("warning: ") == 2
+
+
+def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, tmp_path):
+    """Its console's file is on a full disk, too. The checkpoint at the end is what it cannot do without."""
+    (small_disk / "filler").write_bytes(b"0" * 40_000)
+    flags = ["--total-training-steps", "6", "--test-freq", "0", "--output-dir", small_disk, "--experiment-name", "run"]
+    command = [sys.executable, "train_sync.py", *flags, "--logger", "console", "tensorboard"]
+    with open("/dev/full", "w") as console, open(tmp_path / "err", "w") as err:
+        done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=console, stderr=err, timeout=120)
+    told = (tmp_path / "err").read_text()
+    assert done.returncode == 1 and "Traceback" not in told, told
+    assert "the last checkpoint, of step 6, could not be written" in told and told.count("Training goes on; ") == 1
+    assert not list(small_disk.glob("run/step_*"))
+
+
+def test_lines_of_a_record_that_nobody_wrote_are_set_aside(tmp_path):
+    record = tmp_path / "metrics.jsonl"
+    odd = [b"\xff\xfe\x00", b"5", b'{"a": 1}', b"[]", b"null", b'{"step": "7"}', b'{"step": null}', b"", b'{"step": true}']
+    good = [b'{"step": %d}' % step for step in range(1, 6)]
+    record.write_bytes(b"\n".join([*good[:2], *odd, *good[2:], b'{"step": 6, "cut o']))
+    assert run._forget_from(record, 4) == len(odd)
+    assert records(record) == [1, 2, 3] and records(tmp_path / "metrics_superseded.jsonl") == [4, 5]
+    assert (tmp_path / "metrics_damaged.jsonl").read_bytes() == b"".join(line + b"\n" for line in odd)
+    assert run._forget_from(record, 4) == 0 and run._forget_from(tmp_path / "none.jsonl", 4) == 0
