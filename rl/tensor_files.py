@@ -44,7 +44,7 @@ class TensorFile:
         """Brings the file to disk; returns its size in bytes and its checksum."""
         with self._file:
             if self.left:
-                raise ValueError(f"{self._file.name}: the tensors' bytes are {-self.left} more than announced")
+                raise ValueError(f"{self._file.name}: {self.left} bytes of the tensors are missing")
             os.fsync(self._file.fileno())
         return self._size, self._digest.hexdigest()
 

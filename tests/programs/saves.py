@@ -1,0 +1,55 @@
+"""Two learners save a checkpoint, and the second one is in trouble.
+
+torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|killed|elsewhere|refuses|full
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from rl import dist, process, saver, tensor_files
+from rl.checkpoint import CheckpointArgs
+from rl.learner import Learner, LearnerArgs
+
+
+class Troubled(saver.Saver):
+    def _write_shard(self, path: Path, tensors: dict):
+        trouble = sys.argv[3] if self.learner.ranks.rank == 1 else "whole"
+        if trouble == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == "elsewhere":  # a directory of the same name on another machine
+            path = Path(sys.argv[2], path.name)
+        if trouble == "refuses":
+            raise OSError(28, "No space left on device")
+        return super()._write_shard(path, tensors)
+
+
+class Full(tensor_files.TensorFile):
+    """The first learner's disk is full in the middle of the export."""
+
+    def write(self, piece: torch.Tensor) -> None:
+        if sys.argv[3] == "full" and Path(self._file.name).name == "model.safetensors" and self.left < 1 << 14:
+            raise OSError(28, "No space left on device")
+        super().write(piece)
+
+
+def main(ranks: dist.Ranks) -> None:
+    tensor_files.PIECE_BYTES = 1 << 12  # several pieces a tensor
+    tensor_files.TensorFile = Full
+    model, out = sys.argv[1], Path(sys.argv[2])
+    run = SimpleNamespace(dir=out / "run", total_steps=9, say=print)
+    learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
+    tokenizer = SimpleNamespace(save_pretrained=print)
+    writer = Troubled(CheckpointArgs(), run, SimpleNamespace(record={}), learner, tokenizer, None)
+    for step in (1, 2):
+        writer.save(step, {})
+    writer.wait()
+    print(f"rank {ranks.rank} went on: {writer.fault}")
+
+
+if __name__ == "__main__":
+    process.run(main)
