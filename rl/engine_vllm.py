@@ -14,9 +14,11 @@ repeats bit for bit only where the batches repeat too.
 """
 
 import contextlib
+import logging
 import os
 import random
 import uuid
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +31,24 @@ from rl.dist import all_gather_bytes
 from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
 from rl.pretrained import empty_model, end_token_ids, load_config
+from rl.quiet import native_stderr_kept_back
 
 # vLLM reads these when it is imported or started.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_LOG") else "ERROR")
 os.environ.setdefault(
     "VLLM_CPU_KVCACHE_SPACE", "1"
 )  # GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
 os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # else vllm-ascend refuses new weights
 
-import vllm
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.request import RequestStatus
+if not os.environ.get("RL_ENGINE_LOG"):
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton
+with native_stderr_kept_back():
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+    from vllm.v1.request import RequestStatus
 
 from rl.engine_vllm_weights import LiveWeights
 
@@ -187,7 +194,7 @@ class VLLMEngine:
             disable_log_stats=True,
             seed=0,  # the same on tensor parallel ranks; what is sampled hangs on the requests' own seeds
         )
-        with _random_state_kept(), _place_among_ranks(self.device):
+        with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
             try:
                 return vllm.LLMEngine.from_engine_args(settings)
             except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError, too

@@ -1,0 +1,46 @@
+"""Keeps what a library's native code writes to stderr while it starts out of the console: warnings that say nothing to a user.
+
+Nothing is hidden that matters: Python's own lines (errors, the watchdog's report, a crash's stacks) still come through, and if
+the block fails, everything that was kept back is written after all. RL_ENGINE_LOG=1 lets all of it through as it comes.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TextIO
+
+
+@functools.cache
+def _console() -> TextIO:
+    """The real stderr, for Python's own lines. Never closed: logging handlers may keep it."""
+    return os.fdopen(os.dup(2), "w", buffering=1)
+
+
+@contextlib.contextmanager
+def native_stderr_kept_back() -> Iterator[None]:
+    if os.environ.get("RL_ENGINE_LOG"):
+        yield
+        return
+    console, before, crashes = _console(), sys.stderr, faulthandler.is_enabled()
+    before.flush()
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)  # child processes that start now keep it, such as multiprocessing's resource tracker
+        sys.stderr = console
+        if crashes:
+            faulthandler.enable(console)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            console.write(kept.read().decode(errors="replace"))
+            raise
+        finally:
+            before.flush()
+            sys.stderr = before
+            os.dup2(console.fileno(), 2)
+            if crashes:
+                faulthandler.enable()
