@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import dist
 from rl.errors import UserError
+from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
 
@@ -149,10 +150,12 @@ class PromptDataset(Sequence):
         a run."""
         kept, limit, rows = [], self.args.max_prompt_length, self._rendered(description)
         while batch := list(itertools.islice(rows, BATCH)):
-            for (row, _), ids in zip(batch, self._encode([text for _, text in batch]), strict=True):
+            for (row, text), ids in zip(batch, self._encode([text for _, text in batch]), strict=True):
                 where, length = self._where(row), len(ids)
                 if not length:
                     raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
+                if not kept:
+                    check_kept(self.tokenizer, text.text, ids, where)
                 if length > limit and self.args.filter_overlong_prompts:
                     continue
                 if length > limit and self.args.truncation == "error":

@@ -8,6 +8,7 @@ forward pass is what this project computes is measured in rl/forward_check.py.
 import contextlib
 import functools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
@@ -142,6 +143,19 @@ def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
 
 
+def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
+    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+    for special in tokenizer.get_added_vocab():
+        text = text.replace(special, "")
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    text, read = ("".join(x.lower().split()) for x in (text, read))
+    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
+        raise UserError(
+            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+            "model, or was saved incompletely: copy the model's own files beside the weights."
+        )
+
+
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> set[int]:
     """Every end token that generation_config.json, config.json or the tokenizer names. Any of them ends a response."""
     configs = [load_config(path, trust_remote_code), tokenizer]
@@ -189,6 +203,13 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
     finally:
         logging.set_verbosity(level)
     _check_loading(info, where, say)
+    # Where an lm_head in the files differs from the embedding transformers unties them, on this rank and in no other place.
+    tied = empty_model(model.config, trust_remote_code)
+    if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
+        raise UserError(
+            f"{where}: config.json ties {min(extra)} to the embedding (tie_word_embeddings), but the files hold another one. "
+            "Set tie_word_embeddings to false, or remove that weight."
+        )
     return model
 
 

@@ -127,16 +127,16 @@ def test_a_terminal_less_start_says_how_far_it_is(tmp_path, capsys, monkeypatch)
 
 
 def test_real_gsm8k(gsm8k):
-    rows = dataset(gsm8k / "train.parquet", truncation="left")
+    text = byte_tokenizer()
+    rows = dataset(gsm8k / "train.parquet", tokenizer=text, truncation="left")
     assert len(rows) == 7473 and rows.sources() == {"openai/gsm8k": f"{gsm8k / 'train.parquet'} row 0"}
     assert rows[0].ground_truth == "72" and rows[0].extra_info
-    text = byte_tokenizer()
     first = dataset(gsm8k / "train.parquet", tokenizer=text, train_max_samples=3, max_prompt_length=2000)[0]
     assert first.text.startswith("<|user|>Natalia sold clips to 48 of her friends in April") and first.text.endswith(
         "<|assistant|>"
     )
     assert first.where.endswith("train.parquet row 0") and first.text == text.decode(first.ids)
-    both = dataset(gsm8k / "test.parquet", gsm8k / "train.parquet", truncation="left")
+    both = dataset(gsm8k / "test.parquet", gsm8k / "train.parquet", tokenizer=text, truncation="left")
     assert len(both) == 7473 + 1319 and both[1319].ground_truth == "72"
 
 

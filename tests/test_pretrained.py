@@ -11,6 +11,7 @@ from conftest import SMALL, run_script, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rl.data import DataArgs, PromptDataset
 from rl.demo import build_tokenizer
 from rl.engine import Request, SamplingParams, TransformersEngine
 from rl.errors import UserError
@@ -269,6 +270,30 @@ def test_a_model_whose_responses_would_never_end_is_refused(model, tmp_path, nam
         edit_json(tmp_path / "model", name, eos_token_id=named)
     with pytest.raises(UserError, match=f"{message}.*no response would end"):
         check_model(model, tokenizer_of(WORDS[:31]), Flags())
+
+
+@pytest.mark.parametrize("prompt", ["10+20=", [{"role": "user", "content": "10+20="}]])
+def test_a_tokenizer_that_loses_the_prompts_text_is_refused(tmp_path, prompt):
+    """As one of other words does, though it makes as many tokens."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "data_source": "x", "ground_truth": "30"}))
+    files, flags = [str(tmp_path / "a.jsonl")], DataArgs()
+    lossy = tokenizer_of(WORDS, eos_token="<end>", unk_token="<unk>", additional_special_tokens=["<user>"])
+    lossy.chat_template = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match=r"a.jsonl row 0: the tokenizer loses most of the prompt: '10\+20=' is read as ''"):
+        PromptDataset(files, "train", lossy, flags)
+    assert len(PromptDataset(files, "train", build_tokenizer(), flags)) == 1
+
+
+def test_an_output_head_that_is_tied_and_yet_another_is_refused(tmp_path):
+    """transformers would untie them on the rank that reads the files, and on no other, nor in the engine."""
+    path = save_model("qwen2-tied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_weights(path, torch.float32)
+    save_file(weights | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"ties lm_head.weight to the embedding .*Set tie_word_embeddings"):
+        load_weights(path, torch.float32)
 
 
 def test_the_demo_passes(demo_model):

@@ -31,7 +31,8 @@ def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
     """Staleness 0: every batch is of the weights that the learner holds, so log-probs must agree throughout."""
     flags = (*FLAGS, "--generators", 2, "--rollout-tp", 2, "--staleness-threshold", 0)
     flags += ("--total-training-steps", 4, "--test-freq", 4)
-    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, imported="vllm")
+    metrics, _, done = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, imported="vllm")
+    assert done.stderr == "", "vLLM's own warnings are kept back (RL_ENGINE_LOG)"
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
     assert sorted(accuracy(metrics)) == [0, 4]
 
