@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from rl import device, signals, watchdog
 from rl.errors import UserError
+
+SHARED_SECONDS = 90  # a network file system shows new files late: by NFS's defaults after up to 60 s
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,28 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 def from_main(text: str) -> str:
     """Rank 0's text on every rank."""
     return all_gather_bytes(text.encode())[0].decode()
+
+
+def check_shared(directory: Path) -> None:
+    """Raises UserError unless all ranks of the default group see what rank 0 writes into the directory. A collective."""
+    if len(nodes()) <= 1:
+        return
+    name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
+    is_main = dist.get_rank() == 0
+    if is_main:
+        (directory / name).touch()
+    barrier()
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (seen := directory.is_dir() and name in os.listdir(directory)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    reports = [json.loads(record) for record in all_gather_bytes(json.dumps([platform.node(), seen]).encode())]
+    if is_main:
+        (directory / name).unlink()
+    if blind := sorted({host for host, seen in reports if not seen}):
+        raise UserError(
+            f"--output-dir: what {reports[0][0]} writes into {directory.absolute()} does not show on {', '.join(blind)}. All "
+            "nodes write the checkpoints together: give a directory that they share."
+        )
 
 
 def barrier() -> None:

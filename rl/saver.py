@@ -66,6 +66,7 @@ class Saver:
         """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
         self.args, self.run, self.learner, self.tokenizer, self.identity = args, run, learner, tokenizer, identity
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
+        dist.check_shared(self.run_dir)
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         named = dict(learner.policy.model.named_parameters())

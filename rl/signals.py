@@ -70,7 +70,7 @@ def _watch(read: int) -> None:
         numbers = os.read(read, 64)
         if signal.SIGINT in numbers:
             if _speaks():
-                _last_words(f"Ctrl-C: stopped; {_remains}.")
+                _last_words(f"Ctrl-C: stopped; {_remains}")
             os._exit(128 + signal.SIGINT)
         if signal.SIGTERM in numbers and not _sigterm.is_set():
             _sigterm.set()

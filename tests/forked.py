@@ -15,7 +15,7 @@ imported, ranks, *arguments = sys.argv[1:]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(f"{os.environ['RL_TESTS']}/{imported}")
 socket.send_fds(connection, [b" "], [0, 1, 2])
-request = {"arguments": arguments, "environment": dict(os.environ), "ranks": int(ranks)}
+request = {"arguments": arguments, "environment": dict(os.environ), "ranks": int(ranks), "directory": os.getcwd()}
 connection.sendall(json.dumps(request).encode() + b"\n")
 answers = connection.makefile()
 pid = int(answers.readline())

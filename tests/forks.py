@@ -91,11 +91,14 @@ def run_torchrun(ranks: int, arguments: list[str]) -> None:
     # arguments: python -u script ...
     SubprocessHandler._popen = lambda _, arguments, environment: waiting.pop().begin(arguments[2:], environment)
     torch.multiprocessing._set_thread_name = lambda _: None  # torchrun would take the mark off
-    run.main(["--standalone", "--nproc-per-node", str(ranks), *arguments])
+    alone = [] if "--nnodes" in arguments else ["--standalone"]
+    run.main([*alone, "--nproc-per-node", str(ranks), *arguments])
 
 
-def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ranks: int) -> None:
+def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ranks: int, directory: str) -> None:
     os.setsid()
+    os.chdir(directory)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started the tests in the background
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
     bear_mark()

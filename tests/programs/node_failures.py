@@ -1,0 +1,38 @@
+"""Started by test_nodes.py under one torchrun a node: ranks of the second node fail, in the way that the argument names, while
+those of the first wait for them.
+
+    torchrun --nnodes 2 ... node_failures.py refused | raised | killed
+    torchrun --nnodes 2 ... node_failures.py impatient SCRIPT FLAGS         the script, which waits a second for shared files
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+
+from rl import dist, process
+from rl.errors import UserError
+
+
+def main(ranks: dist.Ranks) -> None:
+    dist.barrier()
+    print(f"rank {ranks.rank} is there", flush=True)
+    if dist.launch().first:  # the second node
+        time.sleep(0.5)
+        if sys.argv[1] == "refused":
+            raise UserError("nothing is right here.\nNothing at all.")
+        if sys.argv[1] == "raised" and ranks.local_rank == 1:
+            raise LookupError("the second node has had enough")
+        if sys.argv[1] == "killed":
+            os.kill(os.getppid(), signal.SIGKILL)  # which takes the ranks along
+        time.sleep(100)
+    dist.barrier()
+
+
+if sys.argv[1] == "impatient":
+    dist.SHARED_SECONDS = 1
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    process.run(main, join=lambda: dist.init(60))

@@ -1,0 +1,23 @@
+"""Runs a script whose learners take a while to load their model, as large models do: the other ranks wait in C++ for them.
+
+python tests/programs/slow_learner.py SECONDS train_async.py --generators 1
+"""
+
+import runpy
+import sys
+import time
+
+from rl.learner import Learner
+
+load = Learner.__init__
+
+
+def load_slowly(*arguments, **keywords):
+    print("loading", flush=True)
+    time.sleep(float(seconds))
+    load(*arguments, **keywords)
+
+
+_, seconds, *sys.argv = sys.argv
+Learner.__init__ = load_slowly
+runpy.run_path(sys.argv[0], run_name="__main__")

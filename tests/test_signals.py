@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM at random moments of the three scripts; tests/signals.py by hand sends more of them."""
+
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import signals
+from conftest import ROOT, environment
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signal_leaves(number, demo_model, tmp_path):
+    """Six of each, half of the runs started where SIGINT is ignored, as in the background of a shell."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    trials = signals.draw(random.Random(seed), number, count=6, fresh=False)
+    assert {trial.ignored for trial in trials} == {True, False}
+    for i, trial in enumerate(trials):
+        print(trial)
+        (tmp_path / str(i)).mkdir()
+        signals.attempt(trial, tmp_path / str(i))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["loading", "end"])
+def test_the_moments_that_lost_runs(moment, number, demo_model, tmp_path):
+    """Ranks that wait in C++ for one that loads a model; a last checkpoint that is written when the generators have ended."""
+    for ignored in (True, False):
+        (tmp_path / str(ignored)).mkdir()
+        trial = signals.Trial("train_async.py", moment, number, ignored, fresh=False, delay=0.05)
+        signals.attempt(trial, tmp_path / str(ignored))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_ctrl_c_during_the_imports(ignored):
+    """A plain process that is still importing, as a user starts it."""
+    start = [sys.executable, "-X", "importtime", "train_sync.py", "--help"]
+    if ignored:
+        start = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *start]
+    process = subprocess.Popen(start, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.rstrip().endswith("torch.types"):  # in the middle of `import torch`
+            break
+    process.send_signal(signal.SIGINT)
+    lines = [line for line in process.communicate(timeout=10)[1].splitlines() if not line.startswith("import time:")]
+    assert process.returncode == 130
+    assert lines == ["", "Ctrl-C: stopped; training had not begun"]
