@@ -10,6 +10,7 @@ import signals
 from conftest import ROOT, environment
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_signal_leaves(number, demo_model, tmp_path):
@@ -24,8 +25,7 @@ def test_what_a_signal_leaves(number, demo_model, tmp_path):
         signals.attempt(trial, tmp_path / str(i))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["loading", "end"])
+@pytest.mark.parametrize(("moment", "number"), [("loading", signal.SIGINT), ("end", signal.SIGTERM)])
 def test_the_moments_that_lost_runs(moment, number, demo_model, tmp_path):
     """Ranks that wait in C++ for one that loads a model; a last checkpoint that is written when the generators have ended."""
     for ignored in (True, False):
