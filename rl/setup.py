@@ -17,7 +17,7 @@ from rl.dist import Ranks
 from rl.engine import EngineArgs
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
-from rl.pretrained import check_model, load_tokenizer, resolve
+from rl.pretrained import check_model, load_config, load_tokenizer, resolve
 from rl.ranges import Range
 from rl.run import LogArgs
 from rl.scoring import RewardArgs, check_sources
@@ -119,6 +119,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     be used."""
     torch.manual_seed(args.seed)
     path = resolve(args.model)
+    load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
     prompts = PromptDataset(args.train_files, "train", tokenizer, args)

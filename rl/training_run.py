@@ -7,6 +7,7 @@ from typing import NoReturn, Protocol
 
 from rl import checkpoint, dist
 from rl.batch import Batch, Group
+from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.metrics import validation_metrics
@@ -49,6 +50,8 @@ class TrainingRun:
                 samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
         self.record = Run(args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin)
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
+        self.health = Health(args, job, self.record, learner.skipped)
+        self.health.at_start()
         self.timer = self.record.timer
         self._begun = False  # whether a step has
 
@@ -93,6 +96,7 @@ class TrainingRun:
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks)
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
+        metrics |= self.health.of_step(step, batch, metrics)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
         self.record.log_tickets(step, batch.tickets, **gone)
         self.record.log(step, metrics)

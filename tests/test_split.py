@@ -81,7 +81,7 @@ def test_validation_is_of_the_version_it_names(one_step_off, sync, tmp_path):
     }
     assert sorted(seen) == [0, 5, 10]
     (export,) = run.glob("step_*")
-    flags = ("--model", export, "--total-training-steps", "1", "--lr", "0", "--val-max-samples", "100")
+    flags = ("--model", export, "--total-training-steps", "1", "--val-max-samples", "100")
     again, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=1)
     assert seen[10] == again[0]["val-core/demo/acc/mean@1"] > seen[0]
 
