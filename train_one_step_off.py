@@ -24,7 +24,7 @@ from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox, open_ring
 from rl.engine import rollout_dtype
 from rl.generator import Generator, gather_groups, make_generator
-from rl.learner import FirstLogProbs, Learner, TokenMeans
+from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.schedule import SplitArgs
 from rl.scoring import ScoringPool
@@ -63,8 +63,8 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
 
 
 def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, denominator: float):
-    """One micro-batch's share of the global mini-batch's loss, from its log_prob and entropy, [n] each; with it what to
-    report, per token, and the tokens' mask [n]."""
+    """One micro-batch's loss, from its log_prob and entropy, [n] each: its shares of the terms of the global mini-batch's loss
+    and of their sum "loss"; what else to report, per token; and the tokens' mask [n]."""
     advantage, mask, seq = batch.select(micro, "advantage", "mask", "seq")  # [n] each
     # None were computed where this update's own policy is the old one: the ratio is 1, and its gradient that of log_prob.
     old = log_prob.detach() if batch.old_log_prob is None else batch.select(micro, "old_log_prob")[0]
@@ -75,15 +75,20 @@ def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, d
         token_loss = token_loss * losses.importance_weight(log_prob, old, mask)
     if batch.is_weight is not None:
         token_loss = token_loss * batch.select(micro, "is_weight")[0]
-    stats |= {"pg_loss": token_loss, "entropy": entropy, "ppo_kl": old - log_prob.detach()}
+    stats["ppo_kl"] = old - log_prob.detach()
+
+    def share(x):  # [n] -> its share of the mini-batch's aggregate
+        return losses.aggregate(x, mask, seq, args.aggregation, denominator)
+
+    terms = {"pg_loss": share(token_loss), "entropy": share(entropy)}
+    loss = terms["pg_loss"]
     if args.entropy_coeff:
-        token_loss = token_loss - args.entropy_coeff * entropy
+        loss = loss - args.entropy_coeff * terms["entropy"]
     if args.use_kl_loss:
         (ref,) = batch.select(micro, "ref_log_prob")
-        stats["kl_loss"] = losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type)
-        token_loss = token_loss + args.kl_loss_coef * stats["kl_loss"]
-    stats["loss"] = token_loss
-    return losses.aggregate(token_loss, mask, seq, args.aggregation, denominator), stats, mask
+        terms["kl_loss"] = share(losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type))
+        loss = loss + args.kl_loss_coef * terms["kl_loss"]
+    return terms | {"loss": loss}, stats, mask
 
 
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
@@ -118,7 +123,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
     with timer("update_actor"):
-        means, norms, first = TokenMeans(), [], FirstLogProbs(batch)
+        means, norms, first = LossMeans(), [], FirstLogProbs(batch)
         for update, (mini, its_micros) in enumerate(updates):
             tokens = batch.tokens_of(mini)
             denominator = losses.denominator(
@@ -126,9 +131,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             )
             for micro in its_micros:
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-                loss, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
-                loss.backward()
-                means.add(stats, mask)
+                terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
+                terms["loss"].backward()
+                means.add(terms, stats, mask)
                 if update == 0:
                     first.add(micro, log_prob)
             metrics |= learner.step()
@@ -136,7 +141,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         if not recompute:  # generator and learner are compared all the same
             batch.actor_log_prob = first.over_ranks()
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor")
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
 
 
 def generate(args: Args, split: dist.Split, job: Job) -> None:

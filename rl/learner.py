@@ -271,27 +271,30 @@ class Learner:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
 
 
-class TokenMeans:
-    """Masked means of per-token statistics over the global batch, whatever the micro-batches and ranks: sums are kept, and
-    divided by the number of tokens at the end."""
+class LossMeans:
+    """What a step reports of its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
+    terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
 
     def __init__(self):
-        self.sums: dict[str, torch.Tensor] = {}
-        self.count = torch.zeros((), dtype=torch.float64)
+        self.terms: dict[str, torch.Tensor] = {}
+        self.stats: dict[str, torch.Tensor] = {}
+        self.tokens = torch.zeros((), dtype=torch.float64)
 
-    def add(self, stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """stats: name -> [n] on any device; mask [n] on the same device. Every rank adds the same names."""
-        self.count += mask.sum().cpu()
+    def add(self, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
+        """terms: name -> scalar, a micro-batch's share; stats: name -> [n]; mask [n]. Every rank adds the same names."""
+        self.tokens += mask.sum().cpu()
+        for name, value in terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value.detach().double().cpu()
         for name, value in stats.items():
             total = torch.where(mask, value.detach(), 0.0).sum().double().cpu()
-            self.sums[name] = self.sums.get(name, 0.0) + total
+            self.stats[name] = self.stats.get(name, 0.0) + total
 
-    def over_ranks(self, prefix: str) -> dict[str, float]:
+    def over_ranks(self, prefix: str, updates: int) -> dict[str, float]:
         """prefix/<name> -> mean. A collective."""
-        names = sorted(self.sums)
-        row = torch.stack([self.count, *(self.sums[name] for name in names)])
-        row = all_reduce_sum(row)
-        return {f"{prefix}/{name}": float(total / row[0].clamp(min=1)) for name, total in zip(names, row[1:], strict=True)}
+        tokens, *sums = all_reduce_sum(torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]))
+        over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)
+        names = [*self.terms, *self.stats]
+        return {f"{prefix}/{name}": float(total) / n for name, total, n in zip(names, sums, over, strict=True)}
 
 
 class FirstLogProbs:

@@ -163,6 +163,24 @@ def test_kl_in_the_reward(trainer):
     assert coefs == pytest.approx([0.5, 0.6, 0.72]), "far above the target: +20% for every 16 responses"
 
 
+@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
+def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer, mode, monkeypatch):
+    """As in verl: each optimizer step's, over its mini-batch, and then the mean over the steps."""
+    monkeypatch.setattr(trainer.learner, "step", lambda: trainer.learner.optimizer.zero_grad() or {"actor/grad_norm": 0.0})
+    flags = {"loss_agg_mode": mode, "ppo_mini_batch_size": 2, "adv_estimator": "remax", "use_kl_loss": True}
+    flags |= {"entropy_coeff": 0.5, "kl_loss_coef": 0.25, "ppo_max_token_len_per_gpu": 100}
+    ((metrics, batch),) = trainer.steps(1, **flags)
+    parts = [batch.group < 2, batch.group >= 2]
+    means = []
+    for part in parts:
+        tokens = part[batch.seq]
+        loss, seq = (-batch.advantage[tokens]).tolist(), batch.seq[tokens].tolist()  # the ratio is 1
+        means.append(slow.aggregate(loss, [True] * len(loss), seq, mode, 8, trainer.args.max_response_length))
+    assert metrics["actor/pg_loss"] == pytest.approx(sum(means) / 2, rel=1e-4, abs=1e-6) and any(means)
+    whole = metrics["actor/pg_loss"] - 0.5 * metrics["actor/entropy"] + 0.25 * metrics["actor/kl_loss"]
+    assert metrics["actor/loss"] == pytest.approx(whole, rel=1e-4, abs=1e-6) and metrics["actor/entropy"] > 0
+
+
 def test_rollout_correction(trainer):
     """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
