@@ -60,3 +60,5 @@ def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     (directory,) = out.iterdir()
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert steps[-2:] == [1, 2]
+    assert directory.name.startswith("my_experiment-")
+    assert json.loads((directory / "config.json").read_text())["script"] == "my_experiment"
