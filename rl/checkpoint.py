@@ -37,8 +37,8 @@ STEPS = "step_" + "[0-9]" * 6
 
 @dataclass
 class CheckpointArgs:
-    save_freq: Annotated[int, Range(at_least=0)] = 0
-    """Save a checkpoint every so many steps; there is always one after the last."""
+    save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
+    """Steps from one checkpoint to the next; there is always one after the last step. 0 or -1 saves that one only."""
     max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
     """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
     resume_mode: str = "auto"

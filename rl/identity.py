@@ -25,7 +25,15 @@ MAY_CHANGE = {
     # where the record goes
     *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations"),
     # how long the run is, how often it saves and validates, when it is given up
-    *("total_training_steps", "total_epochs", "save_freq", "max_ckpt_to_keep", "test_freq", "val_before_train"),
+    *(
+        "total_training_steps",
+        "total_epochs",
+        "total_rollout_steps",
+        "save_freq",
+        "max_ckpt_to_keep",
+        "test_freq",
+        "val_before_train",
+    ),
     *("resume_mode", "resume_anyway", "hang_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
     *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),

@@ -45,7 +45,7 @@ class LearnerArgs:
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
-    """Optimizer steps of linear warm-up."""
+    """Training steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """What the rate does after the warm-up: stay, or fall to --min-lr-ratio at the last step."""
     min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
@@ -160,6 +160,7 @@ class Learner:
         args: LearnerArgs,
         ranks: Ranks,
         total_steps: int,
+        updates_per_step: int = 1,
         temperature: float = 1.0,
         with_reference: bool = False,
         trust_remote_code: bool = False,
@@ -175,7 +176,10 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, total_steps, args))
+        # As in verl, the rate is one for all optimizer steps of a training step.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda update: lr_factor(update // updates_per_step, total_steps, args)
+        )
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
 
     def log_probs(

@@ -74,7 +74,7 @@ class Run:
         self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
-        record = _strict(describe_run(args, hardware, script))
+        record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps})
         name, first_step = "config.json", 0
         if origin:
             first_step = origin.step + 1 if origin.checkpoint else 0

@@ -23,6 +23,8 @@ from rl.run import LogArgs
 from rl.scoring import RewardArgs, check_sources
 from rl.watchdog import WatchdogArgs
 
+DEFAULT_STEPS = 200  # to train, where no flag says it
+
 
 @dataclass
 class RunArgs:
@@ -34,20 +36,25 @@ class RunArgs:
     """Run code that comes with the model."""
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seeds the prompt order, the sampling and everything else that is random."""
-    total_training_steps: Annotated[int, Range(at_least=1)] = 200
-    """Steps to train."""
+    total_training_steps: Annotated[int | None, Range(at_least=1)] = None
+    """Steps to train. By default what the next two flags say, or 200 without them."""
     total_epochs: Annotated[int | None, Range(at_least=1)] = None
-    """Passes over the training prompts, in whole steps, instead of --total-training-steps."""
-    test_freq: Annotated[int, Range(at_least=0)] = 20
-    """Validate every so many steps, and after the last; 0 never does. In train_async.py, at the next publish."""
+    """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
+    total_rollout_steps: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller of the two ends the run."""
+    test_freq: Annotated[int, Range(at_least=0, also=-1)] = 20
+    """Steps from one validation to the next; there is one after the last step, too. train_async.py validates at the next
+    publish. 0 or -1 never validates."""
     val_before_train: bool = True
-    """Validate before the first step, too."""
+    """Validate before the first step, too, unless --test-freq is 0 or -1."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on so many training prompts."""
-        if self.total_epochs is None:
+        if self.total_training_steps is not None:
             return self.total_training_steps
-        return max(1, self.total_epochs * num_prompts // self.prompts_per_step)
+        of_epochs = self.total_epochs and self.total_epochs * num_prompts
+        prompts = [limit for limit in (of_epochs, self.total_rollout_steps) if limit is not None]
+        return max(1, min(prompts) // self.prompts_per_step) if prompts else DEFAULT_STEPS
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
@@ -59,8 +66,8 @@ class RunArgs:
 
     def validates(self, version: int, total_steps: int) -> bool:
         """Whether this version of the weights is validated; 0 is the model that training begins with."""
-        if not self.test_freq or version == 0:
-            return bool(self.test_freq) and self.val_before_train
+        if self.test_freq < 1 or version == 0:
+            return self.test_freq > 0 and self.val_before_train
         step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
@@ -100,6 +107,14 @@ class BatchArgs:
 class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
     """Flags that all scripts have. Each group stands with its component."""
 
+    def check(self) -> None:
+        """Raises UserError for flags of different groups that do not go together."""
+        if self.overlong_buffer_len > self.max_response_length:
+            raise UserError(
+                f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
+                f"{self.max_response_length}: every response would be penalised. Lower it."
+            )
+
 
 @dataclass(frozen=True)
 class Job:
@@ -123,7 +138,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
     prompts = PromptDataset(args.train_files, "train", tokenizer, args)
-    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq else None
+    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq > 0 else None
     check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))
@@ -132,5 +147,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its schedule laid out over the whole run."""
-    updates = job.total_steps * args.ppo_epochs * args.prompts_per_step // args.prompts_per_update
-    return Learner(job.path, args, ranks, updates, args.temperature, args.needs_reference, args.trust_remote_code)
+    updates = args.ppo_epochs * args.prompts_per_step // args.prompts_per_update  # a step
+    return Learner(
+        job.path, args, ranks, job.total_steps, updates, args.temperature, args.needs_reference, args.trust_remote_code
+    )

@@ -81,7 +81,7 @@ class TrainingRun:
         for the one under way, which would not come again; after the last step for all. A collective."""
         until, metrics = None, {}
         if step == self.job.total_steps:
-            until = step if self.args.test_freq else None
+            until = step if self.args.test_freq > 0 else None
         elif self._saves_after(step):
             until = self.args.validated_by(self.args.version_at(step + 1) - 1, self.job.total_steps)
         with self.timer("testing"):
@@ -121,7 +121,7 @@ class TrainingRun:
         self.record.finish(self.saver.finish(self.job.total_steps))
 
     def _saves_after(self, step: int) -> bool:
-        return step == self.job.total_steps or bool(self.args.save_freq and step % self.args.save_freq == 0)
+        return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):

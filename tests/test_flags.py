@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, get_args, get_type_hints
 
 import pytest
-from conftest import run_script
+from conftest import run_script, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +140,44 @@ def test_a_run_says_it_once_before_anything_is_loaded(given, ranks, tmp_path):
 
 def test_help_under_torchrun_is_said_once():
     assert run_script("train_async.py", "--help", ranks=2).stdout.count("usage:") == 1
+
+
+# ------------------------------------------------------------------------------------------------ verl's meanings
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 200),
+        ({"total_training_steps": 7}, 7),
+        ({"total_epochs": 3}, 37),  # 300 prompts, 8 a step
+        ({"total_epochs": 3, "total_training_steps": 500}, 500),
+        ({"total_rollout_steps": 85}, 10),
+        ({"total_rollout_steps": 10_000}, 1250),
+        ({"total_rollout_steps": 10_000, "total_epochs": 1}, 12),
+        ({"total_rollout_steps": 50, "total_epochs": 1}, 6),
+        ({"total_rollout_steps": 3}, 1),
+        ({"total_rollout_steps": 50, "total_epochs": 1, "total_training_steps": 99}, 99),
+    ],
+)
+def test_the_length_of_a_run(given, steps):
+    for args in (
+        train_sync.Args(train_batch_size=8, **given),
+        train_async.Args(ppo_mini_batch_size=4, require_batches=2, **given),
+    ):
+        assert args.total_steps(100) == steps
+
+
+def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
+    words = "--save-freq -1 --test-freq -1 --total-training-steps 3 --lr 1e-4 --lr-warmup-steps 4"
+    words += " --train-batch-size 4 --ppo-mini-batch-size 2 --rollout-n 2"  # two optimizer steps a training step
+    steps, directory, _ = train("train_sync.py", *words.split(), out=tmp_path)
+    assert [path.name for path in directory.glob("step_*")] == ["step_000003"]
+    assert not [name for line in steps.values() for name in line if name.startswith("val-")]
+    assert [steps[step]["actor/lr"] for step in (1, 2, 3)] == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4])
+
+
+def test_a_penalty_longer_than_the_response_is_refused():
+    check(train_sync.Args(overlong_buffer_len=8, max_response_length=8))
+    with pytest.raises(UserError, match="--overlong-buffer-len 9 is more than --max-response-length 8"):
+        check(train_async.Args(overlong_buffer_len=9, max_response_length=8))

@@ -27,8 +27,8 @@ ACCURACY = "val-core/demo/acc/mean@1"
 
 def write(path: Path, rows: list[dict], script="train_sync", **flags) -> Path:
     path.mkdir(parents=True)
-    usual = {"seed": 0, "rollout_n": 8, "train_batch_size": 4, "total_training_steps": 40, "dtype": "float32"}
-    (path / "config.json").write_text(json.dumps({"script": script, "flags": usual | flags}))
+    usual = {"seed": 0, "rollout_n": 8, "train_batch_size": 4, "dtype": "float32"}
+    (path / "config.json").write_text(json.dumps({"script": script, "flags": usual | flags, "total_steps": 40}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -70,7 +70,7 @@ class Log:
 
     @property
     def state(self) -> str:
-        total = None if self.flags.get("total_epochs") else self.flags.get("total_training_steps")
+        total = self.config.get("total_steps")
         return "" if total is None else "finished" if self.steps >= total else f"stopped at {self.steps} of {total}"
 
     def points(self, name: str, axis: str = "step") -> np.ndarray:
