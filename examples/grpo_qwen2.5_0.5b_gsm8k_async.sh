@@ -6,7 +6,7 @@
 # Hardware: 1 + 1 devices of 24 GB or more. By count, not measured: the learner holds 0.5B parameters x 16 bytes = 8 GB, the
 # reference policy 2 GB and activations; the generator has its device for itself, hence 0.8.
 # Unlike verl: FSDP2 instead of Megatron with every parallel size 1. Graph mode is off on an NPU alone. Not run on either kind yet.
-# Data: verl's gsm8k parquet files, in $DATA. verl validates every 20 publishes: every 80 steps.
+# Data: verl's gsm8k parquet files, in $DATA. verl validates every 20 publishes: every 80 steps. One epoch is 116 steps of 64 prompts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/gsm8k}
@@ -26,6 +26,6 @@ torchrun --standalone --nproc-per-node 2 train_async.py --generators 1 \
   --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 5120 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --enable-chunked-prefill --max-num-batched-tokens 5120 \
-  --total-epochs 1 --no-val-before-train --test-freq 80 --save-freq 0 --log-val-generations 10 \
+  --total-epochs 1 --total-rollout-steps 51200 --no-val-before-train --test-freq 80 --save-freq 0 --log-val-generations 10 \
   --experiment-name grpo-qwen2.5-0.5b-gsm8k-async \
   "${device[@]}" "$@"

@@ -31,6 +31,6 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --lr 1e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 16384 \
   --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --max-num-batched-tokens 32768 \
-  --total-training-steps 400 --no-val-before-train --test-freq 20 --save-freq 0 \
+  --total-epochs 200 --total-rollout-steps 51200 --no-val-before-train --test-freq 20 --save-freq 0 \
   --experiment-name grpo-qwen3-vl-8b-geo3k-async \
   "$@"

@@ -8,7 +8,7 @@
 # memory; a micro-batch of 10,240 tokens wants some 5 GB of activations; two devices share an engine, which takes its share and
 # sleeps while the learner works. Graph mode is off on an NPU alone. Not run on either kind yet.
 # Missing today: sequence parallelism (verl: Ulysses 4); a sequence of 10,240 tokens must fit on one device.
-# verl's warm-up is 0.05 of 500 steps: 25 steps of 4 optimizer steps. Its 10 epochs would end the run after 140 steps.
+# verl's warm-up is 0.05 of 500 steps. Its 10 epochs would end the run after 140 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/gsm8k}
@@ -22,7 +22,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --max-prompt-length 2048 --max-response-length 8192 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
-  --lr 1e-6 --lr-warmup-steps 100 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
+  --lr 1e-6 --lr-warmup-steps 25 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --max-num-batched-tokens 10240 --enable-chunked-prefill \

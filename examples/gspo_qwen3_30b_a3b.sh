@@ -13,7 +13,6 @@
 # What is missing today: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine of
 # 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), an engine is 4 ranks, and nothing of this size
 # has been run. verl's gspo aggregates as seq-mean-token-mean whatever its loss_agg_mode says (token-mean in this run).
-# verl's warm-up is 10 steps of 8 optimizer steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/dapo-math}
@@ -27,7 +26,7 @@ torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --clip-ratio-c 10.0 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
-  --lr 1e-6 --lr-warmup-steps 80 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
+  --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 \
   --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.8 --max-num-batched-tokens 10240 \
   --total-training-steps 300 --no-val-before-train --test-freq 0 --save-freq 0 \

@@ -72,6 +72,7 @@ VERL = {
         "enable_chunked_prefill": True, "max_num_batched_tokens": 5120, "temperature": 1, "top_p": 1, "val_top_p": 0.7,
         "val_temperature": 1, "overlong_buffer_len": 512, "overlong_penalty_factor": 1, "val_before_train": False,
         "save_freq": 0, "log_val_generations": 10, "param_offload": False, "total_epochs": 1, "prompt_key": "prompt",
+        "total_rollout_steps": 51200,
         "test_freq": 20 * 4, "old_is_rollout": True,
     },
     "grpo_qwen2.5_0.5b_gsm8k_sync": {
@@ -99,7 +100,7 @@ VERL = {
     },
     "dapo_qwen3_30b_a3b_async": {
         "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,
-        "ppo_mini_batch_size": 16, "require_batches": 1, "total_training_steps": 3200 // 16, "staleness_threshold": 0.75,
+        "ppo_mini_batch_size": 16, "require_batches": 1, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
         "trigger_parameter_sync_step": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
         "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
         "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,
@@ -129,7 +130,7 @@ for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_propos
         "shuffle": False, "rollout_n": 4, "ppo_mini_batch_size": 64, "lr": 1e-6, "use_kl_loss": True, "kl_loss_coef": 0.01,
         "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 16384,
         "rollout_tp": 1, "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 32768,
-        "total_training_steps": 51200 // 128,
+        "total_epochs": 200, "total_rollout_steps": 51200,
     }
 # fmt: on
 
@@ -143,11 +144,15 @@ def test_a_recipe_has_the_numbers_of_verls_run(recipe, device, tmp_path):
     expected = dict(VERL[recipe.stem])
     assert (nodes * generate, nodes * learn) == expected.pop("devices")
     assert {name: getattr(args, name) for name in expected} == expected
-    # 10 steps of warm-up, counted in optimizer steps; 0.05 of 500 steps
-    updates = getattr(args, "train_batch_size", args.ppo_mini_batch_size) // args.ppo_mini_batch_size
-    warm_up = {"gspo_qwen2.5_3b_gsm8k": 25, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
-    if recipe.stem in warm_up:
-        assert args.lr_warmup_steps == warm_up[recipe.stem] * updates
+    warm_up = {"gspo_qwen2.5_3b_gsm8k": 0.05 * 500, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
+    assert args.lr_warmup_steps == warm_up.get(recipe.stem, args.lr_warmup_steps)
+
+
+def test_epochs_or_prompts_end_a_run_whichever_come_first(tmp_path):
+    """7,473 prompts of GSM8K, 2,101 of Geometry3K."""
+    steps = {"grpo_qwen2.5_0.5b_gsm8k_async": (7473, 116), "grpo_qwen3_vl_8b_geo3k_async": (2101, 400)}
+    for name, (prompts, expected) in steps.items():
+        assert parse(ROOT / "examples" / f"{name}.sh", "gpu", tmp_path)[2].total_steps(prompts) == expected
 
 
 def test_each_of_verls_runs_has_its_recipe():

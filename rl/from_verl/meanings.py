@@ -139,12 +139,11 @@ def warmup(run: Run) -> dict[str, object]:
         if ratio and run.steps is None:
             run.lacks(
                 "A.actor.optim.lr_warmup_steps_ratio",
-                f"the number of steps follows from the data: set --lr-warmup-steps to {ratio} times the run's optimizer steps",
+                f"the number of steps follows from the data: set --lr-warmup-steps to {ratio} times the run's steps",
             )
             return {}
         steps = int(ratio * (run.steps or 0))
-    mini_batches = max(1, run.prompts_a_step // run["A.actor.ppo_mini_batch_size"]) * run["A.actor.ppo_epochs"]
-    return {"--lr-warmup-steps": steps * mini_batches}
+    return {"--lr-warmup-steps": steps}
 
 
 def scheduler(run: Run) -> dict[str, object]:
@@ -393,11 +392,7 @@ def length(run: Run) -> dict[str, object]:
     epochs, steps = run["trainer.total_epochs"], run["trainer.total_training_steps"]
     if run.script == ASYNC:
         run.skips("trainer.total_training_steps", "verl's fully async mode goes by total_rollout_steps and epochs")
-        run.note(
-            f"The run ends after total_rollout_steps; verl's also after {epochs} passes over the data (total_epochs). "
-            f"If these are fewer, give --total-epochs {epochs} instead of --total-training-steps."
-        )
-        return {"--total-training-steps": run.steps}
+        return {"--total-epochs": epochs, "--total-rollout-steps": run["rollout.total_rollout_steps"]}
     if run["rollout.total_rollout_steps"] is not None:
         run.lacks("rollout.total_rollout_steps", "verl itself reads it in its fully async mode alone")
     if steps is None:

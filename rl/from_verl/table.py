@@ -76,10 +76,7 @@ TABLE: dict[str, list[Row]] = {
         to(
             "A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0",
             "--lr-warmup-steps",
-            "training steps in verl, optimizer steps here: times mini-batches a step and `--ppo-epochs`. A ratio is of all "
-            "steps. "
-            "None in verl, 10 here by default",
-            m.warmup,
+            "training steps, in both; a ratio is of all steps. None in verl, 10 here by default", m.warmup,
         ),
         to(
             "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style=constant",
@@ -330,8 +327,10 @@ TABLE: dict[str, list[Row]] = {
     ],
     "Trainer": [
         to("trainer.total_epochs|rollout.total_epochs=30 trainer.total_training_steps=null rollout.total_rollout_steps=null",
-           "--total-epochs, --total-training-steps", "`total_training_steps` counts steps, `total_rollout_steps` prompts: "
-           "divided by the prompts of a step. In verl `total_epochs` may end it too; here one of them counts", m.length),
+           "--total-epochs, --total-training-steps, --total-rollout-steps", "`total_rollout_steps` counts prompts: the smaller "
+           "of it and the epochs ends a fully async run. `total_training_steps` overrules both here; in verl epochs may "
+           "still end the run earlier. A step may reach from one epoch into the next, where verl drops the rest of an epoch",
+           m.length),
         to("trainer.test_freq|rollout.test_freq=-1", "--test-freq", "in steps; verl's fully async mode counts publishes: times "
            "`--trigger-parameter-sync-step`. -1 in verl, 0 here is never", m.test_freq),
         to("trainer.val_before_train=True", "--val-before-train"),

@@ -1,5 +1,6 @@
 """Translates one verl command: our command, and a word on every key that was given."""
 
+import os
 import re
 import shlex
 from dataclasses import MISSING, dataclass, fields
@@ -190,5 +191,13 @@ def refusal(translation: Translation) -> str:
 
 
 def parse(translation: Translation):
-    """The script's Args of the command. Raises UserError where the script would."""
-    return command_line.read(MODULES[translation.script].Args, args=translation.words()[1:])
+    """The script's Args of the command, checked for as many ranks as its launcher starts. Raises UserError where the script
+    would."""
+    launch = dict(zip(translation.launcher, translation.launcher[1:], strict=False))
+    before = dict(os.environ)
+    os.environ["WORLD_SIZE"] = str(int(launch.get("--nnodes", 1)) * int(launch["--nproc-per-node"]))  # as torchrun sets it
+    try:
+        return command_line.read(MODULES[translation.script].Args, args=translation.words()[1:])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
