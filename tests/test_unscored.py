@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import run_script, train
 from test_algorithm import ESTIMATORS, Trainer, ranks  # noqa: F401
 
 import losses
@@ -142,3 +142,30 @@ def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind,
     assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr[-3000:]
     assert "none of the first step's 4 responses could be scored" in errors[0]
     assert "Traceback" not in done.stderr.split("error:")[0] and not list((tmp_path / "runs").glob("*/step_*"))
+
+
+FICKLE = """
+import itertools
+calls = itertools.count()
+def score(data_source, solution_str, ground_truth, extra_info):
+    if next(calls) >= {good}: raise ValueError("the judge has gone")
+    return float(len(solution_str) % 2)
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
+    """Steps without a single score train nothing, and are recorded as such; the run, its validation included, goes on."""
+    (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step
+    processes, *flags = SCRIPTS[script]
+    flags += ["--total-training-steps", 4, "--reward", tmp_path / "mine.py:score", "--val-max-samples", 4, "--test-freq", 4]
+    flags += ["--no-val-before-train", "--lr-scheduler-type", "constant", "--weight-decay", 0, "--adam-beta1", 0]
+    metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes)
+    unscored = [metrics[step]["reward/unscored"] for step in range(1, 5)]
+    assert unscored[0] == 0 and unscored[-1] == 4 and sum(unscored) in (10, 9, 8), unscored
+    last = metrics[4]
+    assert last["critic/score/mean"] is None and last["actor/grad_norm"] == 0 and last["actor/skipped_steps"] == 0
+    assert last["val-aux/reward/unscored"] == 4 and last["val-core/demo/acc/mean@1"] == 0
+    assert last["reward/events/error"] >= 6
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: responses that could not be scored")]
+    assert 1 <= len(warnings) <= 2 and "the judge has gone" in warnings[0]
