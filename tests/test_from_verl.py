@@ -334,6 +334,16 @@ def test_a_key_under_two_names_with_two_values_is_told():
     assert any("the last one counts" in note for note in ours("data.shuffle=True", "data.shuffle=False").notes)
 
 
+def test_a_configuration_of_ones_own_is_told():
+    command = read_words(["-m", "verl.trainer.main_ppo", "--config-path=mine", "--config-name=mine.yaml", *SPLIT])
+    assert any("mine" in note for note in translate.translate(command).notes)
+
+
+def test_a_script_may_use_other_tools_of_verl_too():
+    script = "python3 -m verl.model_merger merge --backend fsdp\npython3 -m verl.trainer.main_ppo data.max_prompt_length=7"
+    assert read_script(script).values == {"data.max_prompt_length": 7}
+
+
 def test_ratios_of_a_run_whose_length_the_data_decide_are_not_guessed():
     key = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
     found = ours(f"{key}=0.05", "trainer.total_epochs=3")

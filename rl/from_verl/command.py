@@ -75,6 +75,7 @@ def _take(command: Command, key: str, value: object) -> None:
 def read_script(text: str) -> Command:
     """Takes the text of a shell script, or of one command. Raises UserError if it starts no verl."""
     starts = [words for words in _programs(text) if any(STARTS_VERL.search(word) for word in words)]
+    starts = [words for words in starts if any("=" in word for word in words)] or starts  # verl's other tools take no key=value
     if not starts:
         raise UserError(
             "no start of verl is found in it: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "

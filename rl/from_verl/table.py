@@ -33,7 +33,7 @@ TABLE: dict[str, list[Row]] = {
         missing("data.tokenizer=null", "the tokenizer is the model's"),
         missing("data.tool_config_path=null data.function_tool_path=null", "no tools"),
         missing("data.reward_fn_key=data_source", "the column is `data_source`"),
-        missing("data.mm_processor_kwargs.*", "no images"),
+        missing("data.mm_processor_kwargs.* data.mm_processor_kwargs", "no images"),
         unneeded("data.gen_batch_size", "a ticket is one prompt"),
         unneeded("data.val_batch_size", "the validation set is one batch"),
         unneeded("data.return_raw_chat data.return_raw_input_ids data.return_full_prompt", "chats are always templated here"),
@@ -112,8 +112,8 @@ TABLE: dict[str, list[Row]] = {
         missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
         missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null",
                 "a model is one directory or hub name"),
-        missing("A.model.mtp.enable=False", "multi-token prediction"),
-        missing("A.model.override_config.*", "edit the model's config.json"),
+        missing("A.model.mtp.enable=False A.rollout.mtp=null", "multi-token prediction"),
+        missing("A.model.override_config.* A.model.override_config", "edit the model's config.json"),
         missing("A.actor.freeze_vision_tower=False", "no images"),
         missing("A.actor.optim.optimizer=AdamW", "the optimizer is AdamW"),
         missing("A.actor.optim.override_optimizer_config=null A.actor.optim.override_optimizer_config.*", "AdamW as it is"),
@@ -122,13 +122,15 @@ TABLE: dict[str, list[Row]] = {
                 "A.actor.optim.lr_wsd_decay_steps=null",
                 "the rate warms up from 0, then stays or falls along half a cosine to the last step"),
         missing("A.actor.router_replay.mode=disabled A.ref.router_replay.mode=disabled", "no replay of the router's choices"),
-        missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False", "no quantised training"),
+        missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False A.rollout.qat=null", "no quantised training"),
+        missing("A.ref.model.path", "the reference policy is the starting model"),
         missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*",
                 "master weights and the reduction of gradients are fp32"),
         unneeded("A.hybrid_engine", "the script: `train_sync.py` is the hybrid one"),
         unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "
                  "model_engine", "always FSDP2"),
-        unneeded("A.model.use_remove_padding A.actor.use_remove_padding A.actor.pad_to_length", "always packed"),
+        unneeded("A.model.use_remove_padding A.actor.use_remove_padding A.*.pad_to_length A.*.fsdp_config.pad_to_length "
+                 "A.*.fsdp_config.pad_to_length_bucket", "always packed"),
         unneeded("A.model.use_fused_kernels A.model.fused_kernel_options.* A.model.use_liger A.actor.use_fused_kernels "
                  "A.*.entropy_from_logits_with_chunking A.*.entropy_from_logits_chunk_size A.*.entropy_checkpointing "
                  "A.*.fsdp_config.entropy_checkpointing A.*.fsdp_config.entropy_from_logits_with_chunking",
@@ -140,10 +142,13 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
-        unneeded("A.model.use_shm A.model.exclude_modules A.model.target_modules A.model.lora_alpha A.model.lora.*",
-                 "of use with what is missing here alone"),
+        unneeded("A.model.use_shm A.model.exclude_modules A.model.target_modules A.model.lora_alpha A.model.lora.* "
+                 "A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* A.*.fsdp_config.turbo_config.* "
+                 "A.*.router_replay.*", "of use with what is missing here alone"),
+        unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
         unneeded("A.*.fsdp_config.fsdp_size A.*.fsdp_config.reshard_after_forward A.*.fsdp_config.forward_prefetch "
-                 "A.*.fsdp_config.wrap_policy.* A.*.fsdp_config.use_orig_params A.*.fsdp_config.forward_only",
+                 "A.*.fsdp_config.wrap_policy.* A.*.fsdp_config.use_orig_params A.*.fsdp_config.forward_only "
+                 "A.*.fsdp_config.use_no_sync_for_gradient_accumulation",
                  "sharded over all learners, layer by layer"),
         unneeded("A.*.use_torch_compile A.*.fsdp_config.use_torch_compile", "nothing is compiled"),
         unneeded("A.ref.log_prob_use_dynamic_bsz A.rollout.log_prob_use_dynamic_bsz A.ref.log_prob_max_token_len_per_gpu "
@@ -161,7 +166,8 @@ TABLE: dict[str, list[Row]] = {
                  "A.ref.megatron.grad_offload A.ref.megatron.optimizer_offload A.ref.megatron.dtype",
                  "no Megatron; its recomputation is `--gradient-checkpointing`"),
         unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype", "the reference policy has no optimizer"),
-        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step",
+        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step "
+                 "A.actor.optim.use_checkpoint_opt_param_scheduler",
                  "the scripts set it"),
         unneeded("A.actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d "
                  "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer "
@@ -205,6 +211,9 @@ TABLE: dict[str, list[Row]] = {
            "--filter-groups, --max-num-gen-batches", "by the score, whatever the metric; 0 is no limit in "
            "verl", m.filter_groups),
         missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
+        missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
+                "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
+                "`algorithm.rollout_correction`"),
         missing("algorithm.lam=1.0", "needs a critic"),
         missing("algorithm.use_pf_ppo=False algorithm.pf_ppo.*", "PF-PPO"),
         missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
@@ -241,6 +250,7 @@ TABLE: dict[str, list[Row]] = {
         missing("reward_model.enable=False reward.reward_model.enable=False", "no reward model but one called in `--reward`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
+        missing("reward.reward_manager.source=register reward.reward_manager.module.*", "write what it does into --reward"),
         missing("sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*", "no code sandbox"),
         unneeded("reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
                  "reward_model.overlong_buffer.log", "the penalty is always a metric"),
@@ -299,6 +309,7 @@ TABLE: dict[str, list[Row]] = {
                  "thing"),
         unneeded("A.rollout.checkpoint_engine.* A.checkpoint_engine A.rollout.update_weights_bucket_megabytes "
                  "A.rollout.moe_load_balance_metrics_interval", "weights are broadcast over the job's own process group"),
+        unneeded("A.rollout.disaggregation.* A.rollout.use_dynamic_bsz", "of use with what is missing here alone"),
         unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "of use with several turns alone"),
     ],
     "Asynchronous training": [
@@ -349,7 +360,8 @@ TABLE: dict[str, list[Row]] = {
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
         missing("trainer.rollout_data_dir=null trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
         missing("trainer.v1.* trainer.use_v1", "verl's newer trainer: `train_async.py` is its `separate_async`"),
-        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null", "profile a script as any other Python program"),
+        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* "
+                "trainer.npu_profile.*", "profile a script as any other Python program"),
         unneeded("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", "there is no critic"),
         unneeded("trainer.balance_batch", "micro-batches are always balanced over the ranks"),
         unneeded("trainer.device", "what the machine has"),

@@ -17,6 +17,8 @@ from rl.from_verl.meanings import ASYNC, ONE_STEP_OFF, SYNC, Run
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
 
 MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async}
+PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
+CONFIGS = {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # Hydra's ${trainer.total_epochs}
 
 
@@ -51,6 +53,9 @@ def translate(command: Command) -> Translation:
         names[key] = keys.find(key, ROWS)
     given = {found[1]: _resolved(command, key) for key, found in names.items() if found}
     notes = list(command.notes) + _clashes(command, names)
+    config = command.config_name.removesuffix(".yaml")
+    if config and config not in CONFIGS:
+        notes.append(f"--config-name {config} is a configuration of your own: what it sets is not seen here.")
     script = script_of(command, given)
     defaults = {name: value for row in ROWS for name, value in row.defaults.items()} | OTHER_DEFAULTS[script]
     run = Run(
