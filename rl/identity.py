@@ -6,7 +6,7 @@ refused in any case, since the saved state has no meaning under another value.
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -83,8 +83,7 @@ class Identity:
 
     def _with_defaults(self, flags: dict) -> dict:
         """The flags; those that an older version of the script did not have at their defaults."""
-        defaults = {field.name: field.default for field in fields(self.args)}
-        return json.loads(json.dumps(defaults, default=lambda _: None)) | flags
+        return json.loads(json.dumps(asdict(type(self.args)()))) | flags
 
     def _other_contents(self, was: dict) -> Iterable[str]:
         for name, old in was["contents"].items():

@@ -16,7 +16,7 @@ import kills
 import numpy as np
 import pytest
 from conftest import ROOT, command, run_script
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_batch import make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -247,14 +247,83 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
     assert checkpoint.damage(run / "step_000020") is None
 
 
-def test_what_cannot_be_gone_on_from_is_refused(sync, tmp_path):
-    cases = [
-        (["--resume-mode", tmp_path / "nowhere"], "no checkpoint is there (manifest.json is missing)"),
-        (["--resume-mode", sync / "step_000010", "--seed", "1"], "was written with --seed 0, now it is 1"),
-    ]
-    for flags, message in cases:
-        done = run_script("train_sync.py", "--output-dir", tmp_path / "out", *flags, check=False)
-        assert done.returncode == 1 and done.stderr.count("error: ") == 1 and message in done.stderr
+def copy_of(run: Path, out: Path) -> Path:
+    shutil.copytree(run, out / "run", symlinks=True)
+    return out / "run"
+
+
+def refused(out: Path, *flags) -> str:
+    """The message with which the run in `out` is not gone on with."""
+    done = go("train_sync.py", out, *FLAGS, *flags, ranks=None, check=False)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
+    run = take_back(sync, tmp_path)
+    message = refused(tmp_path, "--lr", "0.1", "--rollout-n", "4", "--train-max-samples", "77")
+    for line in (
+        "--lr: was 0.0001, is 0.1",
+        "--rollout-n: was 8, is 4",
+        "--train-max-samples: was -1, is 77",
+        "--resume-anyway",
+    ):
+        assert line in message
+    assert "was written with --seed 0, now it is 1" in refused(tmp_path, "--seed", "1", "--resume-anyway")
+    message = refused(tmp_path, "--total-training-steps", "2")
+    assert "trained 10 steps already, more than the 2 asked for" in message
+    message = refused(tmp_path / "none", "--resume-mode", tmp_path / "nowhere")
+    assert "no checkpoint is there (manifest.json is missing)" in message
+    fewer = tmp_path / "fewer"
+    shutil.copytree(demo_model, fewer)
+    config = json.loads((fewer / "config.json").read_text())
+    layers, config["num_hidden_layers"] = config["num_hidden_layers"], config["num_hidden_layers"] - 1
+    config.pop("layer_types", None)
+    (fewer / "config.json").write_text(json.dumps(config))
+    tensors = load_file(fewer / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f".layers.{layers - 1}." not in name}
+    save_file(kept, fewer / "model.safetensors", {"format": "pt"})
+    assert "the content of --model: was demo (" in refused(tmp_path, "--model", fewer)
+    message = refused(tmp_path, "--model", fewer, "--resume-anyway")
+    assert "does not fit the model" in message and f"layers.{layers - 1}." in message and "no such tensor" in message
+    assert rows(run) == rows(sync), "a run that is refused is left as it was"
+
+
+def test_with_resume_anyway_it_goes_on_and_says_what_is_another(sync, tmp_path):
+    run = take_back(sync, tmp_path)
+    (run / "config.json").unlink()
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n{"a": 1}\n\xff\xfe\n{"step": 11, "cu')
+    done = go(
+        "train_sync.py",
+        tmp_path,
+        "--total-training-steps",
+        "11",
+        "--test-freq",
+        "0",
+        "--lr",
+        "0.01",
+        "--resume-anyway",
+        ranks=None,
+    )
+    assert "as another run:\n  --lr: was 0.0001, is 0.01\n" in done.stderr
+    assert f"{run}/config.json is missing or damaged; the run goes on" in done.stderr
+    assert "goes on after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
+    assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
+
+
+def test_damage_is_never_answered_with_a_new_beginning(sync, tmp_path):
+    run = copy_of(sync, tmp_path)
+    truncate(run / "step_000020" / "training" / "state.json")
+    done = go("train_sync.py", tmp_path, *FLAGS)
+    assert "step_000020 is damaged: training/state.json" in done.stderr and "steps after 10 are trained again" in done.stderr
+    assert "goes on after step 10 of 20" in done.stdout
+    for step in run.glob("step_*"):
+        if step.is_dir() and not step.name.endswith("superseded"):
+            truncate(step / "manifest.json")
+    message = refused(tmp_path)
+    assert "every checkpoint of the run is damaged (step_000020, step_000010; the warnings say how)" in message
+    assert message.count("warning: checkpoint ") == 2 and rows(run) == rows(sync)
 
 
 def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):

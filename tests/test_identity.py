@@ -1,0 +1,134 @@
+"""A run goes on as the same run: every flag and what the flags name is compared, and what may change is said in one place."""
+
+import copy
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train_async
+import train_one_step_off
+import train_sync
+from rl import identity
+from rl.data import PromptDataset
+from rl.errors import UserError
+from rl.identity import MAY_CHANGE, MUST_STAY, MUST_STAY_IN_A_STREAM, Identity
+from rl.pretrained import load_tokenizer
+
+SCRIPTS = {module.__name__: module.Args for module in (train_sync, train_one_step_off, train_async)}
+FLAGS = sorted({field.name for args in SCRIPTS.values() for field in dataclasses.fields(args)})
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model):
+    return PromptDataset(["demo"], "train", load_tokenizer(demo_model), train_sync.Args())
+
+
+def other(value):
+    """Another value of the kind; the ranges of flags do not matter here."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return ("other",) if isinstance(value, tuple) else "other"
+
+
+def saved(identity: Identity) -> dict:
+    return json.loads(json.dumps(identity.record))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script, prompts, demo_model, monkeypatch):
+    for digest in ("_digest_model", "_digest_prompts", "_digest_tokenizer", "_digest_files"):  # the content stays
+        monkeypatch.setattr(identity, digest, lambda _: "the same")
+    args = SCRIPTS[script]()
+    was = saved(Identity(args, script, demo_model, prompts))
+    assert Identity(args, script, demo_model, prompts).check(was, Path("step_1")) == []
+    stays = MUST_STAY | (MUST_STAY_IN_A_STREAM if script == "train_async" else set())
+    for field in dataclasses.fields(args):
+        name = "--" + field.name.replace("_", "-")
+        value = other(getattr(args, field.name))
+        if field.name == "reward":
+            value = f"{__file__}:other"
+        changed = dataclasses.replace(args, **{field.name: value})
+        now = Identity(changed, script, demo_model, prompts)
+        if field.name in MAY_CHANGE:
+            assert now.check(was, Path("step_1")) == [], field.name
+            continue
+        with pytest.raises(UserError, match=rf"step_1 (is of a run with other settings|was written with {name})") as refused:
+            now.check(was, Path("step_1"))
+        assert name in str(refused.value)
+        changed.resume_anyway = True
+        now = Identity(changed, script, demo_model, prompts)
+        if field.name in stays:
+            with pytest.raises(UserError, match="its state means nothing under another value"):
+                now.check(was, Path("step_1"))
+        else:
+            (line,) = now.check(was, Path("step_1"))
+            assert line.startswith(f"{name}: was ") and ", is " in line
+
+
+def test_the_table_names_no_flag_that_is_gone():
+    assert {*FLAGS} >= MAY_CHANGE | MUST_STAY | MUST_STAY_IN_A_STREAM
+    assert not MAY_CHANGE & (MUST_STAY | MUST_STAY_IN_A_STREAM)
+
+
+def test_another_script_is_refused_in_any_case(prompts, demo_model):
+    args = train_sync.Args(resume_anyway=True)
+    was = saved(Identity(args, "train_sync", demo_model, prompts))
+    with pytest.raises(UserError, match="written by train_sync, not by my_experiment"):
+        Identity(args, "my_experiment", demo_model, prompts).check(was, Path("step_1"))
+
+
+def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts, demo_model):
+    was = saved(Identity(train_sync.Args(), "train_sync", demo_model, prompts))
+    del was["flags"]["grad_clip"]
+    assert Identity(train_sync.Args(), "train_sync", demo_model, prompts).check(was, Path("x")) == []
+    with pytest.raises(UserError, match=r"--grad-clip: was 1\.0, is 2\.0"):
+        Identity(train_sync.Args(grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
+
+
+def rows(path: Path, texts) -> Path:
+    lines = [{"prompt": f"what is {t}?", "data_source": "x", "ground_truth": str(t)} for t in texts]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models, tmp_path):
+    """Under the same name with another content: refused. Under another name with the same content: the same run."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    data, model = rows(tmp_path / "data.jsonl", range(9)), tmp_path / "model"
+    shutil.copytree(models["qwen3"], model)
+
+    def of(name="data.jsonl", path=model, tokenizer=prompts.tokenizer) -> Identity:
+        args = train_sync.Args(train_files=(str(tmp_path / name),), reward=f"{reward}:f", model=str(path))
+        return Identity(args, "train_sync", str(path), PromptDataset(args.train_files, "train", tokenizer, args))
+
+    was = saved(of())
+    rows(tmp_path / "moved.jsonl", range(9))
+    shutil.copytree(model, tmp_path / "moved")
+    assert of("moved.jsonl", tmp_path / "moved").check(was, Path("x")) == []
+    assert of(path=models["qwen3"]).check(was, Path("x")) == []
+
+    def refused(what: str, **how) -> None:
+        with pytest.raises(UserError) as error:
+            of(**how).check(was, Path("x"))
+        assert what in str(error.value) and str(error.value).count("\n") == 1, error.value
+
+    for other_rows in (range(8), range(10), [*range(8), 9], reversed(range(9))):
+        rows(data, other_rows)
+        refused("the content of --train-files: was ")
+    rows(data, range(9))
+    refused("the content of --model: was ", path=models["qwen2-untied"])
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-4000] + bytes(4000))
+    refused("the content of --model: was ")
+    (model / "model.safetensors").write_bytes(weights)
+    other_tokenizer = copy.deepcopy(prompts.tokenizer)
+    other_tokenizer.chat_template += " "
+    refused("the tokenizer: was ", tokenizer=other_tokenizer)
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    refused("the content of --reward: was ")
