@@ -174,7 +174,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
             outbox.send_rows(args.step_of(engine.version, job.total_steps), generator.take_rows(), parts=split.generators)
             validating = False
         outbox.flush()
-    outbox.goodbye(unfinished=generator.tickets)
+    outbox.finish(unfinished=generator.tickets)
     generator.pool.close()
 
 

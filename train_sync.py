@@ -42,16 +42,19 @@ class Args(BatchArgs, CommonArgs):
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
     """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
     are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
-    kept, flat, rounds, place = [], [], 0, generator.shared.place
+    kept, dropped, rounds, shared = [], [], 0, generator.shared
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        for group in gather_groups(generator.generate(tickets[place.rank :: place.world_size])):
-            (kept if group.has_signal or not args.filter_groups else flat).append(group)
-    missing = args.train_batch_size - len(kept)
-    metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(flat), "train/filled_groups": missing}
-    return kept + flat[:missing], ticket, metrics
+        for group in gather_groups(generator.generate(tickets[shared.index :: shared.engines])):
+            if args.filter_groups and not group.has_signal:
+                dropped.append(group)
+            else:
+                kept.append(group)
+    missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
+    metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
+    return kept + dropped[:missing], ticket, metrics
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.

@@ -68,7 +68,7 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
     version = 0
     for repeat in range(repeats + 1):
         for side in SIDES:
-            weights.Digests.add = (lambda self, piece, data: None) if side == "unverified" else add
+            weights.Digests.add = (lambda self, bucket, data: None) if side == "unverified" else add
             if side != "raw" and split.role == "learner":
                 started = time.perf_counter()
                 publisher.take_copy()

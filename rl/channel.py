@@ -19,7 +19,7 @@ from rl.ring import RecordTooLarge, Ring, RingTimeout
 from rl.scoring import ScoringPool
 from rl.timers import Timers
 
-GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, GOODBYE = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 
 
 def open_ring(split: Split, megabytes: int) -> Ring | None:
@@ -118,9 +118,9 @@ class Outbox:
             self._send(UNFINISHED, group.to_bytes())
         self._send_json(SNAPSHOT, {"step": step})
 
-    def goodbye(self, unfinished: list[int]) -> None:
+    def finish(self, unfinished: list[int]) -> None:
         """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
-        self._send_json(GOODBYE, {"unfinished": unfinished})
+        self._send_json(LAST, {"unfinished": unfinished})
         with watchdog.doing("the last records to be taken"):
             while self._queue:
                 time.sleep(1e-3)
@@ -155,7 +155,7 @@ class Inbox:
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
-        self.goodbyes: list[dict] = []
+        self.last_words: list[dict] = []
         self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
         self._snapshots: list[dict] = []
         self.validated = -1  # the newest step whose validation has come whole
@@ -193,8 +193,8 @@ class Inbox:
             if len(parts) == content["parts"]:
                 self.validated = max(self.validated, content["step"])
         else:
-            places = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, GOODBYE: self.goodbyes}
-            places[kind].append(content)
+            lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
+            lists[kind].append(content)
 
     def unfinished_at(self, step: int) -> list[Group]:
         """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
@@ -222,8 +222,8 @@ class Inbox:
         self._rows = {parts[0]["step"]: parts for parts in state["rows"]}
 
     def unfinished(self) -> list[int]:
-        """Tickets that the generators gave up when they said goodbye."""
-        return [ticket for goodbye in self.goodbyes for ticket in goodbye["unfinished"]]
+        """Tickets that the generators gave up at their end."""
+        return [ticket for last in self.last_words for ticket in last["unfinished"]]
 
     def take_validations(self, until: int | None = None) -> list[tuple[int, list[dict]]]:
         """(step whose weights it was of, rows) of every validation that has come whole since the last call. With `until`, waits

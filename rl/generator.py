@@ -131,9 +131,9 @@ class Generator:
 
     def start_validation(self) -> None:
         """Gives the engine this rank's share of the validation prompts, val_n times each."""
-        a, place = self.args, self.shared.place
+        a, shared = self.args, self.shared
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
-        for index in range(place.rank, len(self.job.val_prompts), place.world_size):
+        for index in range(shared.index, len(self.job.val_prompts), shared.engines):
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
 
     def take_rows(self) -> list[dict]:

@@ -90,7 +90,7 @@ class ScheduleArgs(SplitArgs):
         return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
 
     def quota(self, version: int) -> int:
-        """How many tickets may have started, the dropped ones not counted, under the weights of this version."""
+        """Tickets that may have started, the dropped ones not counted, under the weights of this version."""
         ahead = version + 1 + Fraction(str(self.staleness_threshold))
         return math.floor(ahead * self.prompts_per_step * self.trigger_parameter_sync_step)
 
@@ -116,7 +116,7 @@ class ScheduleArgs(SplitArgs):
 
 
 class Tickets:
-    """A generator's way to tickets. One that is drawn but may not start yet is kept for later."""
+    """Draws tickets for a generator. One that is drawn but may not start yet is kept for later."""
 
     def __init__(self, store: Store, args: ScheduleArgs, total: int):
         self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
@@ -145,14 +145,14 @@ class Tickets:
         return ticket
 
     def partial(self, ticket: int) -> Group | None:
-        """What had become of the ticket's responses when the run was stopped."""
+        """The ticket's responses as they were when the run was stopped."""
         return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
     def _draw(self) -> int:
         if self.again:
-            place = self.store.add("tickets/taken_again", 1) - 1
-            if place < len(self.again):
-                return self.again[place]
+            index = self.store.add("tickets/taken_again", 1) - 1
+            if index < len(self.again):
+                return self.again[index]
             self.again = []
         return self.store.add("tickets/drawn", 1) - 1
 
@@ -173,12 +173,12 @@ def open_tickets(
 
 
 def drawn(store: Store) -> int:
-    """How many tickets all generators have drawn."""
+    """Tickets that all generators have drawn."""
     return store.add("tickets/drawn", 0)
 
 
 def started(store: Store) -> int:
-    """How many tickets all generators have started."""
+    """Tickets that all generators have started."""
     return store.add("tickets/started", 0)
 
 

@@ -131,7 +131,7 @@ class Stream(_Samples):
     def close(self) -> str:
         """Stops the generators; returns one line on where every ticket went. Raises RuntimeError if one was lost."""
         self.control.update(stop=True)
-        while len(self.inbox.goodbyes) < self.split.generators:
+        while len(self.inbox.last_words) < self.split.generators:
             self.inbox.receive()
         for group in self.inbox.groups:
             self.buffer.add(group)

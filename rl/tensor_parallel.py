@@ -5,7 +5,6 @@ whole that needs no message between them: every rank knows all tickets beforehan
 In a stream the first rank of the engine decides what is done next, and tells the others.
 """
 
-import dataclasses
 import json
 
 import torch
@@ -22,14 +21,13 @@ class EngineRanks:
     def __init__(self, ranks: Ranks, size: int):
         self.size = size
         self.leads = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
-        # this rank's place counted in engines
-        self.place = dataclasses.replace(ranks, rank=ranks.rank // size, world_size=ranks.world_size // size)
-        self._first, self._group = self.place.rank * size, None
+        self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many
+        self._first, self._group = self.index * size, None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
             self._group = group if first == self._first else self._group
         if self._group:
-            show_group(f"engine {self.place.rank}", self._group)
+            show_group(f"engine {self.index}", self._group)
 
     @doing("the engine's first rank to decide")
     def agree(self, decision: list) -> list:

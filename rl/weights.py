@@ -1,4 +1,4 @@
-"""Weights from the learners to all generators: versioned, streamed in pieces over the bridge, and verified.
+"""Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
 
     learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
     generator:  subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
@@ -7,7 +7,7 @@ Each publish ends with the learner's digest of every parameter. The generator co
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
 
 Memory: the first learner holds one copy in the generators' precision, in host memory; a generator none, or if its engine does
-not adopt memory, a few pieces or its largest parameter.
+not adopt memory, a few buckets or its largest parameter.
 """
 
 import json
@@ -28,13 +28,13 @@ from rl.dist import Split
 from rl.engine import Engine
 from rl.learner import Learner
 
-PIECE_BYTES = 32 << 20  # what travels at once; the next pieces are under way meanwhile
-UNDER_WAY = 3  # pieces
+BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
+UNDER_WAY = 3  # buckets
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of the stream: whole parameters, or a part of one that is larger than a piece."""
+class Bucket:
+    """A run of the stream: whole parameters, or a part of one that is larger than a bucket."""
 
     members: range  # parameters, by number
     start: int  # elements of the stream before it
@@ -57,19 +57,19 @@ class Plan:
         return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        limit, out, first = PIECE_BYTES // self.dtype.itemsize, [], 0
+    def buckets(self) -> list[Bucket]:
+        limit, out, first = BUCKET_BYTES // self.dtype.itemsize, [], 0
         for i in range(len(self.names)):
             start, stop = self.offsets[i], self.offsets[i + 1]
             if stop - self.offsets[first] > limit and first < i:
-                out.append(Piece(range(first, i), self.offsets[first], start, False, True))
+                out.append(Bucket(range(first, i), self.offsets[first], start, False, True))
                 first = i
             if stop - start > limit:
                 cuts = [*range(start, stop, limit), stop]
-                out += [Piece(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
+                out += [Bucket(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
                 first = i + 1
         if first < len(self.names):
-            out.append(Piece(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
+            out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
         return out
 
     def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
@@ -110,10 +110,10 @@ class Publisher:
     def take_copy(self) -> None:
         """Copies the weights into the stream that is sent. A collective of the learners."""
         names = self.plan.names
-        places = self.plan.views(self._stream, range(len(names))) if self.split.bridge else names
-        for place, (_, tensor) in zip(places, self.learner.weights(), strict=True):
+        copies = self.plan.views(self._stream, range(len(names))) if self.split.bridge else names
+        for copy, (_, tensor) in zip(copies, self.learner.weights(), strict=True):
             if self.split.bridge:
-                place.copy_(tensor)
+                copy.copy_(tensor)
 
     def send(self, version: int) -> None:
         """Begins to send the copy, in the background."""
@@ -140,10 +140,10 @@ class Publisher:
     def _broadcast(self, version: int) -> None:
         bridge, under_way = self.split.bridge, deque()
         digests = Digests(self.plan, self.split.ranks.device.type)
-        for piece in self.plan.pieces:
-            data = self._stream[piece.start : piece.stop].to(bridge.device)
+        for bucket in self.plan.buckets:
+            data = self._stream[bucket.start : bucket.stop].to(bridge.device)
             under_way.append((bridge.broadcast(data), data))
-            digests.add(piece, data)  # while it travels
+            digests.add(bucket, data)  # while it travels
             if len(under_way) == UNDER_WAY:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
@@ -198,9 +198,9 @@ class Subscriber:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
     def _moved(self) -> list[int]:
-        """Parameters that, against what was agreed, no longer lie where they were put."""
-        places = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
-        return [i for i, name in enumerate(self.plan.names) if self.engine.loaded(name).data_ptr() != places[i]]
+        """Parameters whose memory has moved out of the stream since the engine was told to share it."""
+        addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
+        return [i for i, name in enumerate(self.plan.names) if self.engine.loaded(name).data_ptr() != addresses[i]]
 
     def _check_loaded(self, version: int, arrived: list[int]) -> None:
         """Compares what an engine with memory of its own has made of the parameters with what it was given."""
@@ -214,27 +214,27 @@ class Subscriber:
     def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
         engine may hold the weights in a form that knows only one zero."""
-        parts = []  # of a parameter that comes in several pieces
-        for piece, data in self._arriving():
-            digests.add(piece, data)
+        parts = []  # of a parameter that comes in several buckets
+        for bucket, data in self._arriving():
+            digests.add(bucket, data)
             if self._memory is None:
-                arrived.add(piece, data + 0.0)
+                arrived.add(bucket, data + 0.0)
                 parts.append(data)
-            if not piece.ends:
+            if not bucket.ends:
                 continue
             if self._memory is not None:
-                run = self._memory[self.plan.offsets[piece.members.start] :]
+                run = self._memory[self.plan.offsets[bucket.members.start] :]
             else:
-                run, parts = torch.cat(parts) if piece.is_part else data, []
-            yield from zip((self.plan.names[i] for i in piece.members), self.plan.views(run, piece.members), strict=True)
+                run, parts = torch.cat(parts) if bucket.is_part else data, []
+            yield from zip((self.plan.names[i] for i in bucket.members), self.plan.views(run, bucket.members), strict=True)
 
-    def _arriving(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """The pieces and their data as they come; the next ones are on their way while one is used."""
+    def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """The buckets and their data as they come; the next ones are on their way while one is used."""
         under_way = deque()
-        for piece in self.plan.pieces:
+        for bucket in self.plan.buckets:
             new = self._memory is None
-            data = self._new(piece.stop - piece.start) if new else self._memory[piece.start : piece.stop]
-            under_way.append((self.bridge.broadcast(data), piece, data))
+            data = self._new(bucket.stop - bucket.start) if new else self._memory[bucket.start : bucket.stop]
+            under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == UNDER_WAY:
                 work, *arrived = under_way.popleft()
                 self._wait(work)
@@ -244,7 +244,7 @@ class Subscriber:
             yield tuple(arrived)
 
     def _wait(self, work) -> None:
-        with watchdog.doing("a piece of the weights"):
+        with watchdog.doing("a bucket of the weights"):
             work.wait()
         watchdog.progress()
 
@@ -253,24 +253,24 @@ class Subscriber:
 
 
 class Digests:
-    """A 64-bit digest of each parameter's bits, fed with the pieces in order: xxh3 on CPU machines; on accelerators a sum of
-    the bits weighted by place, which needs no order and so runs there."""
+    """A 64-bit digest of each parameter's bits, fed with the buckets in order: xxh3 on CPU machines; on accelerators a sum of
+    the bits weighted by position, which needs no order and so runs there."""
 
     def __init__(self, plan: Plan, device_type: str):
         self.plan, self.device_type = plan, device_type
         self._hashes = [xxhash.xxh3_64() for _ in plan.names] if device_type == "cpu" else []
         self._sums: list[list[torch.Tensor]] = [[] for _ in plan.names]
 
-    def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """data: the piece, contiguous."""
+    def add(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """data: the bucket, contiguous."""
         offsets, size = self.plan.offsets, self.plan.dtype.itemsize
         raw = memoryview(data.view(torch.uint8).numpy()) if self.device_type == "cpu" else None
-        for i in piece.members:
-            start, stop = max(piece.start, offsets[i]) - piece.start, min(piece.stop, offsets[i + 1]) - piece.start
+        for i in bucket.members:
+            start, stop = max(bucket.start, offsets[i]) - bucket.start, min(bucket.stop, offsets[i + 1]) - bucket.start
             if raw is not None:
                 self._hashes[i].update(raw[start * size : stop * size])
             else:
-                self._sums[i].append(_weighted_sum(data[start:stop], first=piece.start + start - offsets[i]))
+                self._sums[i].append(_weighted_sum(data[start:stop], first=bucket.start + start - offsets[i]))
 
     def values(self) -> list[int]:
         """Signed, so that they fit into a tensor."""
@@ -288,13 +288,13 @@ def digest(tensor: torch.Tensor, device_type: str) -> int:
 
 
 def _weighted_sum(flat: torch.Tensor, first: int) -> torch.Tensor:
-    """The elements' bits as whole numbers, each times an odd weight that depends on its place, summed modulo 2^64."""
+    """The elements' bits as whole numbers, each times an odd weight that depends on its position, summed modulo 2^64."""
     bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
     total = torch.zeros((), dtype=torch.long, device=bits.device)
     for start in range(0, len(bits), 1 << 24):
         run = bits[start : start + (1 << 24)].long()
-        place = torch.arange(first + start, first + start + len(run), device=bits.device)
-        total += (run * (place % 65_521 * 2 + 1)).sum()
+        position = torch.arange(first + start, first + start + len(run), device=bits.device)
+        total += (run * (position % 65_521 * 2 + 1)).sum()
     return total
 
 

@@ -90,6 +90,7 @@ def test_the_scripts_learn_by_the_same_text():
     for name in ("actor_loss", "learn"):
         sources = {inspect.getsource(getattr(script, name)) for script in (train_sync, train_one_step_off, train_async)}
         assert len(sources) == 1, name
+    assert inspect.getsource(train_sync.make_batch) == inspect.getsource(train_one_step_off.make_batch)
 
 
 @pytest.fixture(scope="module")
