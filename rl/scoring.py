@@ -325,7 +325,7 @@ class ScoringPool:
 
     def _time_out(self, worker: _Worker) -> None:
         message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
-        if worker.number == 1 and self._first_call:
+        if worker.number == 1 and self._first_call >= 1:
             message += (
                 f" and {self._first_call:.3g} s for what a first call imports or loads, better done when the file is imported"
             )

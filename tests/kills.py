@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from conftest import ROOT, command, environment, marked
+from helpers import ROOT, command, environment, marked
 
 sys.path.insert(0, str(ROOT))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from conftest import ROOT, command, environment, left_over, marked
+from helpers import ROOT, command, environment, left_over, marked
 
 sys.path.insert(0, str(ROOT))
 

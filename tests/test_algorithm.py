@@ -7,7 +7,7 @@ import math
 import losses_reference as slow
 import pytest
 import torch
-from conftest import run_script
+from helpers import run_script
 from transformers import AutoModelForCausalLM
 
 import losses

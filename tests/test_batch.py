@@ -6,30 +6,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.attention import Packed
-from rl.batch import Batch, Group, MicroBatch, Response, join_records, pack, split_records
+from rl.batch import Batch, Group, MicroBatch, join_records, pack, split_records
 from rl.errors import UserError
-
-
-def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
-    rng = rng or np.random.default_rng(ticket)
-    responses = [
-        Response(
-            token_ids=rng.integers(2, 32, n).astype(np.int32),
-            log_probs=-rng.random(n).astype(np.float32),
-            versions=rng.integers(0, 3, n).astype(np.int32),
-            finish_reason="length" if i % 2 else "stop",
-            score=None if i in unscored else float(i if score is None else score),
-            extra={"acc": float(i)},
-            error="timeout: no score after 10 s" if i in unscored else None,
-            mask=rng.random(n) < 0.5 if masked and i % 2 else None,
-        )
-        for i, n in enumerate(sizes)
-    ]
-    return Group(ticket, rng.integers(2, 32, prompt).astype(np.int32), "demo", responses)
 
 
 def same(a: Group, b: Group) -> bool:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
 # (demo, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.

@@ -15,9 +15,8 @@ from pathlib import Path
 import kills
 import numpy as np
 import pytest
-from conftest import ROOT, command, run_script
+from helpers import ROOT, command, make_group, run_script
 from safetensors.torch import load_file, save_file
-from test_batch import make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl import checkpoint

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import GSM8K
 from datasets import Dataset
+from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel

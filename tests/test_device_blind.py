@@ -2,7 +2,7 @@
 
 import ast
 
-from conftest import ROOT
+from helpers import ROOT
 
 MAY = {"rl/device.py", "rl/engine.py", "rl/engine_vllm.py", "rl/engine_vllm_weights.py"}
 DEVICES = {"cuda", "npu"}

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Qwen3MoeConfig
 
 import train_async

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment
+from helpers import ROOT, environment
 
 from rl import files, run
 from rl.files import Files

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, get_args, get_type_hints
 
 import pytest
-from conftest import run_script, train
+from helpers import run_script, train
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import types
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from conftest import run_script
+from helpers import run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

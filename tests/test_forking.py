@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 
 TITLES = ["A loss with a knob of its own", "An advantage", "A reward", "A script of your own"]
 KEYS = ["actor/pg_clipfrac_lower", "critic/advantages/mean", "critic/score/mean", "actor/imitation"]

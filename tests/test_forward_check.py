@@ -6,7 +6,7 @@ The engine and the learner agree with each other on all of these, so that no met
 import pytest
 import torch
 import transformers
-from conftest import SMALL, run_script
+from helpers import SMALL, run_script
 from transformers import AutoModelForCausalLM
 
 from rl.attention import check_supported

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags

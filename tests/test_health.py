@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import train
+from helpers import train
 
 import train_sync
 from rl.batch import Batch, Group, Response

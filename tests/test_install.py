@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 
 import rl
 

@@ -5,60 +5,30 @@ import math
 
 import pytest
 import torch
-from conftest import run_script
+from helpers import run_script
 from transformers import AutoModelForCausalLM
 
 from rl.head import ChunkedLogProbs
 from rl.learner import LearnerArgs, lr_factor
 
-WORKER = """
-import json, sys, numpy as np, torch
-sys.path.insert(0, "tests")
-from test_batch import make_group
-from rl import process
-from rl.batch import Batch, MicroBatch, micro_batches
-from rl.learner import Learner, LearnerArgs
-
-def main(ranks):
-    model, out, options, budgets = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
-    rng = np.random.default_rng(0)
-    groups = [make_group(t, rng.integers(1, 20, 3), prompt=int(rng.integers(1, 12)), rng=rng) for t in range(5)]
-    batch = Batch.of(groups)
-    weight = torch.from_numpy(rng.standard_normal(len(batch.token))).float()
-    learner = Learner(model, LearnerArgs(lr_warmup_steps=0, **options), ranks, 10, temperature=0.7, with_reference=True)
-    result = {}
-    for budget in budgets:
-        micros = micro_batches(batch, torch.arange(15), budget, ranks)
-        result[f"{budget}/log_prob"] = learner.log_probs_of("policy", batch, [micros])
-        result[f"{budget}/ref"] = learner.log_probs_of("reference", batch, [micros])
-        for micro in micros:
-            log_prob, entropy = learner.log_probs(micro, entropy="loss")
-            ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()
-        grads = [p.grad.full_tensor().flatten().float() for p in learner.policy.parameters()]
-        result[f"{budget}/grad"] = torch.cat(grads)
-        result[f"{budget}/micros"] = torch.tensor(len(micros))
-        learner.optimizer.zero_grad()
-    names = [name for name, _ in learner.policy.model.named_parameters()]
-    if ranks.is_main:
-        torch.save({"names": names, **result, "token": batch.token, "lengths": batch.lengths,
-                    "prompts": [p.tolist() for p in batch.prompts], "weight": weight}, out)
-
-process.run(main)
-"""
 BUDGETS = [32, 100, 4096]
 
 
+GRADIENTS = "tests/programs/gradients.py"
+
+
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    path = tmp_path_factory.mktemp("worker") / "worker.py"
-    path.write_text(WORKER)
-    return path
+def compute(tmp_path_factory):
+    """What gradients.py saves, run with these arguments."""
+    directory = tmp_path_factory.mktemp("gradients")
 
+    def run(model, ranks, budgets=BUDGETS, groups=5, responses=3, logits_at_once=None, **flags) -> dict:
+        out = directory / f"{len(list(directory.iterdir()))}.pt"
+        what = {"budgets": budgets, "groups": groups, "responses": responses, "logits_at_once": logits_at_once, "flags": flags}
+        run_script(GRADIENTS, model, out, json.dumps(what), ranks=ranks, timeout=120)
+        return torch.load(out)
 
-def compute(worker, model, ranks, budgets=BUDGETS, **options) -> dict:
-    out = worker.with_name(f"{ranks}-{len(list(worker.parent.iterdir()))}.pt")
-    run_script(worker, model, out, json.dumps(options), json.dumps(budgets), ranks=ranks, timeout=120)
-    return torch.load(out)
+    return run
 
 
 def relative(a, b) -> float:
@@ -66,9 +36,9 @@ def relative(a, b) -> float:
 
 
 @pytest.fixture(scope="module")
-def reference(worker, models):
+def reference(compute, models):
     """The same log-probs and gradient from transformers alone: one padded-free forward per response, in double precision."""
-    data = compute(worker, models["qwen2-tied"], 1)
+    data = compute(models["qwen2-tied"], 1)
     model = AutoModelForCausalLM.from_pretrained(models["qwen2-tied"], attn_implementation="eager").double()
     log_probs, loss, start = [], 0.0, 0
     for prompt, n in zip(data["prompts"], data["lengths"].tolist(), strict=True):
@@ -95,39 +65,32 @@ def test_log_probs_and_gradient_are_those_of_transformers(reference):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_is_the_same_however_the_work_is_cut(worker, models, reference, ranks, checkpointing):
-    data = compute(worker, models["qwen2-tied"], ranks, gradient_checkpointing=checkpointing)
+def test_gradient_is_the_same_however_the_work_is_cut(compute, models, reference, ranks, checkpointing):
+    data = compute(models["qwen2-tied"], ranks, gradient_checkpointing=checkpointing)
     assert data["32/micros"] > data["100/micros"] > data["4096/micros"] == 1
     for budget in BUDGETS:
         assert relative(data[f"{budget}/grad"], reference[0]["4096/grad"]) < 1e-6
 
 
-def test_offloaded_to_host_memory(worker, models, reference):
-    data = compute(worker, models["qwen2-tied"], 2, [100], param_offload=True)
+def test_offloaded_to_host_memory(compute, models, reference):
+    data = compute(models["qwen2-tied"], 2, [100], param_offload=True)
     assert relative(data["100/grad"], reference[0]["4096/grad"]) < 1e-6
 
 
-def test_bf16_is_close_and_not_equal(worker, models, reference):
-    data = compute(worker, models["qwen2-tied"], 2, [100], dtype="bfloat16")
+def test_bf16_is_close_and_not_equal(compute, models, reference):
+    data = compute(models["qwen2-tied"], 2, [100], dtype="bfloat16")
     assert 1e-4 < relative(data["100/grad"], reference[0]["4096/grad"]) < 0.2
 
 
-def test_more_ranks_than_responses_do_not_hang(worker, models):
-    """15 responses over 1 micro-batch each on 2 ranks at a budget that leaves the plan uneven is covered above; here a
-    batch of one response on two ranks."""
-    script = worker.with_name("one.py")
-    script.write_text(
-        WORKER.replace("range(5)", "range(1)").replace(", 3), prompt", ", 1), prompt").replace("arange(15)", "arange(1)")
-    )
-    one, two = (compute(script, models["qwen2-tied"], ranks, [100]) for ranks in (1, 2))
+def test_more_ranks_than_responses_do_not_hang(compute, models):
+    """A batch of one response on two ranks."""
+    one, two = (compute(models["qwen2-tied"], ranks, [100], groups=1, responses=1) for ranks in (1, 2))
     assert relative(two["100/grad"], one["100/grad"]) < 1e-6
 
 
-def test_chunked_log_probs_equal_whole_ones(worker, models, reference, monkeypatch):
-    """LOGITS_AT_ONCE small enough that a micro-batch needs several chunks."""
-    script = worker.with_name("chunks.py")
-    script.write_text("import rl.learner\nrl.learner.LOGITS_AT_ONCE = 7 * 32\n" + WORKER)
-    data = compute(script, models["qwen2-tied"], 1, [4096])
+def test_chunked_log_probs_equal_whole_ones(compute, models, reference):
+    """So few logits at once that a micro-batch needs several chunks."""
+    data = compute(models["qwen2-tied"], 1, [4096], logits_at_once=7 * 32)
     assert relative(data["4096/grad"], reference[0]["4096/grad"]) < 1e-6
     torch.testing.assert_close(data["4096/log_prob"], reference[0]["4096/log_prob"], atol=1e-6, rtol=0)
 
@@ -161,35 +124,6 @@ def test_schedule():
     assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
 
 
-NON_FINITE = """
-import sys, torch
-sys.path.insert(0, "tests")
-from test_batch import make_group
-from rl import dist, process
-from rl.batch import Batch, micro_batches
-from rl.learner import Learner, LearnerArgs
-
-def main(ranks):
-    batch = Batch.of([make_group(0, [3, 4])])
-    learner = Learner(sys.argv[1], LearnerArgs(lr_warmup_steps=0), ranks, 10)
-    before = {k: v.clone() for k, v in learner.weights()}
-    for factor, moved in ((float("nan"), False), (1.0, True)):
-        for micro in micro_batches(batch, torch.arange(2), 100, ranks):
-            # the fault is on one rank only: all must skip together
-            log_prob, _ = learner.log_probs(micro)
-            (log_prob.sum() * (factor if ranks.rank == ranks.world_size - 1 else 1.0)).backward()
-        metrics = learner.step()
-        after = dict(learner.weights())
-        assert any(not torch.equal(before[k], after[k]) for k in before) == moved, (factor, moved)
-        assert metrics["actor/skipped_steps"] == 1
-    dist.barrier()
-
-process.run(main)
-"""
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, tmp_path, ranks):
-    script = tmp_path / "nan.py"
-    script.write_text(NON_FINITE)
-    run_script(script, models["qwen2-untied"], ranks=ranks, timeout=120)
+def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, ranks):
+    run_script("tests/programs/non_finite.py", models["qwen2-untied"], ranks=ranks, timeout=120)

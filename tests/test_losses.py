@@ -8,7 +8,7 @@ from fractions import Fraction
 import losses_reference as slow
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

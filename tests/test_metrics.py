@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.errors import UserError

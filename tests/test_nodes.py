@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, command, environment
+from helpers import ROOT, command, environment
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from conftest import SMALL, run_script, save_model
+from helpers import SMALL, run_script, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 
 import pytest
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

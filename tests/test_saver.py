@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import run_script
+from helpers import run_script
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from rl.errors import UserError
 from rl.ranges import check

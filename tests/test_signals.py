@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import signals
-from conftest import ROOT, environment
+from helpers import ROOT, environment
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import bits, left_over, run_script, start, train
-from test_train_sync import is_documented
+from helpers import bits, is_documented, left_over, run_script, start, train
 
 import train_async
 import train_one_step_off

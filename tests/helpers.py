@@ -1,0 +1,159 @@
+"""What the tests share: tiny random models, records, and ways to run a script as a user would.
+
+torch and transformers are imported where they are used: xdist's controller loads this file too, and runs no test.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=256,
+    initializer_range=0.2,  # large enough that log-probs differ from token to token
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+)
+
+
+def config(name: str, **more):
+    import transformers
+
+    return getattr(transformers, name)(**SMALL, **more)
+
+
+CONFIGS = {
+    "qwen2-tied": lambda: config("Qwen2Config", tie_word_embeddings=True),
+    "qwen2-untied": lambda: config("Qwen2Config", tie_word_embeddings=False),
+    "qwen3": lambda: config("Qwen3Config", head_dim=16, tie_word_embeddings=False),
+}
+
+
+def save_model(kind: str, path: Path) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]()).save_pretrained(path)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+
+def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
+    """A prompt of so many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
+    import numpy as np
+
+    from rl.batch import Group, Response
+
+    rng = rng or np.random.default_rng(ticket)
+    responses = [
+        Response(
+            token_ids=rng.integers(2, 32, n).astype(np.int32),
+            log_probs=-rng.random(n).astype(np.float32),
+            versions=rng.integers(0, 3, n).astype(np.int32),
+            finish_reason="length" if i % 2 else "stop",
+            score=None if i in unscored else float(i if score is None else score),
+            extra={"acc": float(i)},
+            error="timeout: no score after 10 s" if i in unscored else None,
+            mask=rng.random(n) < 0.5 if masked and i % 2 else None,
+        )
+        for i, n in enumerate(sizes)
+    ]
+    return Group(ticket, rng.integers(2, 32, prompt).astype(np.int32), "demo", responses)
+
+
+# --------------------------------------------------------------------------------------------------- running scripts
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | more
+
+
+def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
+    """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
+    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank."""
+    arguments = list(map(str, arguments))
+    if not fresh:
+        return [sys.executable, "-S", "tests/forked.py", imported, str(ranks or 0), *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, *arguments]
+
+
+def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, **how):
+    """Runs a script to its end, as `command` says; returns the finished process with its output as text."""
+    env = environment(**(env or {}))
+    done = subprocess.run(command(*arguments, **how), cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
+    if check and done.returncode:
+        raise AssertionError(
+            f"exit code {done.returncode}\n--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-6000:]}"
+        )
+    return done
+
+
+def start(*arguments, env: dict[str, str] | None = None, **how) -> tuple[subprocess.Popen, str]:
+    """Starts a script, stderr into stdout; returns the process and the mark by which `left_over` knows all its processes."""
+    mark = uuid.uuid4().hex[:8]
+    env = environment(MARK=mark, PYTHONUNBUFFERED="1", **(env or {}))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(command(*arguments, **how), cwd=ROOT, env=env, **pipes), mark
+
+
+def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
+    """Living processes that carry the mark, in their environment or, forks of tests/forks.py, in their name: number, name,
+    command line, environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, line = ((process / name).read_bytes().decode(errors="replace") for name in ("environ", "cmdline"))
+            state, name = (process / "stat").read_text().rpartition(")")[2].split()[0], (process / "comm").read_text().strip()
+        except OSError:  # gone, or not ours
+            continue
+        if state != "Z" and (name.startswith(mark) or f"MARK={mark}" in environ.split("\0")):
+            yield int(process.name), name, line.replace("\0", " "), environ
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of living processes that carry the mark."""
+    return [line for _, _, line, _ in marked(mark)]
+
+
+def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:
+    """Runs a training script as run_script does; returns (metrics by step, the run's directory, the finished process)."""
+    done = run_script(script, "--output-dir", out, *flags, **how)
+    (run,) = out.iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}, run, done
+
+
+def weights(run: Path) -> dict:
+    """The tensors of a run's only export, by name."""
+    from safetensors.torch import load_file
+
+    (export,) = run.glob("step_*")
+    return load_file(export / "model.safetensors")
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    """The same, to be compared bit for bit."""
+    return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
+
+
+def is_documented(name: str) -> bool:
+    """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -1,0 +1,49 @@
+"""Started by test_learner.py: log-probs and the gradient of a batch, cut into micro-batches by each of the token budgets.
+
+torchrun ... gradients.py MODEL OUT JSON       {"budgets": [...], "groups": n, "responses": n, "logits_at_once": n, "flags": {}}
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from helpers import make_group
+
+from rl import learner as learner_module
+from rl import process
+from rl.batch import Batch, micro_batches
+from rl.learner import Learner, LearnerArgs
+
+
+def main(ranks):
+    model, out, what = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    learner_module.LOGITS_AT_ONCE = what.get("logits_at_once") or learner_module.LOGITS_AT_ONCE
+    n, options = what["responses"], what["flags"]
+    rng = np.random.default_rng(0)
+    groups = [make_group(t, rng.integers(1, 20, n), prompt=int(rng.integers(1, 12)), rng=rng) for t in range(what["groups"])]
+    batch = Batch.of(groups)
+    weight = torch.from_numpy(rng.standard_normal(len(batch.token))).float()
+    learner = Learner(model, LearnerArgs(lr_warmup_steps=0, **options), ranks, 10, temperature=0.7, with_reference=True)
+    result = {}
+    for budget in what["budgets"]:
+        micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
+        result[f"{budget}/log_prob"] = learner.log_probs_of("policy", batch, [micros])
+        result[f"{budget}/ref"] = learner.log_probs_of("reference", batch, [micros])
+        for micro in micros:
+            log_prob, entropy = learner.log_probs(micro, entropy="loss")
+            ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()
+        grads = [p.grad.full_tensor().flatten().float() for p in learner.policy.parameters()]
+        result[f"{budget}/grad"] = torch.cat(grads)
+        result[f"{budget}/micros"] = torch.tensor(len(micros))
+        learner.optimizer.zero_grad()
+    names = [name for name, _ in learner.policy.model.named_parameters()]
+    if ranks.is_main:
+        inputs = {"token": batch.token, "lengths": batch.lengths, "prompts": [p.tolist() for p in batch.prompts]}
+        torch.save({"names": names, **result, **inputs, "weight": weight}, out)
+
+
+process.run(main)
