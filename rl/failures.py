@@ -1,11 +1,14 @@
 """How a failure travels between the ranks of a job, through torchrun's store: the first one is explained, on the console of its
 own node in full and on the others' in one line; what breaks in its wake is not."""
 
+import contextlib
 import json
+import os
 import platform
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import DistError, DistNetworkError
 
@@ -22,6 +25,7 @@ class Failure:
 
 def record(name: str, what: str) -> Failure:
     """Tells the job that this rank fails; name: of the rank; what: in one line."""
+    _tell_torchrun(what)
     try:
         store = dist.open_store(timedelta(seconds=5))
         first = store.add(watchdog.FAILED, 1) == 1
@@ -30,6 +34,14 @@ def record(name: str, what: str) -> Failure:
         return Failure(first, store.add(f"failed/on/{dist.launch().first}", 1) == 1)
     except Exception:  # the store is gone, and with it whoever could have said more
         return Failure(first=True, first_of_node=True)
+
+
+def _tell_torchrun(what: str) -> None:
+    """Has torchrun's own summary, the last that appears on the console, name the cause."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": what, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": what, "extraInfo": details}}))
 
 
 def cause(wait: float) -> str:

@@ -48,6 +48,7 @@ def refused(consoles: list[tuple[int, str]], message: str) -> bool:
     for code, console in consoles:
         assert code == 1 and console.count("error: ") == 1 and re.search(rf"^error: {message}", console, re.M), console
         assert 'rl/process.py", line' not in console, console
+        assert re.search(rf"^  traceback : {message}", console, re.M), "torchrun's summary names the cause"
     return True
 
 
