@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, Store
 
 from rl import dist, watchdog
+
+_has_gone = False  # the store
 
 
 @dataclass(frozen=True)
@@ -25,38 +27,58 @@ class Failure:
 
 def record(name: str, what: str) -> Failure:
     """Tells the job that this rank fails; name: of the rank; what: in one line."""
-    _tell_torchrun(what)
+    first_of_node = _tell_torchrun(what)
     try:
-        store = dist.open_store(timedelta(seconds=5))
-        first = store.add(watchdog.FAILED, 1) == 1
-        if first:
-            store.set("failed/cause", json.dumps(f"{name} on {platform.node()} failed: {what}"))
-        return Failure(first, store.add(f"failed/on/{dist.launch().first}", 1) == 1)
-    except Exception:  # the store is gone, and with it whoever could have said more
-        return Failure(first=True, first_of_node=True)
+        store = _open_store()
+        if first := store.add(watchdog.FAILED, 1) == 1:
+            store.set("failed/cause", f"{name} on {platform.node()} failed: {what}")
+    except DistError:  # whoever could have said more has gone
+        first = first_of_node
+    return Failure(first, first_of_node)
 
 
-def _tell_torchrun(what: str) -> None:
-    """Has torchrun's own summary, the last that appears on the console, name the cause."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": what, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": what, "extraInfo": details}}))
+def _tell_torchrun(what: str) -> bool:
+    """Has torchrun's own summary, the last that appears on the console, name the cause. Returns whether this rank is its
+    node's first to fail: the file of each rank is in a folder, and the folders are in one of this node and attempt."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return True
+    details = {"py_callstack": what, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": what, "extraInfo": details}}))
+    try:
+        (Path(path).parent.parent / "failed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def cause(wait: float) -> str:
     """What the first rank that failed has said, within so many seconds; empty if there is none."""
-    deadline = time.monotonic() + wait
     try:
-        store = dist.open_store(timedelta(seconds=5))
+        store, deadline = _open_store(), time.monotonic() + wait
         while not store.check(["failed/cause"]):
             if time.monotonic() > deadline:
                 return ""
             time.sleep(0.1)
-        return json.loads(store.get("failed/cause"))
-    except Exception:
-        time.sleep(max(0.0, deadline - time.monotonic()))  # torchrun may know more, and end this rank meanwhile
+        return store.get("failed/cause").decode()
+    except DistError:
         return ""
+
+
+def _open_store() -> Store:
+    """A connection of its own, since the others may be in use, or broken. Raises DistError, and tries only once, if the store
+    has gone."""
+    global _has_gone
+    if _has_gone:
+        raise DistError("the job's store has gone")
+    try:
+        return dist.open_store(timedelta(seconds=5))
+    except DistError:
+        _has_gone = True
+        raise
 
 
 def lost_connection(error: BaseException | str) -> bool:
