@@ -19,7 +19,7 @@ response's total reward. sg(x) has the value of x and no gradient.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -28,6 +28,22 @@ from torch import Tensor
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool [N]}
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {}  # by their own names and, where that differs, by verl's
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {}
+
+
+def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
+    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
+    return tuple(k.name for k in keywords if k.name not in knobs), knobs
+
+
+def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], declared: dict) -> Callable:
+    """Enters a function into a table under its names, with what is declared of it and read off its signature."""
+    function.inputs, function.knobs = _keywords(function)
+    vars(function).update(declared)
+    table.update(dict.fromkeys((function.__name__, *verl_names), function))
+    return function
+
 
 # ----------------------------------------------------------------------------------------------------------- layout
 
@@ -59,6 +75,11 @@ def sequence_means(mask: Tensor, seq: Tensor, *xs: Tensor) -> tuple[Tensor, ...]
     """Mean of each x [N] over each response's trained tokens -> [B] each; 0 for a response without one."""
     count = sequence_sum(mask.to(xs[0].dtype), seq).clamp(min=1)
     return tuple(sequence_sum(torch.where(mask, x, 0.0), seq) / count for x in xs)
+
+
+def trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
+    """The indices of the responses with a trained token, ascending."""
+    return torch.unique_consecutive(seq[mask])
 
 
 def to_tokens(x: Tensor, seq: Tensor) -> Tensor:
@@ -115,7 +136,7 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
     if mode == "token-sum":
         return 1.0
     if mode == "seq-mean-token-mean":
-        return float(max(1, len(torch.unique_consecutive(seq[mask]))))
+        return float(max(1, len(trained_sequences(mask, seq))))
     if mode == "seq-mean-token-sum":
         return float(max(1, num_seqs))
     if budget is None:
@@ -144,31 +165,22 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
 # whatever the score, n and dtype, while scores an ulp apart are still two scores.
 
 
-def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
-    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
-    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
-    return tuple(k.name for k in keywords if k.name not in knobs), knobs
-
-
 def advantage_estimator(
-    *verl_names: str, group_of_one: Literal["zero", "score"] | None = None, aggregation: str | None = None
+    *verl_names: str,
+    group_of_one: Literal["zero", "score"] | None = None,
+    aggregation: str | None = None,
+    by_token: bool = False,
 ) -> Callable:
     """Declares an advantage estimator, as attributes of the function.
 
     group_of_one: "zero" where one response a prompt always has the advantage 0, so that nothing is ever learnt; "score" where
-    it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. Read off the
-    signature: inputs, the names of what it takes from the batch beside the usual arguments; knobs, its numbers with their
-    defaults.
+    it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. by_token: the
+    tokens of a response may have different advantages. Read off the signature: inputs, the names of what it takes from the
+    batch beside the usual arguments; knobs, its numbers with their defaults.
     """
 
-    def declare(function):
-        function.group_of_one, function.aggregation = group_of_one, aggregation
-        function.inputs, function.knobs = _keywords(function)
-        ADVANTAGES.update(dict.fromkeys((function.__name__, *verl_names), function))
-        return function
-
-    return declare
+    declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token}
+    return lambda function: _declare(function, ADVANTAGES, verl_names, declared)
 
 
 @advantage_estimator(group_of_one="score")
@@ -203,7 +215,7 @@ def rloo(reward, mask, seq, group) -> Tensor:
     return _masked_tokens(size / (size - 1).clamp(min=1) * centered, reward, mask, seq)
 
 
-@advantage_estimator("reinforce_plus_plus")
+@advantage_estimator("reinforce_plus_plus", by_token=True)
 def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
     """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
 
@@ -223,7 +235,7 @@ def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
     return whiten(to_tokens(centered, seq), mask).to(reward.dtype)
 
 
-@advantage_estimator()
+@advantage_estimator(by_token=True)
 def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
     """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
 
@@ -266,13 +278,13 @@ def gpg(reward, mask, seq, group) -> Tensor:
     Group Policy Gradient, arXiv 2504.02546 (verl divides by the number of non-zero scores instead). A group of one gives 0.
     """
     centered, score, index = _centered(reward, mask, seq, group)
-    trained = torch.zeros(len(group), dtype=torch.bool, device=mask.device).index_fill(0, _trained_sequences(mask, seq), True)
+    trained = torch.zeros(len(group), dtype=torch.bool, device=mask.device).index_fill(0, trained_sequences(mask, seq), True)
     differ = trained & (_group_min(score, index) != -_group_min(-score, index))
     alpha = trained.sum().double() / differ.sum().clamp(min=1)
     return _masked_tokens(alpha * centered, reward, mask, seq)
 
 
-@advantage_estimator()
+@advantage_estimator(by_token=True)
 def gae(reward, mask, seq, group, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
     """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
 
@@ -287,23 +299,22 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
     before it.
     """
-    place = mask.nonzero()[:, 0]  # [M] the trained tokens
-    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as an index into place
+    index = mask.nonzero()[:, 0]  # [M] the trained tokens
+    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
     credited = before >= 0
-    credited[credited.clone()] = seq[place[before[credited]]] == seq[credited]
-    r = torch.zeros(len(place), dtype=reward.dtype, device=reward.device)
+    credited[credited.clone()] = seq[index[before[credited]]] == seq[credited]
+    r = torch.zeros(len(index), dtype=reward.dtype, device=reward.device)
     r = r.index_add(0, before[credited], reward[credited])
-    v, s = torch.where(mask, value, 0.0)[place].to(r.dtype), seq[place]
+    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
     following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
     advantage = return_to_go(r + gamma * following - v, s, gamma * lam)
-    return torch.zeros_like(reward).index_copy(0, place, advantage + v)
+    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
 
 
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each response s - mean_g and s, in float64, and the index of its group, below 2B; [B] each."""
-    place = torch.arange(len(group), device=group.device)
-    index = len(group) + place  # a response without a trained token is a group of its own
-    trained = _trained_sequences(mask, seq)
+    index = len(group) + torch.arange(len(group), device=group.device)  # without a trained token: a group of its own
+    trained = trained_sequences(mask, seq)
     index[trained] = torch.unique(group[trained], return_inverse=True)[1]
     score = sequence_sum(reward.double(), seq, len(group))
     above = score - _group_min(score, index)
@@ -340,25 +351,26 @@ def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor)
 
 
 def policy_loss(
-    *verl_names: str, aggregation: str | None = None, has_ratio: bool = True, chooses: Callable[..., Tensor] | None = None
+    *verl_names: str,
+    aggregation: str | None = None,
+    by_response: bool = False,
+    one_advantage: bool = False,
+    has_ratio: bool = True,
+    chooses: Callable[..., Tensor] | None = None,
 ) -> Callable:
     """Declares a policy loss, as attributes of the function.
 
-    aggregation: that of its paper, if not token-mean. has_ratio: whether it weighs each token by the ratio of the policy to the
-    old one. Without a ratio it is right for tokens of the policy itself alone, and the caller multiplies it by
-    `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global batch. Read off
-    the signatures: inputs, the names of what it takes from the batch beside the usual arguments; knobs and choice_knobs, its
-    numbers and those of `chooses`, with their defaults.
+    aggregation: that of its paper, if not token-mean. by_response: it has one ratio for a whole response, so that no other
+    aggregation makes sense; one_advantage: and one advantage, the mean of its tokens'. has_ratio: it weighs each token by the
+    ratio of the policy to the old one. Without a ratio it is right for tokens of the policy itself alone, and the caller
+    multiplies it by `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global
+    batch. Read off the signatures: inputs, the names of what it takes from the batch beside the usual arguments; knobs, its
+    numbers with their defaults; choice_inputs and choice_knobs, those of `chooses`.
     """
-
-    def declare(function):
-        function.aggregation, function.has_ratio, function.chooses = aggregation, has_ratio, chooses
-        function.inputs, function.knobs = _keywords(function)
-        function.choice_knobs = _keywords(chooses)[1] if chooses else {}
-        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), function))
-        return function
-
-    return declare
+    declared = {"aggregation": aggregation, "by_response": by_response, "one_advantage": one_advantage}
+    choice_inputs, choice_knobs = _keywords(chooses) if chooses else ((), {})
+    declared |= {"has_ratio": has_ratio, "chooses": chooses, "choice_inputs": choice_inputs, "choice_knobs": choice_knobs}
+    return lambda function: _declare(function, POLICY_LOSSES, verl_names, declared)
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -388,7 +400,7 @@ def ppo_clip(
     return loss, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": (clipped > bound) & (advantage < 0)}
 
 
-@policy_loss(aggregation="seq-mean-token-mean")
+@policy_loss(aggregation="seq-mean-token-mean", by_response=True)
 def gspo(
     log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 3e-4, clip_high: float = 4e-4, clamp: float = 10.0
 ) -> Loss:
@@ -406,7 +418,7 @@ def gspo(
     return clipped, {"pg_clipfrac": clipped > plain}
 
 
-@policy_loss("geo_mean", aggregation="seq-mean-token-mean")
+@policy_loss("geo_mean", aggregation="seq-mean-token-mean", by_response=True, one_advantage=True)
 def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Loss:
     """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
@@ -661,36 +673,36 @@ def rollout_is_weights(
     seq: Tensor,
     *,
     level: str = "token",
-    threshold: str = "2.0",
+    low: float | None = None,
+    high: float = 2.0,
     normalize: bool = False,
 ) -> Tensor:
     """Importance weights [N], 0 where the mask is, to multiply the token losses by.
 
     level: token exp(lr); sequence exp(sum_t lr) on all its tokens; sequence_geometric exp(mean_t lr); over trained tokens.
-    threshold: "2.0" caps, min(w, 2) (truncated importance sampling); a band "0.5_5.0" puts 0 outside of it (IcePop, masked
+    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high (IcePop, masked
     importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
     """
-    weight = _bounded(_is_ratio(log_prob, rollout_log_prob, mask, seq, level), *parse_threshold(threshold))
+    weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
     if normalize:
-        units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][_trained_sequences(mask, seq)]
+        units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][trained_sequences(mask, seq)]
         weight = weight * len(units) / units.sum() if (units > 0).any() else weight
     return torch.where(mask, weight, 0.0)
 
 
 def rollout_rejection_mask(
-    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, *, criteria: str, threshold: str
+    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, *, criteria: Sequence[tuple[str, str, float, float]]
 ) -> Tensor:
     """mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
 
-    criteria: level_divergence, several separated by commas, all of which must hold, with as many thresholds (or one for all).
-    Levels: token; seq_sum; seq_mean (k1: the geometric mean of the ratios); seq_max (one bad token rejects the response).
-    Divergences: k1, a band "lo_hi" on the ratio learner / generator itself ("hi" alone means "1/hi_hi"; verl's band is on the
-    inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, an upper bound. Usual: seq_mean_k1 0.999_1.001, seq_mean_k3 0.01,
-    seq_sum_k1 0.5_2.0. Each criterion looks at the given mask, not at what another one left.
+    criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
+    of the ratios); seq_max (one bad token rejects the response). Divergences: k1, a band on the ratio learner / generator
+    itself (verl's band is on the inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, bounded by high alone. Usual:
+    seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0. Each looks at the given mask, not at what another left.
     """
-    lr = _rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     kept = mask
-    for level, divergence, low, high in parse_criteria(criteria, threshold):
+    for level, divergence, low, high in criteria:
         x = {"k1": lambda: lr, "k2": lambda: lr**2 / 2, "k3": lambda: lr.exp() - lr - 1}[divergence]()
         if level == "seq_sum":
             x = to_tokens(sequence_sum(x, seq), seq)
@@ -704,86 +716,14 @@ def rollout_rejection_mask(
     return kept
 
 
-def parse_threshold(text: str) -> tuple[float | None, float]:
-    """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
-    try:
-        numbers = [float(part) for part in str(text).split("_")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not (0 <= numbers[0] <= numbers[-1] > 0):
-        raise ValueError(f'threshold {text!r}: write one positive number, "2.0", or a band from low to high, "0.5_5.0"')
-    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def parse_criteria(criteria: str, threshold: str) -> list[tuple[str, str, float, float]]:
-    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]."""
-    names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
-    texts = texts * len(names) if len(texts) == 1 else texts
-    if len(texts) != len(names):
-        raise ValueError(f"{len(names)} rejection criteria ({criteria}) but {len(texts)} thresholds ({threshold})")
-    parsed = []
-    for name, text in zip(names, texts, strict=True):
-        level, _, divergence = name.rpartition("_")
-        if level not in REJECTION_LEVELS or divergence not in ("k1", "k2", "k3"):
-            raise ValueError(f"rejection criterion {name!r}: write one of {', '.join(REJECTION_LEVELS)}, then _k1, _k2 or _k3")
-        low, high = parse_threshold(text)
-        if divergence != "k1" and low is not None:
-            raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
-        if divergence == "k1" and low is None:
-            low, high = min(high, 1 / high), max(high, 1 / high)
-        parsed.append((level, divergence, low or 0.0, high))
-    return parsed
-
-
-def rollout_metrics(
-    log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    seq: Tensor,
-    *,
-    level: str = "token",
-    threshold: str = "2.0",
-    kept: Tensor | None = None,
-) -> dict[str, float]:
-    """How far generator and learner are apart, under verl's names and in its sense; empty without trained tokens.
-
-    rollout_is_*: of the weights at `level` as applied, but before they are normalised, over trained tokens; at the sequence
-    levels max and min are before the cap. eff_sample_size = (mean w)^2 / mean w^2. ratio_fraction_high / low, of tokens, or at
-    the sequence levels of responses: weights above the cap (the band), below its inverse (the band), before either.
-    rollout_rs_masked_fraction: of trained tokens, those that the mask `kept` from `rollout_rejection_mask` leaves out;
-    rollout_rs_seq_masked_fraction: of responses with trained tokens, those that lose any. kl, k3_kl: KL(generator || learner)
-    by k1 and k3; chi2: mean w^2 - 1 by token and by response; *_ppl: per response, then averaged. The correlation is of the
-    probabilities.
-    """
-    if not mask.any():
-        return {}
-    dtype = torch.promote_types(log_prob.dtype, torch.float32)
-    lp, roll = (torch.where(mask, x.detach(), 0.0).to(dtype) for x in (log_prob, rollout_log_prob))
-    lr = _rollout_log_ratio(lp, roll, mask)
-    metrics = _weight_metrics(_is_ratio(lp, roll, mask, seq, level), mask, seq, level, threshold)
-    metrics |= _perplexity_metrics(lp, roll, mask, seq)
-    sums = sequence_sum(lr, seq).clamp(-20, 20)[_trained_sequences(mask, seq)]
-    metrics |= {
-        "kl": -lr[mask].mean(),
-        "k3_kl": (lr.exp() - lr - 1)[mask].mean(),
-        "chi2_token": (2 * lr[mask]).exp().mean() - 1,
-        "chi2_seq": (2 * sums).exp().mean() - 1,
-    }
-    if kept is not None:
-        out = mask & ~kept
-        metrics["rollout_rs_masked_fraction"] = out.sum() / mask.sum()
-        metrics["rollout_rs_seq_masked_fraction"] = len(_trained_sequences(out, seq)) / len(_trained_sequences(mask, seq))
-    result = {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
-    return result | {"training/rollout_actor_probs_pearson_corr": _pearson(lp[mask].exp(), roll[mask].exp())}
-
-
-def _rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """lr [N], detached; 0 where the mask is."""
     return log_ratio(log_prob.detach(), rollout_log_prob.detach(), mask).clamp(-20, 20)
 
 
-def _is_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
-    """The importance ratio [N] before any cap."""
-    lr = _rollout_log_ratio(log_prob, rollout_log_prob, mask)
+def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
+    """The importance ratio [N] at a level of IS_LEVELS, before any bound."""
+    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     if level == "sequence":
         lr = to_tokens(sequence_sum(lr, seq).clamp(-20, 20), seq)
     elif level == "sequence_geometric":
@@ -793,52 +733,9 @@ def _is_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Ten
     return lr.exp()
 
 
-def _bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
+def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
     """Capped at high, or with low given 0 outside of the band."""
     return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
-
-
-def _trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
-    """Indices of the responses with a trained token."""
-    return torch.unique_consecutive(seq[mask])
-
-
-def _weight_metrics(ratio: Tensor, mask: Tensor, seq: Tensor, level: str, threshold: str) -> dict[str, Tensor]:
-    """ratio [N]: the weights before any bound."""
-    low, high = parse_threshold(threshold)
-    weight = _bounded(ratio, low, high)[mask]
-    by_unit = ratio[mask] if level == "token" else sequence_means(mask, seq, ratio)[0][_trained_sequences(mask, seq)]
-    least_and_most = weight if level == "token" else by_unit
-    return {
-        "rollout_is_mean": weight.mean(),
-        "rollout_is_std": weight.std(correction=0),
-        "rollout_is_min": least_and_most.min(),
-        "rollout_is_max": least_and_most.max(),
-        "rollout_is_eff_sample_size": weight.mean().square() / weight.square().mean().clamp(min=1e-30),
-        "rollout_is_ratio_fraction_high": (by_unit > high).to(weight.dtype).mean(),
-        "rollout_is_ratio_fraction_low": (by_unit < (1 / high if low is None else low)).to(weight.dtype).mean(),
-    }
-
-
-def _perplexity_metrics(lp: Tensor, roll: Tensor, mask: Tensor, seq: Tensor) -> dict[str, Tensor]:
-    rows = _trained_sequences(mask, seq)
-    training, rollout = (-mean[rows] for mean in sequence_means(mask, seq, lp, roll))
-    return {
-        "training_ppl": training.clamp(max=50).exp().mean(),
-        "rollout_ppl": rollout.clamp(max=50).exp().mean(),
-        "training_log_ppl": training.mean(),
-        "rollout_log_ppl": rollout.mean(),
-        "log_ppl_diff": (training - rollout).mean(),
-        "log_ppl_abs_diff": (training - rollout).abs().mean(),
-        "ppl_ratio": (training - rollout).clamp(-50, 50).exp().mean(),
-    }
-
-
-def _pearson(x: Tensor, y: Tensor) -> float:
-    """Correlation of two [N]; 0 if one is constant."""
-    x, y = x - x.mean(), y - y.mean()
-    scale = x.norm() * y.norm()
-    return float((x * y).sum() / scale) if scale > 0 else 0.0
 
 
 # ----------------------------------------------------------------------------------------------- the flags' words
@@ -846,18 +743,6 @@ def _pearson(x: Tensor, y: Tensor) -> float:
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 IS_LEVELS = ("token", "sequence", "sequence_geometric")
 REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-ROLLOUT_PRESETS = {
-    "token_tis": {"rollout_is": "token", "rollout_is_threshold": "2.0"},
-    "sequence_tis": {"rollout_is": "sequence", "rollout_is_threshold": "2.0"},
-    "geometric_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-    "sequence_tis_geometric_rs": {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": "2.0",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": "0.999_1.001",
-    },
-    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-}
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
@@ -870,13 +755,13 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
     for word, choices in ((adv_estimator, ADVANTAGES), (loss_mode, POLICY_LOSSES), (loss_agg_mode, AGGREGATIONS)):
         if word not in choices:
             raise ValueError(f"{word!r} is none of {', '.join(choices)}")
-    loss, advantage = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
-    if loss in (gspo, gmpo) and loss_agg_mode != "seq-mean-token-mean":
+    loss, estimator = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
+    if loss.by_response and loss_agg_mode != loss.aggregation:
         raise ValueError(
-            f"{loss_mode} has one ratio for a whole response, whose 1 / length comes from the aggregation "
-            f"seq-mean-token-mean: with {loss_agg_mode} long responses would count by their length."
+            f"{loss_mode} has one ratio for a whole response, whose 1 / length comes from the aggregation {loss.aggregation}: "
+            f"with {loss_agg_mode} long responses would count by their length."
         )
-    if loss is gmpo and advantage in (gae, reinforce_pp, remax):
+    if loss.one_advantage and estimator.by_token:
         raise ValueError(
             f"{loss_mode} weighs a whole response by one advantage; {adv_estimator} gives each token its own, which would be "
             "averaged away. gspo keeps them."

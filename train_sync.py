@@ -17,16 +17,19 @@ from dataclasses import dataclass
 
 import losses
 from rl import dist, flags, process, signals
-from rl.algorithm import KLControl, choose_tokens, correct_rollout, rollout_metrics
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.errors import UserError
 from rl.generator import Generator, gather_groups, make_generator
+from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.metrics import ScoringEvents, batch_metrics, event_metrics
+from rl.rollout_correction import correct_rollout
+from rl.rollout_metrics import rollout_metrics
 from rl.schedule import NextTicket
 from rl.scoring import ScoringPool
 from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
 from rl.timers import Timers
+from rl.token_choice import choose_tokens
 from rl.training_run import TrainingRun
 
 

@@ -100,8 +100,8 @@ def save(shape: str, path: str) -> None:
 
 def learner(args: Args, ranks: Ranks) -> dict:
     import train_sync
-    from rl.algorithm import KLControl
     from rl.batch import Batch, Group, Response
+    from rl.kl_control import KLControl
     from rl.learner import Learner
     from rl.metrics import train_flops_per_token
     from rl.timers import Timers

@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl import process
-from rl.algorithm import KLControl
 from rl.attention import ATTENTION
 from rl.batch import Batch, Group, Response, micro_batches
 from rl.dist import Ranks
 from rl.flags import read
+from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.timers import Timers
 

@@ -21,8 +21,8 @@ from common import setting, table, words, write
 
 import train_one_step_off
 from rl import dist
-from rl.algorithm import KLControl
 from rl.batch import Batch, Group, Response
+from rl.kl_control import KLControl
 from rl.ranges import check
 
 WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}

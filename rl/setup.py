@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl.algorithm import AlgorithmArgs
+from rl.algorithm_args import AlgorithmArgs
 from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.dist import Ranks

@@ -15,13 +15,14 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import dist
-from rl.algorithm import KLControl
 from rl.batch import Batch
 from rl.errors import UserError
 from rl.generator import Generator, make_generator
+from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.pretrained import load_tokenizer
 from rl.ranges import check
+from rl.rollout_correction import PRESETS
 from rl.scoring import ScoringPool
 from rl.setup import set_up
 from rl.tensor_parallel import EngineRanks
@@ -185,7 +186,7 @@ def test_rollout_correction(trainer):
     """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
     args = train_sync.Args(**vars(trainer.args))
-    for preset in losses.ROLLOUT_PRESETS:
+    for preset in PRESETS:
         trainer.engine.update(iter(noisy), version=0)
         args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
         groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
@@ -193,13 +194,12 @@ def test_rollout_correction(trainer):
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())
         inputs = (batch.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
-        correction = args.correction
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
-        if correction["rollout_is"]:
-            level, threshold = correction["rollout_is"], correction["rollout_is_threshold"]
-            expected = losses.rollout_is_weights(*inputs, level=level, threshold=threshold)
+        if args.weight_level:
+            low, high = args.weight_bounds
+            expected = losses.rollout_is_weights(*inputs, level=args.weight_level, low=low, high=high)
             assert torch.equal(batch.is_weight, expected) and batch.is_weight.std() > 0
-        if correction["rollout_rs"]:
+        if args.rejection_criteria:
             assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.mask.all()
         else:
             assert batch.mask.all()

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
+from rl.rollout_correction import PRESETS, RolloutCorrectionArgs, parse_criteria, parse_threshold
+from rl.rollout_metrics import compare
 
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -20,8 +22,12 @@ ROLL = torch.full((6,), -3.0, dtype=F64)
 BATCH = (ROLL + RATIOS.log(), ROLL, MASK, SEQ)
 
 
+def band(threshold):
+    return dict(zip(("low", "high"), parse_threshold(threshold), strict=True))
+
+
 def test_weights_by_hand():
-    weights = lambda **k: losses.rollout_is_weights(*BATCH, **k).tolist()  # noqa: E731
+    weights = lambda threshold="2.0", **k: losses.rollout_is_weights(*BATCH, **band(threshold), **k).tolist()  # noqa: E731
     assert weights() == pytest.approx([2, 0, 0.5, 2, 1, 0])
     assert weights(threshold="0.6_5.0") == pytest.approx([2, 0, 0, 4, 1, 0])
     assert weights(level="sequence", threshold="3.0") == pytest.approx([1, 0, 1, 3, 1, 0])
@@ -31,7 +37,7 @@ def test_weights_by_hand():
 
 
 def test_rejection_by_hand():
-    kept = lambda c, t: losses.rollout_rejection_mask(*BATCH, criteria=c, threshold=t).long().tolist()  # noqa: E731
+    kept = lambda c, t: losses.rollout_rejection_mask(*BATCH, criteria=parse_criteria(c, t)).long().tolist()  # noqa: E731
     assert kept("token_k1", "0.6_3.0") == [1, 0, 0, 0, 1, 0]
     assert kept("seq_sum_k1", "0.5_2.0") == kept("seq_mean_k1", "2.0") == [1, 0, 1, 0, 1, 0]
     assert kept("seq_max_k1", "0.6_5") == [0, 0, 0, 1, 1, 0]
@@ -45,16 +51,16 @@ def test_rejection_by_hand():
 
 
 def test_thresholds_are_read_and_refused_with_the_reason():
-    assert losses.parse_threshold("2.0") == (None, 2.0) and losses.parse_threshold("0.999_1.001") == (0.999, 1.001)
-    assert losses.parse_threshold(2.0) == (None, 2.0)
-    assert losses.parse_criteria("seq_mean_k3,token_k1", "0.01,0.5_2.0") == [
+    assert parse_threshold("2.0") == (None, 2.0) and parse_threshold("0.999_1.001") == (0.999, 1.001)
+    assert parse_threshold(2.0) == (None, 2.0)
+    assert parse_criteria("seq_mean_k3,token_k1", "0.01,0.5_2.0") == [
         ("seq_mean", "k3", 0.0, 0.01),
         ("token", "k1", 0.5, 2.0),
     ]
-    assert losses.parse_criteria("token_k1", "4") == [("token", "k1", 0.25, 4.0)]
-    for text in ("", "a", "2_1", "-1", "0", "1_2_3", "nan"):
+    assert parse_criteria("token_k1", "4") == [("token", "k1", 0.25, 4.0)]
+    for text in ("", "a", "2_1", "-1", "0", "1_2_3", "nan", "inf"):
         with pytest.raises(ValueError, match="threshold"):
-            losses.parse_threshold(text)
+            parse_threshold(text)
     wrong = [
         ("token_k4", "1"),
         ("k1", "1"),
@@ -64,31 +70,42 @@ def test_thresholds_are_read_and_refused_with_the_reason():
     ]
     for criteria, threshold in wrong:
         with pytest.raises(ValueError, match=criteria.split(",")[0]):
-            losses.parse_criteria(criteria, threshold)
+            parse_criteria(criteria, threshold)
     with pytest.raises(ValueError, match="sequence_geometric"):
         losses.rollout_is_weights(*BATCH, level="geometric")
 
 
-def test_presets_are_menus_that_exist():
-    words = {"token_tis", "sequence_tis", "geometric_rs", "sequence_tis_geometric_rs", "icepop"}
-    assert set(losses.ROLLOUT_PRESETS) == words
-    for preset in losses.ROLLOUT_PRESETS.values():
-        if "rollout_is" in preset:
-            losses.rollout_is_weights(*BATCH, level=preset["rollout_is"], threshold=preset["rollout_is_threshold"])
-        if "rollout_rs" in preset:
-            criteria, threshold = preset["rollout_rs"], preset["rollout_rs_threshold"]
-            losses.rollout_rejection_mask(*BATCH, criteria=criteria, threshold=threshold)
+def test_what_the_presets_mean_and_that_flags_overrule_them():
+    tis, geometric = (None, 2.0), [("seq_mean", "k1", 0.999, 1.001)]
+    meaning = {
+        None: (None, tis, []),
+        "token_tis": ("token", tis, []),
+        "sequence_tis": ("sequence", tis, []),
+        "geometric_rs": (None, tis, geometric),
+        "sequence_tis_geometric_rs": ("sequence", tis, geometric),
+        "icepop": ("token", (0.5, 5.0), []),
+    }
+    assert set(meaning) == {None, *PRESETS}
+    for preset, (level, bounds, criteria) in meaning.items():
+        args = RolloutCorrectionArgs(rollout_correction=preset)
+        args.check()
+        assert (args.weight_level, args.weight_bounds, args.rejection_criteria) == (level, bounds, criteria)
+        assert args.corrects_rollout == (preset is not None)
+        args = RolloutCorrectionArgs(preset, rollout_is="sequence_geometric", rollout_is_threshold="7", rollout_rs="token_k2")
+        if not criteria:
+            args.rollout_rs_threshold = "0.5"
+            assert args.rejection_criteria == [("token", "k2", 0.0, 0.5)]
+        assert (args.weight_level, args.weight_bounds) == ("sequence_geometric", (None, 7.0))
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)
 @settings(max_examples=25, deadline=None)
-@given(lengths=LENGTHS, seed=SEEDS, band=st.booleans(), normalize=st.booleans(), data=st.data())
-def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, band, normalize, data):
+@given(lengths=LENGTHS, seed=SEEDS, banded=st.booleans(), normalize=st.booleans(), data=st.data())
+def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, banded, normalize, data):
     b = slow.random_batch(lengths, seed)
-    low, high = (0.8, 1.3) if band else (None, 1.2)
-    threshold = f"{low}_{high}" if band else str(high)
+    low, high = (0.8, 1.3) if banded else (None, 1.2)
     run = lambda b: losses.rollout_is_weights(  # noqa: E731
-        b["lp"], b["roll"], b["mask"], b["seq"], level=level, threshold=threshold, normalize=normalize
+        b["lp"], b["roll"], b["mask"], b["seq"], level=level, low=low, high=high, normalize=normalize
     )
     lists = [b[k].tolist() for k in ("lp", "roll", "mask", "seq")]
     assert run(b).tolist() == pytest.approx(slow.rollout_weights(*lists, level, low, high, normalize), abs=1e-9)
@@ -106,19 +123,19 @@ def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, band, norma
 def test_rejection_equals_slow_loops(level, divergence, lengths, seed, bound):
     b = slow.random_batch(lengths, seed)
     low, high = (1 - bound, 1 + bound) if divergence == "k1" else (0.0, bound)
-    threshold = f"{low}_{high}" if divergence == "k1" else str(high)
+    mine, token_k3 = (level, divergence, low, high), ("token", "k3", 0.0, 0.05)
     args = [b[k] for k in ("lp", "roll", "mask", "seq")]
-    kept = losses.rollout_rejection_mask(*args, criteria=f"{level}_{divergence}", threshold=threshold)
+    kept = losses.rollout_rejection_mask(*args, criteria=[mine])
     out = slow.rejected(*(x.tolist() for x in args), level, divergence, low, high)
     assert kept.tolist() == [m and not o for m, o in zip(b["mask"].tolist(), out, strict=True)]
-    both = losses.rollout_rejection_mask(*args, criteria=f"{level}_{divergence},token_k3", threshold=f"{threshold},0.05")
-    token = losses.rollout_rejection_mask(*args, criteria="token_k3", threshold="0.05")
+    both = losses.rollout_rejection_mask(*args, criteria=[mine, token_k3])
+    token = losses.rollout_rejection_mask(*args, criteria=[token_k3])
     assert torch.equal(both, kept & token)
 
 
 def test_metrics_by_hand():
-    kept = losses.rollout_rejection_mask(*BATCH, criteria="seq_mean_k1", threshold="0.5_2.0")
-    m = losses.rollout_metrics(*BATCH, threshold="2.1", kept=kept)
+    kept = losses.rollout_rejection_mask(*BATCH, criteria=[("seq_mean", "k1", 0.5, 2.0)])
+    m = compare(*BATCH, bounds=(None, 2.1), rejected=MASK & ~kept)
     get = lambda name: m[f"rollout_corr/{name}"]  # noqa: E731
     w, capped = [2, 0.5, 4, 1], [2, 0.5, 2.1, 1]
     mean = sum(capped) / 4
@@ -128,17 +145,16 @@ def test_metrics_by_hand():
     assert get("rollout_is_eff_sample_size") == pytest.approx(4 * mean**2 / sum(x * x for x in capped))
     assert get("rollout_is_ratio_fraction_high") == 0.25 and get("rollout_is_ratio_fraction_low") == 0
     assert get("rollout_rs_masked_fraction") == 0.25 and get("rollout_rs_seq_masked_fraction") == pytest.approx(1 / 3)
-    banded = losses.rollout_metrics(*BATCH, threshold="0.6_2.5")  # the weights 2, 0, 0, 1
+    banded = compare(*BATCH, bounds=(0.6, 2.5))  # the weights 2, 0, 0, 1
     assert banded["rollout_corr/rollout_is_mean"] == 0.75 and banded["rollout_corr/rollout_is_min"] == 0
     assert banded["rollout_corr/rollout_is_ratio_fraction_low"] == banded["rollout_corr/rollout_is_ratio_fraction_high"] == 0.25
-    by_response = losses.rollout_metrics(*BATCH, level="sequence", threshold="3")  # 1, 4, 1; capped 1, 1, 3, 1 by token
+    by_response = compare(*BATCH, level="sequence", bounds=(None, 3.0))  # 1, 4, 1; capped 1, 1, 3, 1 by token
     assert by_response["rollout_corr/rollout_is_mean"] == pytest.approx(1.5)
     assert by_response["rollout_corr/rollout_is_max"] == pytest.approx(4)
     assert by_response["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
-    one_token = MASK & (torch.arange(6) != 2)  # of three responses with trained tokens the first loses one of two
-    lost = losses.rollout_metrics(*BATCH, kept=one_token)
+    lost = compare(*BATCH, rejected=torch.arange(6) == 2)  # of three responses with trained tokens the first loses one of two
     assert lost["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
-    none_left = losses.rollout_metrics(*BATCH, threshold="90_91", kept=MASK & False)
+    none_left = compare(*BATCH, bounds=(90.0, 91.0), rejected=MASK)
     assert none_left["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert none_left["rollout_corr/rollout_rs_seq_masked_fraction"] == none_left["rollout_corr/rollout_rs_masked_fraction"] == 1
     ln2 = math.log(2)
@@ -152,7 +168,7 @@ def test_metrics_by_hand():
     assert get("rollout_log_ppl") == pytest.approx(3) and get("training_log_ppl") == pytest.approx(3 - 2 * ln2 / 3)
     assert get("log_ppl_diff") == pytest.approx(-2 * ln2 / 3) and get("log_ppl_abs_diff") == pytest.approx(2 * ln2 / 3)
     assert m["training/rollout_actor_probs_pearson_corr"] == 0  # one of them is constant
-    same = losses.rollout_metrics(BATCH[0], BATCH[0], MASK, SEQ, level="sequence", threshold="0.5_2.0", kept=MASK)
+    same = compare(BATCH[0], BATCH[0], MASK, SEQ, level="sequence", bounds=(0.5, 2.0), rejected=~MASK)
     assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
     assert same["rollout_corr/rollout_is_mean"] == same["rollout_corr/ppl_ratio"] == 1
     assert same["rollout_corr/kl"] == same["rollout_corr/chi2_seq"] == same["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
@@ -160,13 +176,13 @@ def test_metrics_by_hand():
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, SEEDS, st.sampled_from(losses.IS_LEVELS), st.booleans(), st.floats(0.05, 0.5))
-def test_metrics_equal_slow_loops(lengths, seed, level, band, bound):
+def test_metrics_equal_slow_loops(lengths, seed, level, banded, bound):
     b = slow.random_batch(lengths, seed)
     args = [b[k] for k in ("lp", "roll", "mask", "seq")]
     lists = [x.tolist() for x in args]
-    low, high = (0.8, 1.3) if band else (None, 1.3)
-    kept = losses.rollout_rejection_mask(*args, criteria="token_k2", threshold=str(bound))
-    m = losses.rollout_metrics(*args, level=level, threshold=f"{low}_{high}" if band else str(high), kept=kept)
+    low, high = (0.8, 1.3) if banded else (None, 1.3)
+    kept = losses.rollout_rejection_mask(*args, criteria=[("token", "k2", 0.0, bound)])
+    m = compare(*args, level=level, bounds=(low, high), rejected=b["mask"] & ~kept)
     expected = slow.rollout_metrics(*lists, level, low, high, kept.tolist())
     assert {name: m.get(f"rollout_corr/{name}") for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert all(isinstance(v, float) and math.isfinite(v) for v in m.values()) and bool(m) == bool(b["mask"].any())
@@ -177,16 +193,16 @@ def test_nothing_trained_and_nothing_finite(level):
     none, empty = torch.zeros(0, dtype=torch.long), torch.zeros(0)
     args = (empty, empty, none.bool(), none)
     assert losses.rollout_is_weights(*args, level=level, normalize=True).shape == (0,)
-    assert losses.rollout_rejection_mask(*args, criteria="seq_mean_k1,seq_max_k2", threshold="2").shape == (0,)
-    assert losses.rollout_metrics(*args, level=level) == {}
+    assert losses.rollout_rejection_mask(*args, criteria=parse_criteria("seq_mean_k1,seq_max_k2", "2")).shape == (0,)
+    assert compare(*args, level=level) == {}
     masked = torch.zeros(6, dtype=torch.bool)
     assert not losses.rollout_is_weights(*BATCH[:2], masked, SEQ, level=level, normalize=True).any()
-    assert not losses.rollout_rejection_mask(*BATCH[:2], masked, SEQ, criteria="seq_sum_k3", threshold="1").any()
+    assert not losses.rollout_rejection_mask(*BATCH[:2], masked, SEQ, criteria=[("seq_sum", "k3", 0.0, 1.0)]).any()
     lp, roll = BATCH[0].clone(), BATCH[1].clone()
     lp[1], roll[5], lp[5] = math.nan, -math.inf, math.inf
     assert torch.equal(
         losses.rollout_is_weights(lp, roll, MASK, SEQ, level=level), losses.rollout_is_weights(*BATCH, level=level)
     )
-    assert losses.rollout_metrics(lp, roll, MASK, SEQ, level=level) == losses.rollout_metrics(*BATCH, level=level)
+    assert compare(lp, roll, MASK, SEQ, level=level) == compare(*BATCH, level=level)
     far = torch.tensor([-1000.0, 0.0, 0, 0, 0, 0], dtype=F64)  # finite after the clamp, whatever happens
-    assert all(map(math.isfinite, losses.rollout_metrics(far, -far, MASK, SEQ, level=level).values()))
+    assert all(map(math.isfinite, compare(far, -far, MASK, SEQ, level=level).values()))

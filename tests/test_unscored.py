@@ -10,10 +10,10 @@ from test_algorithm import ESTIMATORS, Trainer, ranks  # noqa: F401
 
 import losses
 import train_sync
-from rl.algorithm import KLControl
 from rl.batch import Batch, Group
 from rl.engine import Output
 from rl.generator import Generator, Work
+from rl.kl_control import KLControl
 from rl.metrics import validation_metrics
 from rl.scoring import Score
 from rl.timers import Timers

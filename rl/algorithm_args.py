@@ -1,20 +1,19 @@
-"""The algorithm's flags, their check, and rollout correction. The algorithm itself stands in the scripts, its formulas in
+"""The flags of the algorithm, and what follows from them. The algorithm itself stands in the scripts, its formulas in
 losses.py."""
 
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-
 import losses
 from rl.batch import Batch
 from rl.errors import UserError
 from rl.ranges import Range
+from rl.rollout_correction import RolloutCorrectionArgs
 
 
 @dataclass
-class AlgorithmArgs:
+class AlgorithmArgs(RolloutCorrectionArgs):
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
     """How scores become advantages (losses.py)."""
     gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
@@ -55,18 +54,6 @@ class AlgorithmArgs:
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them: the ratio then makes up for staleness. By
     default where batches may be stale, unless a correction or a loss compares the two."""
-    rollout_correction: Literal[tuple(losses.ROLLOUT_PRESETS)] | None = None
-    """A preset of the four flags below, each of which may still be given."""
-    rollout_is: Literal[losses.IS_LEVELS] | None = None
-    """Weigh tokens by the ratio of the learner's to the generator's probability, at this level."""
-    rollout_is_threshold: str | None = None
-    """Cap of the weight ("2.0"), or the band outside of which it becomes 0 ("0.5_5.0"); 2.0 by default."""
-    rollout_is_batch_normalize: bool = False
-    """Scale the weights to a mean of 1 over the batch."""
-    rollout_rs: str | None = None
-    """Leave out tokens or responses whose log-probs disagree: level_divergence, several with commas (losses.py)."""
-    rollout_rs_threshold: str | None = None
-    """Bounds of --rollout-rs, as many, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which teach nothing, by fresh prompts."""
     max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
@@ -79,14 +66,14 @@ class AlgorithmArgs:
     @property
     def loss_knobs(self) -> dict[str, float]:
         """The numbers that the policy loss is called with: those given, of those that it takes."""
-        return self._given(losses.POLICY_LOSSES[self.loss_mode].knobs)
+        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].knobs)
 
     @property
     def choice_knobs(self) -> dict[str, float]:
         """The numbers that the choice of tokens is made with, for the losses that single some out."""
-        return self._given(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
+        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
 
-    def _given(self, knobs: dict[str, float]) -> dict[str, float]:
+    def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
         clips = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
         given = {name: value for name, value in clips.items() if value is not None}
         for word in self.loss_args:
@@ -113,23 +100,18 @@ class AlgorithmArgs:
         """Whether the old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
             return self.use_rollout_log_probs
-        return self.trains_stale and not self.corrects and not self.compares_itself
+        return self.trains_stale and not self.corrects_rollout and not self.compares_itself
 
     @property
     def compares_itself(self) -> bool:
         """Whether the loss weighs tokens by the learner's over the generator's probability by itself."""
         return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
 
-    @property
-    def corrects(self) -> bool:
-        """Whether tokens are weighed or left out by how far generator and learner are apart."""
-        return bool(self.correction["rollout_is"] or self.correction["rollout_rs"])
-
     def recompute_old_log_probs(self, updates: int) -> bool:
         """Whether a forward pass of its own gives the log-probs of the policy that starts the step. Not where the old ones are
         the generator's, and not for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
-        asked = self.corrects or self.use_kl_in_reward or chooses is not None
+        asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
@@ -143,23 +125,12 @@ class AlgorithmArgs:
         discount = {"gamma": self.gamma} if "gamma" in estimator.knobs else {}
         return discount | {name: getattr(batch, name) for name in estimator.inputs}
 
-    @property
-    def correction(self) -> dict[str, str | None]:
-        """rollout_is, rollout_is_threshold, rollout_rs and rollout_rs_threshold: the preset, overruled by what is given."""
-        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-        preset = losses.ROLLOUT_PRESETS.get(self.rollout_correction, {})
-        return {name: getattr(self, name) or preset.get(name) for name in names}
-
     def check(self) -> None:
         """Raises UserError, with the reason, for flags that contradict each other."""
-        loss, correction = losses.POLICY_LOSSES[self.loss_mode], self.correction
         try:
             losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
-            losses.parse_threshold(correction["rollout_is_threshold"] or "2.0")
-            if correction["rollout_rs"]:
-                losses.parse_criteria(correction["rollout_rs"], correction["rollout_rs_threshold"] or "")
         except ValueError as error:
-            raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode, --rollout-...: {error}") from None
+            raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
         estimator = losses.ADVANTAGES[self.adv_estimator]
         if "value" in estimator.inputs:
             raise UserError(
@@ -171,25 +142,31 @@ class AlgorithmArgs:
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
                 "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."
             )
-        self._check_loss_args(loss)
-        if self.use_rollout_log_probs and self.corrects:
+        self._check_old_log_probs()
+        self._check_loss_args()
+
+    def _check_old_log_probs(self) -> None:
+        """What the loss and the rollout correction compare has to be there, and is compared once."""
+        if self.use_rollout_log_probs and self.corrects_rollout:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
                 "there are none. Leave one of the two out."
             )
-        if self.compares_itself and (self.use_rollout_log_probs or correction["rollout_is"]):
+        if self.compares_itself and (self.use_rollout_log_probs or self.weight_level):
             raise UserError(
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
-        if not loss.has_ratio and self.trains_stale and not self.old_is_rollout and not correction["rollout_is"]:
+        has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
+        if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.weight_level:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
             )
 
-    def _check_loss_args(self, loss) -> None:
-        """Raises UserError for a word of --loss-args that is no number, or that the loss does not take."""
+    def _check_loss_args(self) -> None:
+        """Each word of --loss-args has to be a number that the loss takes."""
+        loss = losses.POLICY_LOSSES[self.loss_mode]
         clips = ("clip_low", "clip_high", "clip_c")  # these have flags of their own
         known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}
         for word in self.loss_args:
@@ -203,69 +180,3 @@ class AlgorithmArgs:
                 usable = False
             if not usable:
                 raise UserError(f"--loss-args {word}: write {name}=NUMBER, above 0, such as {name}={known[name]:g}.")
-
-
-class KLControl:
-    """The weight of the KL in the reward: fixed, or steered towards --target-kl."""
-
-    def __init__(self, args: AlgorithmArgs):
-        self.args, self.coef = args, args.kl_coef
-
-    def update(self, kl: float, responses: int) -> dict[str, float]:
-        """Takes the batch's KL per token; returns it and the weight that the batch was trained with, under verl's names."""
-        used = self.coef
-        if self.args.kl_ctrl_type == "adaptive":
-            self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.horizon)
-        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
-
-    def state(self) -> float:
-        return self.coef
-
-    def restore(self, state: float) -> None:
-        self.coef = state
-
-
-def correct_rollout(args: AlgorithmArgs, batch: Batch) -> None:
-    """Rollout correction as the flags say: sets the batch's is_weight, and takes rejected tokens out of its mask."""
-    c, inputs = args.correction, (batch.actor_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
-    if c["rollout_is"]:
-        threshold, normalize = c["rollout_is_threshold"] or "2.0", args.rollout_is_batch_normalize
-        batch.is_weight = losses.rollout_is_weights(*inputs, level=c["rollout_is"], threshold=threshold, normalize=normalize)
-    if c["rollout_rs"]:
-        batch.rejected = batch.mask & ~losses.rollout_rejection_mask(
-            *inputs, criteria=c["rollout_rs"], threshold=c["rollout_rs_threshold"]
-        )
-        batch.mask = batch.mask & ~batch.rejected
-
-
-def rollout_metrics(args: AlgorithmArgs, batch: Batch) -> dict[str, float]:
-    """verl's rollout_corr/*, with or without a correction, of the tokens whose log-probs under the learner are known: they show
-    whether a correction is needed."""
-    c, rejected = args.correction, batch.rejected
-    before = batch.mask if rejected is None else batch.mask | rejected  # the mask that the correction began with
-    known = before & ~batch.actor_log_prob.isnan()
-    return losses.rollout_metrics(
-        batch.actor_log_prob,
-        batch.rollout_log_prob,
-        known,
-        batch.seq,
-        level=c["rollout_is"] or "token",
-        threshold=c["rollout_is_threshold"] or "2.0",
-        kept=None if rejected is None else known & ~rejected,
-    )
-
-
-def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:
-    """Sets the batch's `chosen`, for the losses that single out tokens of a mini-batch (clip_cov, kl_cov). The draw depends on
-    the batch alone: the same on every rank, whatever the micro-batches, and after a resume."""
-    choose = losses.POLICY_LOSSES[args.loss_mode].chooses
-    if choose is None:
-        return
-    seed = int(batch.token.sum()) + len(batch.token)
-    random = {"generator": torch.Generator().manual_seed(seed)} if choose is losses.random_covariance else {}
-    random |= args.choice_knobs
-    batch.chosen = torch.zeros_like(batch.mask)
-    for mini in minis:
-        tokens = batch.tokens_of(mini)
-        inputs = (x[tokens] for x in (batch.old_log_prob, batch.advantage, batch.mask))
-        batch.chosen[tokens] = choose(*inputs, **random)
