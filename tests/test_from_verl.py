@@ -44,7 +44,9 @@ def ours(*words: str, script: str = "main_ppo"):
 def effective(args) -> dict:
     """The flags as the script takes them: presets and words of one meaning resolved."""
     values = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in OWN}
-    values |= args.correction | {"rollout_correction": None, "old_is_rollout": args.old_is_rollout, "clips": args.loss_knobs}
+    values |= {"rollout_is": args.weight_level, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
+    values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None, "rollout_correction": None}
+    values |= {"old_is_rollout": args.old_is_rollout}
     values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss_mode, args.loss_mode)
     return values | {"use_rollout_log_probs": None, "clip_ratio_c": None}
 
