@@ -22,7 +22,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from rl.errors import UserError
-from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, overview, speedup
+from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, count, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 
 LINES = {  # file: title, and for each panel its metric and label
@@ -305,8 +305,9 @@ def main(args: Args) -> None:
     (directory / "report.html").write_text(page(blocks), encoding="utf-8")
     if args.speedup:
         print(markdown([blocks[i + 1] for i, b in enumerate(blocks) if b[1] == "Wall clock to the same reward"]))
-    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(recorded), "run"), (len(groups), "group"))]
-    print(f"{' in '.join(counts)}: {directory / 'report.html'}, {directory / 'report.md'}")
+    print(
+        f"{count(len(recorded), 'run')} in {count(len(groups), 'group')}: {directory / 'report.html'}, {directory / 'report.md'}"
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ def spread(values: list[float], form: str = ".3f") -> str:
     return mean if low == high else f"{mean} ({low} - {high})"
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def accuracy_names(group: RunGroup) -> list[str]:
     return sorted({name for log in group.logs for row in log.rows for name in row if is_accuracy(name)})
 
@@ -99,7 +103,7 @@ def accuracy(group: RunGroup) -> list[Row]:
     for name in accuracy_names(group):
         curves = [p[:, 1] for log in group.logs if len(p := log.points(name))]
         first, last = [c[0] for c in curves], [c[-1] for c in curves]
-        rests = f"{name}: {min(map(len, curves))} validations, {len(curves)} runs: {spread(first)} before, {spread(last)} after"
+        rests = f"{name}: {count(min(map(len, curves)), 'validation')}, {count(len(curves), 'run')}: {spread(first)} before, {spread(last)} after"
         if min(map(len, curves)) < 2:
             told = "one validation: whether the accuracy moved cannot be told"
         elif len(curves) < MIN_SEEDS:
