@@ -9,10 +9,12 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def code_digest(script: Path, *more: Path) -> str:
-    """A digest of all code of the project that a run of the script may execute: rl/, losses.py, the script, the modules that it
-    has imported from its own directory, and the files in `more`. Equal digests mean equal code."""
+    """A digest of all code of the project that a run of the script may execute: rl/ (without rl/report, which only reads runs),
+    losses.py, the script, the modules that it has imported from its own directory, and the files in `more`. Equal digests mean
+    equal code."""
     beside = script.resolve().parent
-    files = {*PACKAGE.rglob("*.py"), script.resolve(), *(path.resolve() for path in more)}
+    files = {path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents}
+    files |= {script.resolve(), *(path.resolve() for path in more)}
     files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
     loaded = {Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     files |= {file for file in loaded if file.parent == beside}

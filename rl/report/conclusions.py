@@ -103,7 +103,8 @@ def accuracy(group: RunGroup) -> list[Row]:
     for name in accuracy_names(group):
         curves = [p[:, 1] for log in group.logs if len(p := log.points(name))]
         first, last = [c[0] for c in curves], [c[-1] for c in curves]
-        rests = f"{name}: {count(min(map(len, curves)), 'validation')}, {count(len(curves), 'run')}: {spread(first)} before, {spread(last)} after"
+        counts = f"{count(min(map(len, curves)), 'validation')}, {count(len(curves), 'run')}"
+        rests = f"{name}: {counts}: {spread(first)} before, {spread(last)} after"
         if min(map(len, curves)) < 2:
             told = "one validation: whether the accuracy moved cannot be told"
         elif len(curves) < MIN_SEEDS:
