@@ -305,9 +305,8 @@ def main(args: Args) -> None:
     (directory / "report.html").write_text(page(blocks), encoding="utf-8")
     if args.speedup:
         print(markdown([blocks[i + 1] for i, b in enumerate(blocks) if b[1] == "Wall clock to the same reward"]))
-    print(
-        f"{count(len(recorded), 'run')} in {count(len(groups), 'group')}: {directory / 'report.html'}, {directory / 'report.md'}"
-    )
+    counts = f"{count(len(recorded), 'run')} in {count(len(groups), 'group')}"
+    print(f"{counts}: {directory / 'report.html'}, {directory / 'report.md'}")
 
 
 if __name__ == "__main__":
