@@ -65,8 +65,9 @@ def _grouped(flags: type) -> type:
     fields = {field.name: field for field in dataclasses.fields(flags)}
     groups = []
     for part in flags.__mro__:
-        own, docs = [], _help_texts(part)
-        for name in [name for name in vars(part).get("__annotations__", {}) if name in fields]:
+        names = [name for name in vars(part).get("__annotations__", {}) if name in fields]
+        own, docs = [], _help_texts(part) if names else {}
+        for name in names:
             field = fields.pop(name)
             shown = f"{_kind(hints[name])} ({limits[name]})" if name in limits else None
             hint = Annotated[hints[name], tyro.conf.arg(help=docs.get(name, ""), metavar=shown)]

@@ -28,7 +28,7 @@ BASE = {"total_training_steps": 1, "train_batch_size": 2, "rollout_n": 2, "max_r
 BASE |= {"train_max_samples": 3, "val_max_samples": 2}
 # What a large number of makes a run long, and nothing else: these stay small.
 WORK = {"rollout_n", "val_n", "train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "total_training_steps", "total_epochs"}
-WORK |= {"max_num_gen_batches", "reward_workers"}
+WORK |= {"max_num_gen_batches", "reward_workers", "require_batches", "total_rollout_steps"}
 # Not drawn: where things are read and written, vLLM (an engine of its own) and a service on the network.
 APART = {"model", "train_files", "val_files", "output_dir", "engine", "logger", "wandb_mode", "train_max_samples"}
 JUNK = [
@@ -157,7 +157,7 @@ QUIET = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthC
 
 
 @given(given=drawn(train_sync.Args))
-@settings(max_examples=40, derandomize=True, **QUIET)
+@settings(max_examples=25, derandomize=True, **QUIET)
 def test_a_step_or_a_message(given, ranks, demo_model, tmp_path_factory):
     run(given, ranks, tmp_path_factory.mktemp("runs"))
 
