@@ -50,7 +50,7 @@ class CheckpointArgs:
 
 @dataclass
 class Resumed:
-    """Where a run begins: after `step`, with what the checkpoint holds; at the beginning step is 0 and the rest empty."""
+    """The point a run begins at: after `step`, with what the checkpoint holds; step 0 and nothing else for a new one."""
 
     origin: Origin | None
     state: dict
@@ -107,8 +107,8 @@ def _load_tensors(path: Path, learner: Learner) -> None:
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
-    """Where the run goes on from, the same on every rank; None to start anew. Raises UserError if the checkpoint that was asked
-    for cannot be used. A collective."""
+    """The run and the checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the checkpoint
+    that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
     text = dist.from_main(json.dumps([str(found.run_dir), str(found.checkpoint or "")]) if found else "")
     if not text:
@@ -149,25 +149,25 @@ def _read_config(path: Path) -> dict | None:
 def newest(run_dir: Path) -> Path | None:
     """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
     damage. Raises UserError if there are checkpoints and all are damaged."""
-    faults = {}
+    errors = {}
     for path in sorted(run_dir.glob(STEPS), reverse=True):
-        if (fault := damage(path)) is None:
-            if faults:
+        if (error := damage(path)) is None:
+            if errors:
                 step = int(path.name.removeprefix("step_"))
                 print(f"warning: the steps after {step} are trained again", file=sys.stderr, flush=True)
             return path
-        faults[path.name] = fault
-        print(f"warning: checkpoint {path} is damaged: {fault}", file=sys.stderr, flush=True)
-    if faults:
+        errors[path.name] = error
+        print(f"warning: checkpoint {path} is damaged: {error}", file=sys.stderr, flush=True)
+    if errors:
         raise UserError(
-            f"{run_dir}: every checkpoint of the run is damaged ({', '.join(faults)}; the warnings say how). Put the files "
+            f"{run_dir}: every checkpoint of the run is damaged ({', '.join(errors)}; the warnings say how). Put the files "
             "back, or start anew, at step 0, with another --experiment-name."
         )
     return None
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint's files; None if they are as they were written."""
+    """A line on the first file that is not as it was written; None if all are."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = manifest["files"]
@@ -214,8 +214,8 @@ def check_path(path: Path) -> Path:
     """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
     if not (path / MANIFEST).exists():
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
-    if fault := damage(path):
-        raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {fault}. Take another, or --resume-mode auto.")
+    if error := damage(path):
+        raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
     return path.resolve()
 
 

@@ -33,7 +33,7 @@ def available_memory() -> int:
 
 
 def _left_of(group: Path) -> int:
-    """What a control group's limit leaves, files that the kernel would drop counted as free; in version 1's words or 2's."""
+    """Bytes that are left of a control group's limit (version 1 or 2), cached files counted as free."""
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with contextlib.suppress(OSError, ValueError):
             most, used = (int((group / name).read_text()) for name in (limit, usage))

@@ -1,4 +1,4 @@
-"""What makes a run that goes on the same run: its script, its flags, and the content of what the flags name.
+"""The identity of a run, by which it goes on as the same run: its script, its flags, and the content of what the flags name.
 
 A flag belongs to the run unless MAY_CHANGE has it. Another value is refused, or listed under --resume-anyway; what MUST_STAY is
 refused in any case, since the saved state has no meaning under another value.
@@ -94,7 +94,7 @@ class Identity:
 
 
 def _digest_model(path: str) -> str:
-    """Of a directory's weights: names, sizes, and SAMPLES pieces of each file, which another training all changes."""
+    """A digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes them all."""
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     if not files:
         return path  # a hub name
@@ -110,7 +110,7 @@ def _digest_model(path: str) -> str:
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
-    """Of the files' bytes, or of rows spread over what is no file; with the number of prompts that are left of them."""
+    """The number of prompts, with a digest of the files' bytes; of a data set that is no file, of rows spread over it."""
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():

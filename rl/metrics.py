@@ -56,7 +56,7 @@ def train_flops_per_token(config, mean_length: float) -> float:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """What verl reports of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
+    """verl's metrics of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
     the learner's."""
     out = summarize("critic/score", batch.score) | summarize("critic/advantages", batch.advantage[batch.mask])
     out |= summarize("critic/rewards", torch.zeros_like(batch.score).index_add(0, batch.seq, batch.reward))
@@ -73,7 +73,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How old a step's tokens are, in versions, under verl's names where it has them; empty for a batch without any. version:
+    """The ages of a step's tokens in versions, under verl's names where it has them; empty for a batch without any. version:
     what the step begins with."""
     if not len(batch.token):
         return {}
@@ -120,7 +120,7 @@ def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
 
 
 class ScoringEvents:
-    """How many responses could not be scored so far, by kind, over all ranks that score."""
+    """Counts of the responses that could not be scored so far, by kind, over all ranks that score."""
 
     def __init__(self, pool: ScoringPool, ranks: dist.Ranks):
         self._pool, self._ranks = pool, ranks

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl always, and the console, TensorBoard and Weights & Biases as asked for.
+"""A run's record: metrics.jsonl always, and the console, TensorBoard and Weights & Biases as asked for.
 
 Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, flushed at once, so that
 a crash loses nothing; NaN and infinities are written as null, which every JSON reader takes.
@@ -40,18 +40,18 @@ class LogArgs:
     experiment_name: str | None = None
     """Name of the run and of its directory; by default the script and the time."""
     output_dir: str = "runs"
-    """Where the run's directory is made."""
+    """Directory in which each run makes its own."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """Where metrics go besides metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """Of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, else online."""
+    """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Validation responses to write into a table at each validation."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run goes on from."""
+    """The run and the checkpoint that a run goes on from."""
 
     run_dir: Path
     checkpoint: Path | None  # None: from the beginning, in the directory of a run that had not saved anything

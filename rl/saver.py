@@ -82,10 +82,11 @@ class Saver:
         self._was_short = False  # of memory, at some save
         self._leaving = False
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the thread: another learner is gone
+        self._moved = 0  # pieces that the thread has written or sent
+        self._lost: Exception | None = None  # what another learner's end has raised in the thread
         self._scores: dict[int, float] = {}  # validation by step
         self.step = origin.step if origin else 0  # that was saved last
-        self.fault = ""  # of the last save; empty if it is whole
+        self.error = ""  # of the last save; empty if it is whole
         signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
         if origin and learner.ranks.is_main:
             self._set_aside(after=origin.step)
@@ -103,9 +104,9 @@ class Saver:
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
-        fault = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
-        if fault := dist.from_main(fault):
-            self._give_up(step, work, fault)
+        error = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
+        if error := dist.from_main(error):
+            self._give_up(step, work, error)
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
         record = {"step": step, "state": state, "learner": self.learner.state()}
@@ -139,17 +140,21 @@ class Saver:
         """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
         if self._thread:
             with watchdog.doing("the checkpoint before to be written"):
-                self._thread.join()
+                while self._thread.is_alive():
+                    before = self._moved
+                    self._thread.join(1.0)
+                    if self._moved > before:
+                        watchdog.progress()
             self._thread = None
-        if self._error:
-            raise self._error
+        if self._lost:
+            raise self._lost
 
     def finish(self, step: int) -> Path:
         """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
         self.wait()
-        if self.fault:
+        if self.error:
             raise UserError(
-                f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.fault}. "
+                f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
                 f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
                 "the newest that is there."
             )
@@ -174,11 +179,11 @@ class Saver:
     # ------------------------------------------------------------------------------------------- before the thread
 
     def _is_last(self, step: int) -> bool:
-        """Whether nothing changes the weights after this step's save."""
+        """Tells whether nothing changes the weights after this step's save."""
         return step >= self.run.total_steps or self._leaving
 
     def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
-        """Whether every learner has the memory for its copies; says it once where one has not. A collective."""
+        """Tells whether every learner has the memory for its copies; prints a line once where one has not. A collective."""
         missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
         report = json.dumps([platform.node(), missing, host.available_memory()]).encode()
         reports = [json.loads(record) for record in dist.all_gather_bytes(report)]
@@ -208,12 +213,12 @@ class Saver:
 
     def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
         try:
-            self.fault = self._write(work, target, tensors, files)
-        except Exception as error:  # of a collective, since the rest tells its faults: another learner is gone
-            self._error = error
+            self.error = self._write(work, target, tensors, files)
+        except Exception as lost:  # of a collective, since all else is returned: another learner is gone
+            self._lost = lost
             return
-        if self.fault:
-            self._give_up(step, work, self.fault)
+        if self.error:
+            self._give_up(step, work, self.error)
         else:
             signals.remains(str(target))
             self._keep_best()
@@ -222,20 +227,20 @@ class Saver:
         """Writes all of the checkpoint; returns what went wrong on the first learner that says so, or "". A collective."""
         ranks, written = self.learner.ranks, {}
         shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
-        fault = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
-        reports = [json.loads(record) for record in self._gather(json.dumps([written, fault]).encode())]
-        if fault := next((fault for _, fault in reports if fault), ""):
-            return fault
+        error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
+        reports = [json.loads(record) for record in self._gather(json.dumps([written, error]).encode())]
+        if error := next((error for _, error in reports if error), ""):
+            return error
         for of_rank, _ in reports:
             written |= of_rank
         stream = self._stream_model(tensors)
         if ranks.is_main:
-            fault = _attempt(lambda: written.update(write_model(work, self._plan, self._shapes, self._dtype, stream)))
+            error = _attempt(lambda: written.update(write_model(work, self._plan, self._shapes, self._dtype, stream)))
         for _ in stream:
             pass  # where writing failed, too: the others still send
-        if ranks.is_main and not fault:
-            fault = _attempt(lambda: self._seal(work, target, files, written))
-        return self._gather(fault.encode())[0].decode()
+        if ranks.is_main and not error:
+            error = _attempt(lambda: self._seal(work, target, files, written))
+        return self._gather(error.encode())[0].decode()
 
     def _gather(self, record: bytes) -> list[bytes]:
         return dist.all_gather_bytes(record, self._group)
@@ -250,6 +255,7 @@ class Saver:
         for tensor in tensors.values():
             for piece in pieces(tensor, tensor.dtype):
                 file.write(piece)
+                self._moved += 1
         return file.close()
 
     def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -261,6 +267,7 @@ class Saver:
             for rank in order:
                 if rank == ranks.rank:
                     for piece in pieces(tensors[f"model.{name}"], self._dtype):
+                        self._moved += 1
                         if ranks.is_main:
                             yield piece
                         else:
@@ -269,6 +276,7 @@ class Saver:
                     for size in piece_sizes(math.prod(self._blocks[rank][name][1]), self._dtype):
                         piece = torch.empty(size, dtype=self._dtype)
                         torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
+                        self._moved += 1
                         yield piece
 
     def _seal(self, work: Path, target: Path, files: dict[str, bytes], written: dict[str, tuple[int, str]]) -> None:
@@ -293,11 +301,11 @@ class Saver:
         for path in saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []:
             _remove(path)
 
-    def _give_up(self, step: int, work: Path, fault: str) -> None:
-        self.fault = fault
+    def _give_up(self, step: int, work: Path, error: str) -> None:
+        self.error = error
         if self.learner.ranks.is_main:
             shutil.rmtree(work, ignore_errors=True)
-            print(f"warning: the checkpoint of step {step} could not be written: {fault}. Training goes on.", file=sys.stderr)
+            print(f"warning: the checkpoint of step {step} could not be written: {error}. Training goes on.", file=sys.stderr)
 
     def _keep_best(self) -> None:
         """Links the Hugging Face files of the best saved step into `best`."""
@@ -318,7 +326,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _block(tensor: torch.Tensor) -> Block:
-    """Where this rank's part of the tensor lies in it."""
+    """The position of this rank's part in the tensor."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.dim(), list(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -340,7 +348,7 @@ def _make_anew(work: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Takes the name away first: what is left by a kill is no checkpoint any more."""
+    """Renames it first, so that what a kill leaves of it is no checkpoint any more."""
     doomed = path.with_name(f"{path.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: seconds by phase of each step, and the ledger of all ranks, whose shares add up to 1.
+"""Timers: seconds by phase of each step, and the ledger of all ranks, whose shares add up to 1.
 
 The watchdog learns from the same blocks what a rank does or waits for.
 """

@@ -263,3 +263,15 @@ def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsy
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert len(lines) == 2 and all("could not be scored" in line for line in lines)
     assert ": 1 so far" in lines[0] and "number 0" in lines[0] and ": 10 so far" in lines[1] and "number 9" in lines[1]
+
+
+def test_the_docs_have_no_metric_that_is_gone():
+    """Every part of a documented name stands in the code; the scripts' tests check that every metric of a run is documented."""
+    documented = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    assert len(documented) == len({*documented}) > 100
+    code = "\n".join(file.read_text() for file in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")])
+    words = {*re.findall(r"\w+", code)}
+    begun = tuple(word for word in words if word.endswith("_") and len(word) > 5)  # f"..._{name}"
+    for name in documented:
+        for part in filter(None, re.split(r"\W+", re.sub(r"<[^>]*>", "", name))):
+            assert part in words or part.startswith(begun), name

@@ -62,7 +62,7 @@ def main(ranks: dist.Ranks) -> None:
         with Peak() as peaks[name]:
             writer.save(step, {})
             writer.wait()
-        assert not writer.fault, writer.fault
+        assert not writer.error, writer.error
     shares = {name: [peak.added / parameters, peak.kept / parameters] for name, peak in peaks.items()}
     print(json.dumps({"parameters": parameters, "bytes": shares, "told": told}))
 

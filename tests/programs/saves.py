@@ -48,7 +48,7 @@ def main(ranks: dist.Ranks) -> None:
     for step in (1, 2):
         writer.save(step, {})
     writer.wait()
-    print(f"rank {ranks.rank} went on: {writer.fault}")
+    print(f"rank {ranks.rank} went on: {writer.error}")
 
 
 if __name__ == "__main__":
