@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import subprocess
 import sys
 from dataclasses import fields
@@ -363,3 +364,19 @@ def test_every_flag_that_is_printed_is_read_back(tmp_path):
 
 def test_all_of_verls_runs_are_here():
     assert set(RUNS.values()) == set(VERL)
+
+
+ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
+
+
+def test_odd_values_are_told_and_never_a_traceback(monkeypatch):
+    """Every key of the table with every value, in groups at random: a command comes out, and a word on each key."""
+    monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
+    names = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
+    words = [f"{name}={value}" for name in names for value in ODD]
+    random.Random(0).shuffle(words)
+    for group in (words[i : i + 8] for i in range(0, len(words), 8)):
+        given = {word.partition("=")[0] for word in group}
+        for script in ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo"):
+            found = ours(*group, script=script)
+            assert found.verdicts.keys() == given and found.command()

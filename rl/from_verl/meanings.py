@@ -54,7 +54,7 @@ class Run:
     def steps(self) -> int | None:
         """Training steps of the run, where they do not depend on the size of the data."""
         if self.script == ASYNC:
-            return self["rollout.total_rollout_steps"] and self["rollout.total_rollout_steps"] // self.prompts_a_step
+            return self["rollout.total_rollout_steps"] // max(1, self.prompts_a_step)
         return self["trainer.total_training_steps"]
 
     @property
@@ -160,7 +160,11 @@ def scheduler(run: Run) -> dict[str, object]:
 
 
 def betas(run: Run) -> dict[str, object]:
-    return dict(zip(("--adam-beta1", "--adam-beta2"), run["A.actor.optim.betas"], strict=True))
+    pair = listed(run["A.actor.optim.betas"])
+    if len(pair) != 2:
+        run.lacks("A.actor.optim.betas", "expected two numbers, such as [0.9,0.999]")
+        return {}
+    return dict(zip(("--adam-beta1", "--adam-beta2"), pair, strict=True))
 
 
 def token_budget(run: Run) -> dict[str, object]:
@@ -252,7 +256,7 @@ def correction(run: Run) -> dict[str, object]:
         flags["--rollout-is-threshold"] = run[of + "rollout_is_threshold"]
         flags["--rollout-is-batch-normalize"] = bool(run[of + "rollout_is_batch_normalize"])
     if run[of + "rollout_rs"]:
-        flags["--rollout-rs"] = ",".join(listed(run[of + "rollout_rs"]))
+        flags["--rollout-rs"] = ",".join(map(str, listed(run[of + "rollout_rs"])))
         flags["--rollout-rs-threshold"] = run[of + "rollout_rs_threshold"]
     return flags
 

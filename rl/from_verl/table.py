@@ -61,7 +61,7 @@ TABLE: dict[str, list[Row]] = {
         ),
         to(
             "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
-            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0",
+            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0",
             "--param-offload",
             "Megatron's: a fraction above 0; a fraction of 0 offloads nothing, whatever the other says",
             m.megatron_offload,
@@ -191,7 +191,7 @@ TABLE: dict[str, list[Row]] = {
            "paper",
            m.clips),
         to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "", m.dual_clip),
-        to("A.actor.entropy_coeff=0", "--entropy-coeff"),
+        to("A.actor.entropy_coeff=0.0", "--entropy-coeff"),
         to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl",
            "--use-kl-loss, --kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
         to("algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed "
@@ -262,11 +262,11 @@ TABLE: dict[str, list[Row]] = {
         to("A.rollout.name=vllm", "--engine", "`vllm` or the embedded engine; not `sglang`", m.engine),
         to("A.rollout.n=1", "--rollout-n", "1 in verl, 8 here by default"),
         to("A.rollout.temperature=1.0", "--temperature"),
-        to("A.rollout.top_p=1", "--top-p"),
+        to("A.rollout.top_p=1.0", "--top-p"),
         to("A.rollout.top_k=-1", "--top-k", "-1 or 0 is off in verl, -1 here", m.top_k),
         to("A.rollout.ignore_eos=False", "--ignore-eos"),
         to("A.rollout.val_kwargs.n=1", "--val-n"),
-        to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0 A.rollout.val_kwargs.top_p=1.0 "
+        to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0.0 A.rollout.val_kwargs.top_p=1.0 "
            "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p",
            "`do_sample=False` is temperature 0; no top_k in the validation", m.validation),
         to("A.rollout.tensor_model_parallel_size=2", "--rollout-tp", "2 in verl, 1 here by default"),

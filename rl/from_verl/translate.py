@@ -12,7 +12,7 @@ from rl import flags as command_line
 from rl.errors import UserError
 from rl.from_verl import keys
 from rl.from_verl.command import Command
-from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED
+from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED, Row
 from rl.from_verl.meanings import ASYNC, ONE_STEP_OFF, SYNC, Run
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
 
@@ -20,6 +20,11 @@ MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_asyn
 PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
 CONFIGS = {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # Hydra's ${trainer.total_epochs}
+NUMBERS = {  # keys that take a whole number or verl's default, null
+    "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "rollout.total_rollout_steps", "data.seed",
+    "reward.reward_kwargs.max_resp_len", "actor_rollout_ref.actor.ppo_micro_batch_size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+}  # fmt: skip
 
 
 @dataclass
@@ -48,32 +53,38 @@ class Translation:
 
 
 def translate(command: Command) -> Translation:
-    names = {}  # key as given -> (row, the table's name)
-    for key in command.values:
-        names[key] = keys.find(key, ROWS)
-    given = {found[1]: _resolved(command, key) for key, found in names.items() if found}
-    notes = list(command.notes) + _clashes(command, names)
-    config = command.config_name.removesuffix(".yaml")
-    if config and config not in CONFIGS:
-        notes.append(f"--config-name {config} is a configuration of your own: what it sets is not seen here.")
-    script = script_of(command, given)
+    found = {key: keys.find(key, ROWS) for key in command.values}  # key as given -> (row, the table's name), None if unknown
+    values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
+    script = script_of(command, values)
     defaults = {name: value for row in ROWS for name, value in row.defaults.items()} | OTHER_DEFAULTS[script]
-    run = Run(
-        script, {key: value for key, value in given.items() if not _wrong(value, defaults.get(key))}, defaults, notes=notes
-    )
+    wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
+    run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults)
+    run.missing |= {name: why for name, why in wrong.items() if why}
+    run.notes += [*command.notes, *_clashes(command, found)]
     flags = _flags(run)
-    verdicts = {key: _verdict(run, found, _resolved(command, key)) for key, found in names.items()}
+    verdicts = {key: _verdict(run, row_and_name, _resolved(command, key)) for key, row_and_name in found.items()}
     verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
-    launcher = (
-        ["torchrun", "--nnodes", str(run.launch["--nnodes"])] if run.launch["--nnodes"] > 1 else ["torchrun", "--standalone"]
-    )
-    launcher += ["--nproc-per-node", str(run.launch["--nproc-per-node"])]
-    if run.launch["--nnodes"] > 1:
-        launcher += ["--node-rank", "0", "--master-addr", "localhost"]
-        run.note("Start it on every node with its own --node-rank and the first node's address as --master-addr.")
-    translation = Translation(launcher, script, flags, verdicts, run.notes)
+    translation = Translation(_launcher(run), script, flags, verdicts, run.notes)
     translation.refusal = refusal(translation)
     return translation
+
+
+def _known(found: dict) -> list[tuple[str, tuple[Row, str]]]:
+    return [(key, row_and_name) for key, row_and_name in found.items() if row_and_name]
+
+
+def _launcher(run: Run) -> list[str]:
+    nodes = run.launch["--nnodes"]
+    if nodes == 1:
+        return ["torchrun", "--standalone", "--nproc-per-node", str(run.launch["--nproc-per-node"])]
+    run.note("Start it on every node with its own --node-rank and the first node's address as --master-addr.")
+    words = {
+        "--nnodes": nodes,
+        "--nproc-per-node": run.launch["--nproc-per-node"],
+        "--node-rank": 0,
+        "--master-addr": "localhost",
+    }
+    return ["torchrun", *(str(word) for pair in words.items() for word in pair)]
 
 
 def script_of(command: Command, given: dict[str, object]) -> str:
@@ -102,14 +113,16 @@ def _resolved(command: Command, key: str) -> object:
     return value
 
 
-def _clashes(command: Command, names: dict) -> list[str]:
-    """Notes on keys that are given under two names with two values."""
+def _clashes(command: Command, found: dict) -> list[str]:
+    """Notes on two names of one setting with two values, and on a configuration that is not verl's."""
     seen, notes = {}, []
-    for key, found in names.items():
-        if found and found[1] in seen and command.values[seen[found[1]]] != command.values[key]:
-            notes.append(f"{seen[found[1]]} and {key} are two names of one setting: the latter counts.")
-        if found:
-            seen[found[1]] = key
+    for key, (_, name) in _known(found):
+        if name in seen and command.values[seen[name]] != command.values[key]:
+            notes.append(f"{seen[name]} and {key} are two names of one setting: the latter counts.")
+        seen[name] = key
+    config = command.config_name.removesuffix(".yaml")
+    if config and config not in CONFIGS:
+        notes.append(f"--config-name {config} is a configuration of your own: what it sets is not seen here.")
     return notes
 
 
@@ -161,22 +174,32 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
         return NOT_HERE, run.missing[name]
     if name in run.idle:
         return NOT_NEEDED, run.idle[name]
-    if wrong := _wrong(value, run.defaults.get(name)):
-        return NOT_HERE, wrong
     if row.kind == NOT_HERE and keys.neutral(row, name, value):
         return NOT_NEEDED, "it asks for nothing here that is missing"
     return row.kind, row.note
 
 
-def _wrong(value: object, default: object) -> str:
+def _wrong(row: Row, name: str, value: object, default: object) -> str:
     """Why a value cannot be used, if it cannot."""
     if value == "":
         return "it is empty: a shell variable that is not set?"
     if isinstance(value, str) and "${" in value:
         return "it refers to a setting that the command does not give"
-    if isinstance(default, int | float) and not isinstance(value, int | float | None):
-        return f"expected a value such as {default}"
-    return ""
+    number = name in NUMBERS or isinstance(default, int | float)
+    if row.kind != TRANSLATED or (value is None and not isinstance(default, int | float | str)):
+        return ""
+    if isinstance(default, bool):
+        fits = isinstance(value, bool)
+    elif number:
+        whole = name in NUMBERS or isinstance(default, int)
+        fits = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+    else:
+        fits = isinstance(default, list) or name.endswith("_files") or not isinstance(value, list | None)
+    return "" if fits else f"verl's default counts instead: expected {_expected(name, default)}"
+
+
+def _expected(name: str, default: object) -> str:
+    return "a whole number" if name in NUMBERS else f"a value such as {default}"
 
 
 def _deleted(key: str) -> tuple[str, str]:
