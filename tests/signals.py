@@ -9,6 +9,7 @@ the last step that was logged. Nothing is left of any run. Every other run is st
 SIGINT is ignored from birth. tests/test_signals.py runs a few.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -103,7 +104,8 @@ class Run:
         """Sends the signal; returns the seconds until nothing of the run is left."""
         at = time.monotonic()
         if self.trial.number == signal.SIGINT and not self.trial.ignored:
-            os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does
         else:
             self.process.send_signal(self.trial.number)
         try:
