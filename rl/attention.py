@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
+from rl.device import has_varlen_attention
 from rl.errors import UserError
 
 ATTENTION = "packed"
@@ -61,7 +62,7 @@ class Packed:
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
         gqa = query.shape[1] // key.shape[1]
-        if self.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+        if has_varlen_attention(query):
             return self._varlen(query, key, value, scaling)
         if gqa > 1:
             key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)

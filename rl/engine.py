@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.attention import Packed, check_supported
+from rl.device import is_accelerator
 from rl.errors import UserError
 from rl.forward import hidden_states, is_written_out
 from rl.forward_check import PROMPT, check_engine
@@ -313,7 +314,7 @@ class TransformersEngine:
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
-        self.sleeps = self.device.type != "cpu"
+        self.sleeps = is_accelerator(self.device)
         self.max_length, self.max_num_seqs, self.max_num_batched_tokens = (
             max_length,
             max_num_seqs,
@@ -563,7 +564,7 @@ def make_engine(
 
 def choose_engine(wanted: str, device: torch.device) -> str:
     """ "vllm" or "transformers"; what auto takes is printed, once a job. Raises UserError if vLLM is asked for and missing."""
-    if wanted == "transformers" or (wanted == "auto" and device.type == "cpu"):
+    if wanted == "transformers" or (wanted == "auto" and not is_accelerator(device)):
         chosen, why = "transformers", "the device is a CPU"
     else:
         try:

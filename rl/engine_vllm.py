@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.device import is_accelerator
 from rl.dist import all_gather_bytes
 from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
@@ -39,7 +40,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_
 os.environ.setdefault(
     "VLLM_CPU_KVCACHE_SPACE", "1"
 )  # GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
-os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # else vllm-ascend refuses new weights
 
 if not os.environ.get("RL_ENGINE_LOG"):
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -92,12 +92,12 @@ class VLLMEngine:
     ):
         self.device, self.max_length, self.version = torch.device(device), max_length, -1
         # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
-        self.chunks = args.enable_chunked_prefill and self.device.type != "cpu"
+        self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         _check(args, max_length, self.chunks)
         # the names and shapes of what the learner sends
         skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
-        self.sleeps = args.free_cache_engine and self.device.type != "cpu"
+        self.sleeps = args.free_cache_engine and is_accelerator(self.device)
         self.asleep = False
         self.engine = self._start(model_path, args, dtype, trust_remote_code)
         self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
@@ -183,7 +183,7 @@ class VLLMEngine:
             enable_chunked_prefill=self.chunks,
             enable_prefix_caching=True,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            enforce_eager=args.enforce_eager or self.device.type == "cpu",
+            enforce_eager=args.enforce_eager or not is_accelerator(self.device),
             load_format=args.load_format,
             use_tqdm_on_load=False,
             enable_sleep_mode=self.sleeps,

@@ -15,6 +15,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from rl.device import is_accelerator
+
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep that layout
 
@@ -28,7 +30,7 @@ class LiveWeights:
         self.worker = engine.model_executor.driver_worker.worker
         self.model: nn.Module = self.worker.model_runner.get_model()
         self.modules = dict(self.model.named_modules())
-        self.on_cpu = torch.device(self.worker.device).type == "cpu"
+        self.on_cpu = not is_accelerator(torch.device(self.worker.device))
 
     # -- in
 

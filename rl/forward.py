@@ -8,6 +8,8 @@ one product with a signed sine.
 import torch
 import torch.nn.functional as F
 
+from rl.device import is_accelerator
+
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
@@ -41,7 +43,7 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
 
 
 def _norm(x: torch.Tensor, norm) -> torch.Tensor:
-    if x.device.type != "cpu":
+    if is_accelerator(x.device):
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.square_().div_(x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
@@ -65,4 +67,4 @@ def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
 
 def _turned(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
-    return x.device.type == "cpu" and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16
+    return not is_accelerator(x.device) and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rl.batch import Batch, MicroBatch
-from rl.device import memory_gb, peak_flops
+from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.forward_check import check_policy
 from rl.head import ChunkedLogProbs
@@ -115,7 +115,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     if args.dtype == "bfloat16":
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
-        shard["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu")
+        shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     for layer in model.model.layers:
         fully_shard(layer, **shard)
     fully_shard(policy, **shard)
@@ -170,7 +170,7 @@ class Learner:
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
         self.reference = None
         if with_reference:
-            offload = args.ref_offload and ranks.device.type != "cpu"
+            offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
         betas = (args.adam_beta1, args.adam_beta2)
         self.optimizer = torch.optim.AdamW(

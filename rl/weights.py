@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from rl import watchdog
-from rl.device import side_stream
+from rl.device import is_accelerator, side_stream
 from rl.dist import Split
 from rl.engine import Engine
 from rl.learner import Learner
@@ -96,7 +96,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if split.bridge:
-            pinned = split.ranks.device.type != "cpu"
+            pinned = is_accelerator(split.ranks.device)
             self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=pinned)
             split.store.set("weights/plan", self.plan.to_json())
 
@@ -139,7 +139,7 @@ class Publisher:
 
     def _broadcast(self, version: int) -> None:
         bridge, under_way = self.split.bridge, deque()
-        digests = Digests(self.plan, self.split.ranks.device.type)
+        digests = Digests(self.plan, self.split.ranks.device)
         for bucket in self.plan.buckets:
             data = self._stream[bucket.start : bucket.stop].to(bridge.device)
             under_way.append((bridge.broadcast(data), data))
@@ -157,7 +157,7 @@ class Subscriber:
     """A generator's side."""
 
     def __init__(self, split: Split, engine: Engine):
-        self.engine, self.bridge, self.kind = engine, split.bridge, split.ranks.device.type
+        self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
@@ -180,14 +180,14 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        digests, arrived = (Digests(self.plan, self.kind) for _ in range(2))
+        digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         found = digests.values()
         if self._memory is None:
             self._check_loaded(version, arrived.values())
         else:
             for i in self._moved():
-                found[i] = digest(self.engine.loaded(self.plan.names[i]), self.kind)
+                found[i] = digest(self.engine.loaded(self.plan.names[i]), self.device)
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self.bridge.broadcast(table).wait()
         sent_version, *sent = table.tolist()
@@ -208,7 +208,7 @@ class Subscriber:
             live = self.engine.loaded(name)
             if live is None:
                 continue
-            if digest(live.to(self.plan.dtype) + 0.0, self.kind) != arrived[number]:
+            if digest(live.to(self.plan.dtype) + 0.0, self.device) != arrived[number]:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
     def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,15 +256,15 @@ class Digests:
     """A 64-bit digest of each parameter's bits, fed with the buckets in order: xxh3 on CPU machines; on accelerators a sum of
     the bits weighted by position, which needs no order and so runs there."""
 
-    def __init__(self, plan: Plan, device_type: str):
-        self.plan, self.device_type = plan, device_type
-        self._hashes = [xxhash.xxh3_64() for _ in plan.names] if device_type == "cpu" else []
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.on_host = plan, not is_accelerator(device)
+        self._hashes = [xxhash.xxh3_64() for _ in plan.names] if self.on_host else []
         self._sums: list[list[torch.Tensor]] = [[] for _ in plan.names]
 
     def add(self, bucket: Bucket, data: torch.Tensor) -> None:
         """data: the bucket, contiguous."""
         offsets, size = self.plan.offsets, self.plan.dtype.itemsize
-        raw = memoryview(data.view(torch.uint8).numpy()) if self.device_type == "cpu" else None
+        raw = memoryview(data.view(torch.uint8).numpy()) if self.on_host else None
         for i in bucket.members:
             start, stop = max(bucket.start, offsets[i]) - bucket.start, min(bucket.stop, offsets[i + 1]) - bucket.start
             if raw is not None:
@@ -274,15 +274,15 @@ class Digests:
 
     def values(self) -> list[int]:
         """Signed, so that they fit into a tensor."""
-        if self.device_type == "cpu":
+        if self.on_host:
             return [_signed(h.intdigest()) for h in self._hashes]
         return [_signed(sum(map(int, sums))) for sums in self._sums]
 
 
-def digest(tensor: torch.Tensor, device_type: str) -> int:
+def digest(tensor: torch.Tensor, device: torch.device) -> int:
     """The digest of a single tensor, as Digests would find it."""
     flat = tensor.contiguous().view(-1)
-    if device_type == "cpu":
+    if not is_accelerator(device):
         return _signed(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()))
     return _signed(int(_weighted_sum(flat, first=0)))
 

@@ -1,44 +1,92 @@
-"""CPU, CUDA and NPU run the same code: only rl/device.py and the engines may speak to one kind of device."""
+"""CPU, CUDA and NPU run the same code: rl/device.py alone tells them apart."""
 
 import ast
 
-from helpers import ROOT
+from conftest import ROOT
 
-MAY = {"rl/device.py", "rl/engine.py", "rl/engine_vllm.py", "rl/engine_vllm_weights.py"}
-DEVICES = {"cuda", "npu"}
-
-
-def device_calls(source: str) -> list[int]:
-    """Lines that name torch.cuda or torch.npu, import torch_npu, or call .cuda() or .npu(), not in comments or strings."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr in DEVICES:
-            names_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
-            lines += [node.lineno] if names_torch else []
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DEVICES:
-            lines.append(node.lineno)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            if any(name.split(".")[0] == "torch_npu" or name.startswith(("torch.cuda", "torch.npu")) for name in names):
-                lines.append(node.lineno)
-    return lines
+ALONE = "rl/device.py"
+DEVICES = {"cpu", "cuda", "npu"}
+BACKENDS = {"gloo", "nccl", "hccl"}
+QUESTIONS = {"is_cpu", "is_cuda", "is_npu"}  # a tensor's own
 
 
-def test_only_these_files_speak_to_a_kind_of_device():
+def strings(node: ast.AST) -> set[str]:
+    """The constant strings within an expression, cut at the signs of "cpu:gloo,cuda:nccl" and "cuda:0"."""
+    found = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {word for text in found for part in text.split(",") for word in part.split(":")}
+
+
+def tells_apart(node: ast.AST) -> bool:
+    """Whether this piece of a program asks for the kind of a device, or names what one kind alone has."""
+    match node:
+        case ast.Compare() | ast.MatchValue():  # device.type == "cuda", kind in ("cuda", "npu"), case "cuda":
+            return bool(strings(node) & DEVICES)
+        case ast.Dict(keys=keys):  # {"cpu": ..., "cuda": ...}[device.type]
+            return len(keys) > 1 and all(key and strings(key) & DEVICES for key in keys)
+        case ast.Call(func=ast.Attribute(attr="startswith" | "endswith"), args=arguments):
+            return any(strings(argument) & DEVICES for argument in arguments)
+        case ast.Call(func=ast.Attribute(attr="cuda" | "npu")):  # tensor.cuda()
+            return True
+        case ast.Call(args=arguments, keywords=keywords):  # new_group(backend="gloo")
+            given = [*arguments, *(keyword.value for keyword in keywords)]
+            return any(isinstance(argument, ast.Constant) and strings(argument) & BACKENDS for argument in given)
+        case ast.Attribute(value=ast.Name(id="torch"), attr="cuda" | "npu" | "mps" | "xpu"):
+            return True
+        case ast.Attribute(attr=name):
+            return name in QUESTIONS or name.startswith(("ProcessGroupNCCL", "ProcessGroupGloo"))
+        case ast.Import(names=names):
+            return any(is_of_one_kind(name.name) for name in names)
+        case ast.ImportFrom(module=module, names=names):
+            return any(is_of_one_kind(f"{module}.{name.name}") for name in names)
+    return False
+
+
+def is_of_one_kind(module: str) -> bool:
+    return module.startswith(("torch_npu", "torch.cuda", "torch.npu"))
+
+
+def lines(source: str) -> list[int]:
+    return sorted({node.lineno for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno") and tells_apart(node)})
+
+
+def test_one_file_alone_tells_devices_apart():
     sources = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]
-    assert len(sources) > 10
-    found = {str(p.relative_to(ROOT)): device_calls(p.read_text()) for p in sources}
-    assert {name: lines for name, lines in found.items() if lines and name not in MAY} == {}
+    assert len(sources) > 30
+    found = {str(path.relative_to(ROOT)): lines(path.read_text()) for path in sources}
+    assert found.pop(ALONE)
+    assert {name: where for name, where in found.items() if where} == {}
 
 
 def test_the_search_finds_what_it_looks_for():
     seen = [
         "import torch_npu",
-        "x = torch.cuda.device_count()",
-        "x.cuda()",
+        "from torch import cuda",
         "from torch.cuda import Event",
+        "x = torch.cuda.device_count()",
         "torch.npu.synchronize()",
+        "x.cuda()",
+        "pinned = device.type != 'cpu'",
+        "if x.device.type in ('cuda', 'npu'): pass",
+        "if kind == 'cpu': pass",
+        "if 'cuda' in str(device): pass",
+        "if str(device).startswith('cuda'): pass",
+        "if device == torch.device('cuda:0'): pass",
+        "x.is_cuda",
+        "match kind:\n    case 'cuda': pass",
+        "backend = {'cpu': 'gloo', 'cuda': 'nccl'}[kind]",
+        "new_group(ranks, backend='gloo')",
+        "init_process_group('cpu:gloo,cuda:nccl')",
+        "group = dist.ProcessGroupNCCL(store, 0, 1)",
     ]
-    assert all(device_calls(line) for line in seen)
-    unseen = ["# torch.cuda.x", "'torch.cuda.x'", "device.type == 'cuda'", "torch.accelerator.synchronize()"]
-    assert not any(device_calls(line) for line in unseen)
+    assert [line for line in seen if not lines(line)] == []
+    unseen = [
+        "# torch.cuda.x",
+        "'torch.cuda.x'",
+        "torch.accelerator.synchronize()",
+        "x = x.to(device)",
+        "mesh = init_device_mesh(device.type, (8,))",
+        "place = torch.empty(3, device='cpu')",
+        "print('gloo raises RuntimeError')",
+        "facts = {'cpu': cpu_name(), 'cores': 2}",
+    ]
+    assert [line for line in unseen if lines(line)] == []
