@@ -30,7 +30,7 @@ LINES = {  # file: title, and for each panel its metric and label
     "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
     "lengths": (
         "Response lengths",
-        {"response_length/mean": "mean response, tokens", "response_length/clip_ratio": "clipped share"},
+        {"response_length/mean": "mean response, tokens", "response_length/clip_ratio": "truncated share"},
     ),
     "log_probs": (
         "Rollout against learner",

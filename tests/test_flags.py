@@ -1,6 +1,7 @@
 """The command line: each number has a range, booleans can be written in every way, and what cannot work is one message."""
 
 import dataclasses
+import re
 import types
 from dataclasses import dataclass
 from typing import Annotated, get_args, get_type_hints
@@ -121,6 +122,17 @@ def test_help_has_groups_ranges_and_texts(capsys):
     assert "engine options" in text and "What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
     assert "--top-k INT (-1, or at least 1)" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_help_explains_every_flag(script, capsys):
+    with pytest.raises(SystemExit):
+        flags.read(script.Args, args=["--help"])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for field in dataclasses.fields(script.Args):
+        name = f"--{field.name.replace('_', '-')}"
+        found = re.search(rf"{name}[, ](.*?)\((?:default|required)", text)
+        assert found and len(re.findall(r"\b[a-z]{2,}\b", found[1])) >= 3, f"{name} has no text"
 
 
 def test_a_script_keeps_its_type_and_what_was_given():

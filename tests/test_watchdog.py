@@ -3,17 +3,17 @@
 import os
 import platform
 import re
+import runpy
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 from helpers import ROOT, left_over, start
 from test_split import REWARD
 
-import train_async
-import train_one_step_off
-import train_sync
+from rl import dist, process
 from rl.watchdog import EXIT_CODE, report
 
 
@@ -61,7 +61,7 @@ def check_exit_codes(text: str, ranks: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_reader_that_stops_reading():
-    code, text = hang("tests/hung_ranks.py", "ring", ranks=2)
+    code, text = hang("tests/programs/hung_ranks.py", "ring", ranks=2)
     who, of = table(text), parts(text)
     assert list(of) == ["learner 0", "generator 0"]
     assert re.fullmatch(r"for \d+ s, in update_actor \(\d+ s\)", who["learner 0"])
@@ -79,7 +79,7 @@ def test_a_reader_that_stops_reading():
 
 @pytest.mark.timeout(240)
 def test_a_learner_stuck_in_a_collective():
-    code, text = hang("tests/hung_ranks.py", "collective", ranks=3)
+    code, text = hang("tests/programs/hung_ranks.py", "collective", ranks=3)
     who, of = table(text), parts(text)
     assert list(of) == ["learner 0", "learner 1", "generator 0"]
     assert "in all_reduce_sum (" in who["learner 0"] and "in version 1 of the weights (" in who["generator 0"]
@@ -96,7 +96,7 @@ def test_a_learner_stuck_in_a_collective():
 
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_stopped_is_named():
-    code, text = hang("tests/hung_ranks.py", "stopped", ranks=2)
+    code, text = hang("tests/programs/hung_ranks.py", "stopped", ranks=2)
     assert re.search(r"^generator 0 is silent: its process \d+ is stopped \(SIGSTOP\)\.$", text, re.M)
     assert list(parts(text)) == ["learner 0"] and "in a record in the ring (" in table(text)["learner 0"]
     assert "of the report: 1 of 2 ranks" in text
@@ -107,7 +107,7 @@ def test_a_rank_that_is_stopped_is_named():
 def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while():
     """Without torchrun: the process's own exit code."""
     before = set(os.listdir("/dev/shm"))
-    process, mark = start("tests/hung_ranks.py", "alone")
+    process, mark = start("tests/programs/hung_ranks.py", "alone")
     pid = int(process.stdout.readline().split()[0])
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
@@ -123,7 +123,7 @@ def test_a_training_run_that_hangs(demo_model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     flags = ["--output-dir", tmp_path, "--reward", f"{reward}:score", "--no-val-before-train", "--hang-timeout", 180]
-    code, text = hang("tests/rough_async.py", *flags, ranks=2, env={"ROUGH": "hung-learner"})
+    code, text = hang("tests/programs/rough_async.py", *flags, ranks=2, env={"ROUGH": "hung-learner"})
     who, of = table(text), parts(text)
     assert "in the code after wait" in who["learner 0"]
     assert "waits for newer weights" in who["generator 0"]
@@ -133,10 +133,16 @@ def test_a_training_run_that_hangs(demo_model, tmp_path):
     check_exit_codes(text, ranks=2)
 
 
-def test_every_script_has_the_flag_and_hands_it_on():
-    for script in (train_sync, train_one_step_off, train_async):
-        assert script.Args.hang_timeout == 1800
-        assert "args.hang_timeout)" in (ROOT / f"{script.__name__}.py").read_text()
+@pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
+def test_every_script_hands_the_flag_on(script, monkeypatch):
+    given = []
+    monkeypatch.setattr(process, "run", lambda main, join: join())
+    monkeypatch.setattr(dist, "init", given.append)
+    monkeypatch.setattr(dist, "init_split", lambda generators, hang_timeout: given.append(hang_timeout))
+    for flags, seconds in (([], 1800), (["--hang-timeout", "7"], 7)):
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert given.pop() == seconds
 
 
 def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():

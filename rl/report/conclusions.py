@@ -142,11 +142,11 @@ def ranks_of(group: RunGroup, role: str) -> set[str]:
 
 
 def lengths(group: RunGroup) -> list[Row]:
-    clipped = [p[-MIN_STEPS:, 1].mean() for log in group.logs if len(p := log.points("response_length/clip_ratio"))]
-    if not clipped or np.mean(clipped) <= 0.1:
+    truncated = [p[-MIN_STEPS:, 1].mean() for log in group.logs if len(p := log.points("response_length/clip_ratio"))]
+    if not truncated or np.mean(truncated) <= 0.1:
         return []
-    told = f"{np.mean(clipped):.0%} of the last responses were cut at --max-response-length: their answers are lost"
-    return [(group.label, told, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(clipped)}")]
+    told = f"{np.mean(truncated):.0%} of the last responses were cut at --max-response-length: their answers are lost"
+    return [(group.label, told, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(truncated)}")]
 
 
 def mismatch(group: RunGroup) -> list[Row]:
