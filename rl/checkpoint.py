@@ -78,6 +78,8 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
             "(--total-training-steps, --total-epochs), or start anew with another --experiment-name."
         )
+    if "identity" not in record:
+        raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start anew.")
     if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
         print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
     _load_tensors(path, learner)

@@ -166,7 +166,10 @@ class Run:
 
 def _lock(directory: Path):
     """Holds the run's directory until this process ends. Raises UserError if another process does."""
-    handle = open(directory / ".lock", "w")  # noqa: SIM115
+    try:
+        handle = open(directory / ".lock", "w")  # noqa: SIM115  (held as long as the run)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}): check its permissions and its disk.") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -64,7 +64,8 @@ class Saver:
         origin: Origin | None,
     ):
         """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
-        self.args, self.run, self.learner, self.tokenizer, self.identity = args, run, learner, tokenizer, identity
+        self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
+        self._identity = identity.record if learner.ranks.is_main else None
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         dist.check_shared(self.run_dir)
         # A group of its own: what the thread sends must not meet what training sends.
@@ -110,7 +111,7 @@ class Saver:
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
         record = {"step": step, "state": state, "learner": self.learner.state()}
-        record["identity"] = self.identity.record if self.learner.ranks.is_main else None
+        record["identity"] = self._identity
         record["ranks"] = [json.loads(rank) for rank in ranks]
         files = {
             STATE: json.dumps(record).encode(),

@@ -10,8 +10,9 @@ import pytest
 from helpers import ROOT, environment
 
 from rl import files, run
+from rl.errors import UserError
 from rl.files import Files
-from rl.run import LogArgs, Run
+from rl.run import LogArgs, Origin, Run
 
 
 def fill(path) -> None:
@@ -136,6 +137,11 @@ def test_a_disk_that_turns_read_only_ends_nothing(small_disk, capsys):
         subprocess.run(["mount", "-o", f"remount,{mode}", small_disk], check=True)
         here.log(step, {})
     assert records(here.dir / "metrics.jsonl") == [1, 2, 3] and capsys.readouterr().err.count("warning: ") == 2
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(UserError, match="cannot be made"):  # at the start there is someone to mend it
+        Run(LogArgs(output_dir=str(small_disk)), {}, 9, True, "script")
+    with pytest.raises(UserError, match="cannot be written"):
+        Run(LogArgs(output_dir=str(small_disk)), {}, 9, True, "script", Origin(here.dir, None))
 
 
 def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, tmp_path):
