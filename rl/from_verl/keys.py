@@ -60,7 +60,7 @@ def find(key: str, rows: Iterable[Row]) -> tuple[Row, str] | None:
 
 
 def neutral(row: Row, key: str, value: object) -> bool:
-    """Whether a key of something missing asks for nothing: it has the value of a run without it."""
+    """True if a key of a missing feature asks for nothing: its value is that of a run without the feature."""
     pattern = next((name for name in row.defaults if fnmatchcase(key, name)), None)
     if pattern is not None and value == row.defaults[pattern]:
         return True

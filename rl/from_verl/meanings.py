@@ -1,4 +1,4 @@
-"""What verl's values mean here, where that takes more than the same number under another name.
+"""The meaning of verl's values, where our flag takes more than the same number under another name.
 
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """

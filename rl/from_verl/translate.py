@@ -210,7 +210,7 @@ def _deleted(key: str) -> tuple[str, str]:
 
 
 def refusal(translation: Translation) -> str:
-    """What the script says to the command line, if it refuses it."""
+    """The script's message if it refuses the command line, else empty."""
     try:
         parse(translation)
     except UserError as error:
