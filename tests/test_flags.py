@@ -131,8 +131,8 @@ def test_help_explains_every_flag(script, capsys):
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for field in dataclasses.fields(script.Args):
         name = f"--{field.name.replace('_', '-')}"
-        found = re.search(rf"{name}[, ](.*?)\((?:default|required)", text)
-        assert found and len(re.findall(r"\b[A-Za-z][a-z]+\b", found[1])) >= 3, f"{name} has no text"
+        texts = re.findall(rf"{name}[, ](.*?)\((?:default|required)", text)  # at other flags' mentions of it, too
+        assert max(len(re.findall(r"\b[A-Za-z][a-z]+\b", found)) for found in texts) >= 3, f"{name} has no text"
 
 
 def test_a_script_keeps_its_type_and_what_was_given():
