@@ -94,7 +94,7 @@ def draw(axes, groups: list[RunGroup], curve: Callable) -> bool:
 
 
 def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.ndarray]:
-    """What `draw` takes: the metric over the axis divided by `scale`, as means of `width` values, fewer in a short run."""
+    """The points for `draw`: the metric over the axis divided by `scale`, as means of `width` values, fewer in a short run."""
 
     def of(log: Log) -> np.ndarray:
         points = log.points(name, axis) / (scale, 1)

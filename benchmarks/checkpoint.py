@@ -1,4 +1,4 @@
-"""What saving costs a step: the same run with a checkpoint after every step and with none, in train_sync.py and train_async.py.
+"""The cost of saving: the same run with a checkpoint after every step and with none, in train_sync.py and train_async.py.
 
     python benchmarks/checkpoint.py        # about 6 minutes on 2 cores; writes benchmarks/results/checkpoint.{json,md}
 

@@ -1,4 +1,4 @@
-"""What every benchmark needs: spread, the machine in words, result files, and a script run as its user would start it.
+"""Shared by all benchmarks: spread, a description of the machine, result files, and a script run as its user would start it.
 
 Nothing heavy is imported here: scoring processes and other environments read this file too.
 """

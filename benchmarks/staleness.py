@@ -1,4 +1,4 @@
-"""What stale batches cost, by what the ratio is over: the demo at a constant rate, sync beside async one batch ahead.
+"""The cost of stale batches, by what the ratio is over: the demo at a constant rate, sync beside async one batch ahead.
 
 python benchmarks/staleness.py       # about 8 minutes on 2 cores; writes benchmarks/results/staleness.{json,md}
 """

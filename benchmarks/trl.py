@@ -155,7 +155,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
 
 
 def seconds(case: Case, one: dict) -> float:
-    """What a run is compared by: the mean step, or the training of the whole demo."""
+    """The time by which a run is compared: its mean step, or the training of the whole demo."""
     return sum(one["steps"]) if case.shape is None else statistics.mean(one["steps"])
 
 

@@ -63,7 +63,7 @@ DECORATION = r"\\(left|right|displaystyle|mathstrut|blacksquare|square|checkmark
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed or \fbox holds: in braces, after a blank, or as one word without braces. Boxes with nothing but
+    r"""The content of the last \boxed or \fbox: in braces, after a blank, or as one word without braces. Boxes with nothing but
     commas or "and" between them are one answer. None if there is none, or if the last one is never closed."""
     parts: list[str] = []
     end = 0
@@ -93,14 +93,14 @@ def _braces(text: str, start: int) -> tuple[str | None, int]:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last "Answer:", on its line or, if nothing does, on the next that holds something. None without one."""
+    """The text behind the last "Answer:", on its line or, if that is empty, on the next line that is not. None without one."""
     marks = list(re.finditer("(?i)answer(?:\\s+is)?[*_`\\s]{0,4}[:\N{FULLWIDTH COLON}]", text))
     lines = text[marks[-1].end() :].splitlines() if marks else []
     return next((line for line in lines if line.strip("*_`$#>|~{}[]()\\ \t-.")), None)
 
 
 def hash_line(text: str) -> str | None:
-    """What follows the last "####" that something follows, up to the end of its line. None without one."""
+    """The text behind the last "####" that has any, up to the end of its line. None without one."""
     found = re.findall(r"#{4,}\s*([^\n#]*[^\n#\s])", text)
     return found[-1] if found else None
 
@@ -252,7 +252,7 @@ def same(answer: str, truth: str) -> bool:
 
 
 def _spelling(text: str) -> str:
-    """What is left to compare letter by letter; a choice is the same with and without parentheses."""
+    """The answer to compare letter by letter; a choice is the same with and without parentheses."""
     text = re.sub(r"\s+|\\?%$", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text

@@ -26,7 +26,7 @@ SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectan
 
 
 class Packed:
-    """Where each sequence lies in a packed row of T tokens.
+    """The layout of a packed row of T tokens: which sequence lies where.
 
     The row is made of segments, end to end. A segment is a sequence, or one continues another: after[i] is the segment in front
     of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.

@@ -1,4 +1,4 @@
-"""What ranks of one job tell each other beside the weights: generators through their node's ring, learners through the store.
+"""Messages between the ranks of a job, the weights aside: generators through their node's ring, learners through the store.
 
 Inbox and Outbox are the ends of the ring: whole groups, validation rows, reports of where a generator's time went, and a last
 word. One byte says which; groups are framed by rl/batch.py, everything else is JSON. The control block is what the first
@@ -40,7 +40,7 @@ def open_ring(split: Split, megabytes: int) -> Ring | None:
 
 @dataclass(frozen=True)
 class State:
-    """What the first learner tells all generators."""
+    """The first learner's message to all generators."""
 
     version: int  # of the newest weights that are ready to be received
     dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
@@ -72,7 +72,7 @@ class ControlBlock:
         return self.state
 
     def wait_for(self, version: int) -> None:
-        """Until the weights of this version, or newer ones, are ready."""
+        """Returns when the weights of this version, or newer ones, are ready."""
         with watchdog.doing(f"version {version} of the weights"):
             while self.read().version < version:
                 time.sleep(2e-3)
@@ -101,7 +101,7 @@ class Outbox:
         self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
 
     def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
-        """What this generator did since the last report, its last act being a publish; restarts the timer."""
+        """Reports this generator's time since the last report, which ends with a publish; restarts the timer."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
@@ -113,7 +113,7 @@ class Outbox:
         timer.restart()
 
     def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
-        """What is under way here, for the checkpoint of that step."""
+        """Sends what is under way here, for the checkpoint of that step."""
         for group in unfinished:
             self._send(UNFINISHED, group.to_bytes())
         self._send_json(SNAPSHOT, {"step": step})
@@ -197,8 +197,8 @@ class Inbox:
             lists[kind].append(content)
 
     def unfinished_at(self, step: int) -> list[Group]:
-        """What is under way in all generators, which have been told to say so for this step: waits for them. Nothing of it is
-        in `groups`."""
+        """The responses under way in all generators, which have been asked for them at this step: waits for all. They are
+        not in `groups`."""
         with watchdog.doing("the generators to say what is under way"):
             while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
                 self.receive()
@@ -209,7 +209,7 @@ class Inbox:
 
     @property
     def occupancy(self) -> float:
-        """Of this node's ring, 0 to 1."""
+        """The fraction of this node's ring in use, 0 to 1."""
         return self.ring.occupancy if self.ring else 0.0
 
     def state(self) -> dict:

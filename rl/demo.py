@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def cache_dir() -> Path:
-    """Where the demo's model is kept: $RL_CACHE, else ~/.cache/rl-scripts."""
+    """The directory of the demo's model: $RL_CACHE, else ~/.cache/rl-scripts."""
     return Path(os.environ.get("RL_CACHE") or Path.home() / ".cache" / "rl-scripts")
 
 

@@ -59,12 +59,12 @@ def claim(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has memory and queues of its own. Host memory sent to it is pinned, work on it is asynchronous."""
+    """True if the device has memory and queues of its own. Host memory sent to it is pinned, work on it is asynchronous."""
     return device.type != "cpu"
 
 
 def has_varlen_attention(query: torch.Tensor) -> bool:
-    """Whether torch's attention over packed sequences has a kernel for this tensor."""
+    """True if torch's attention over packed sequences has a kernel for this tensor."""
     return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -72,7 +72,7 @@ def has_varlen_attention(query: torch.Tensor) -> bool:
 
 
 def backend(device: torch.device) -> str:
-    """What a process group of ranks on such devices is made of; host tensors can be sent on each."""
+    """The backend of a process group of ranks on such devices; host tensors can be sent on each."""
     return BACKENDS[device.type]
 
 
@@ -89,7 +89,7 @@ def broadcast_group(store: dist.Store, rank: int, size: int, device: torch.devic
 
 
 def flight_record(backend_name: str) -> list[dict]:
-    """What torch's flight recorder has of the backend's collectives; nothing where it has no recorder."""
+    """The collectives of the backend that torch's flight recorder holds; nothing where it has no recorder."""
     dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
     return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
 

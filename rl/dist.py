@@ -57,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun, or `accelerate launch`, says of this process; plain `python` is rank 0 of 1."""
+    """This process in the words of torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
 
     rank: int
     world_size: int
@@ -244,7 +244,7 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 
 
 def job() -> str | None:
-    """What stays the same over torchrun's restarts of this node's ranks, and is no other job's. None without torchrun."""
+    """An identifier that survives torchrun's restarts of this node's ranks and is no other job's. None without torchrun."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
@@ -289,7 +289,7 @@ def launched_ranks() -> int:
 
 
 def stopping() -> bool:
-    """Whether any rank of the default group has been told to stop (SIGTERM). A collective."""
+    """True if any rank of the default group has been told to stop (SIGTERM). A collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
 
 
@@ -350,7 +350,7 @@ def barrier() -> None:
 
 
 def describe_hardware() -> dict[str, str | int]:
-    """What the run's config record says of this rank's machine."""
+    """This rank's machine, for the run's config record."""
     return {
         "device": device.kind(),
         "device_name": device.name(),

@@ -63,7 +63,7 @@ class Pending:
     versions: list[int] = field(default_factory=list)
 
     def version_per_token(self, tokens: int, version: int) -> list[int]:
-        """Of the tokens that were sampled here."""
+        """The version of each token that was sampled here."""
         out: list[int] = []
         for count, before in zip(self.counts, self.versions, strict=True):
             out += [before] * (count - len(out))
@@ -161,7 +161,7 @@ class VLLMEngine:
             self.asleep = True
 
     def loaded(self, name: str) -> torch.Tensor | None:
-        """What the engine computes with for the learner's weight `name`: see LiveWeights.loaded."""
+        """The values that the engine computes with for the learner's weight `name`: see LiveWeights.loaded."""
         return self.weights.loaded(name)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class VLLMEngine:
         return self._joined(pending, completion.logprobs, completion.finish_reason)
 
     def _joined(self, pending: Pending, sampled, reason: str) -> Output:
-        """What was sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with."""
+        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with."""
         versions = pending.version_per_token(len(sampled.token_ids), self.version)
         so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]

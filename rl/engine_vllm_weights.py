@@ -136,7 +136,7 @@ class LiveWeights:
 
 @functools.lru_cache(maxsize=8)
 def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """Where each element of an expert's matrix [out, in] lies in vLLM's packed copy: [out * in]. The packing only moves
+    """The index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]. The packing only moves
     elements about, so that packing their numbers, digit by digit, says where they go. None if it does more than that."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 

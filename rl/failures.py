@@ -1,5 +1,5 @@
-"""How a failure travels between the ranks of a job, through torchrun's store: the first one is explained, on the console of its
-own node in full and on the others' in one line; what breaks in its wake is not."""
+"""Tells the ranks of a job of a failure, through torchrun's store. The first is explained, in full on the console of its own
+node and in one line on the others; those that follow from it are not."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def _tell_torchrun(what: str) -> bool:
 
 
 def cause(wait: float) -> str:
-    """What the first rank that failed has said, within so many seconds; empty if there is none."""
+    """The message of the first rank that failed, waited for so many seconds; empty if there is none."""
     try:
         store, deadline = _open_store(), time.monotonic() + wait
         while not store.check(["failed/cause"]):
@@ -82,7 +82,7 @@ def _open_store() -> Store:
 
 
 def lost_connection(error: BaseException | str) -> bool:
-    """Whether it says that a rank at the other end of a connection has gone. gloo raises RuntimeError."""
+    """True if it says that a rank at the other end of a connection has gone. gloo raises RuntimeError."""
     return isinstance(error, DistNetworkError) or "onnection" in str(error)
 
 

@@ -66,5 +66,5 @@ def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
+    """True if (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
     return not is_accelerator(x.device) and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16

@@ -1,4 +1,4 @@
-"""Whether what we compute is what transformers computes: one short forward pass when the learner and the embedded engine start.
+"""Checks that we compute what transformers computes, by one short forward pass when the learner and the embedded engine start.
 
 The learner packs sequences into one row, shares prompts, replaces attention and stops before the logits; the embedded engine
 has a KV cache and, for some families, a forward pass of its own. A model that does something else besides (scales its logits,
@@ -122,7 +122,7 @@ def _all_cores():
 
 
 def _likely(model) -> str:
-    """What in the config may be the reason, in a sentence."""
+    """The likely reason in the config, in a sentence."""
     config = model.config.get_text_config()
     found = [f"{name} = {value}" for name, plain in SUSPECTS.items() if (value := getattr(config, name, plain)) != plain]
     return f"A likely reason, from config.json: {', '.join(found)}. " if found else ""

@@ -61,7 +61,7 @@ class Generator:
 
     @property
     def free_slots(self) -> int:
-        """How many more tickets keep the engine's slots filled."""
+        """The number of further tickets that keep the engine's slots filled."""
         return max(0, -(-(self.args.max_num_seqs - self.engine.num_unfinished) // self.args.rollout_n))
 
     @property
@@ -137,7 +137,7 @@ class Generator:
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
 
     def take_rows(self) -> list[dict]:
-        """What the validation has given since the last call, one row a response: index, data_source, prompt, response,
+        """The validation's rows since the last call, one a response: index, data_source, prompt, response,
         ground_truth, score, acc, error."""
         rows, self._rows = self._rows, []
         return rows

@@ -39,7 +39,7 @@ class IdleMeter:
 
     @property
     def events(self) -> Counter:
-        """Of all scoring since the run began."""
+        """Counts of what could not be scored since the run began."""
         return sum(map(Counter, self._events.values()), self._events_before)
 
     def state(self) -> dict:

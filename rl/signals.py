@@ -50,7 +50,7 @@ def stop_gently(others_are_well: Callable[[], bool]) -> None:
 
 
 def stop_requested() -> bool:
-    """Whether this rank has received SIGTERM, a cluster's notice that the machine will be taken away."""
+    """True if this rank has received SIGTERM, a cluster's notice that the machine will be taken away."""
     return _sigterm.is_set()
 
 
@@ -61,7 +61,7 @@ def remains(newest_checkpoint: str | None) -> None:
 
 
 def _speaks() -> bool:
-    """Whether this is the rank that says what all ranks of its node have to say."""
+    """True if this rank speaks for all ranks of its node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

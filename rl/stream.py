@@ -15,7 +15,7 @@ from rl.timers import Timers
 
 
 class _Samples:
-    """What both have: the ring's end, the control block, and who waits for whom."""
+    """Common to both sides: the ring's end, the control block, and who waits for whom."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.split, self.inbox, self.control = split, Inbox(open_ring(split, args.ring_mb), split), ControlBlock(split)

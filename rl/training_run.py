@@ -1,4 +1,4 @@
-"""What surrounds the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
+"""The surroundings of the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
 
 A part of the script's state that a checkpoint must hold has `state()`, which gives what JSON can hold, and `restore(state)`.
 """

@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent, in which order: the same on both sides. The stream is all parameters, end to end."""
+    """The parameters to send and their order, the same on both sides. The stream is all parameters, end to end."""
 
     names: list[str]
     shapes: list[list[int]]
@@ -53,7 +53,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each parameter begins in the stream, in elements; one more for the end."""
+        """The first element of each parameter in the stream, and the end of the last."""
         return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
 
     @cached_property
@@ -122,7 +122,7 @@ class Publisher:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until the generators have what was published; raises what went wrong with it."""
+        """Returns when the generators have what was published; raises what went wrong with it."""
         if self._thread:
             with watchdog.doing("the generators to take the weights"):
                 self._thread.join()

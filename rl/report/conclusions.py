@@ -82,7 +82,7 @@ def enough(group: RunGroup, metric: str) -> Row | None:
 
 
 def learning(group: RunGroup) -> list[Row]:
-    """Whether the reward moved by more than twice the noise of the two means."""
+    """Says whether the reward moved by more than twice the noise of the two means."""
     if few := enough(group, REWARD):
         return [few]
     width = min(MIN_STEPS, min(len(log.points(REWARD)) for log in group.logs) // 2)

@@ -56,7 +56,7 @@ class Log:
 
     @property
     def code(self) -> str | None:
-        """What tells the run's code from another's: a digest of its files, or the commit where the record has none."""
+        """An identifier of the run's code: a digest of its files, or the commit where the record has none."""
         return self.config.get("code") or self.config.get("commit")
 
     @property
