@@ -53,6 +53,7 @@ SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     r"\cap ": "INTERSECTION",
     r"\in ": "ELEMENT OF",
     r"\emptyset ": "EMPTY SET",
+    r"\,": "THIN SPACE, NARROW NO-BREAK SPACE, NO-BREAK SPACE",
     ".": "IDEOGRAPHIC FULL STOP",
     "": "ANGLE, END OF PROOF",
 }
@@ -76,7 +77,7 @@ def boxed(text: str) -> str | None:
         if content is None:
             return None
         parts.append(content)
-    return ", ".join(parts) if parts and all(part.strip() for part in parts) else None
+    return ", ".join(dict.fromkeys(parts)) if parts and all(part.strip() for part in parts) else None
 
 
 def _braces(text: str, start: int) -> tuple[str | None, int]:
@@ -123,8 +124,8 @@ def canonical(answer: str) -> str:
         text = boxed(text) or ""
     text = re.sub(r"(?:\s*</?\|?\w+\|?>)+\s*$", "", text)  # an end token, or a closing tag
     text = text.replace("{,}", ",").replace(r"\$", "").translate(dict.fromkeys(map(ord, CURRENCIES)))
+    text = re.sub(r"(?<=\d),?(?:\\[!,;: ]|~)+(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
-    text = re.sub(r"(?<=\d)[ ,]* (?=\d{3}(?!\d))", lambda gap: "," if "," in gap[0] else "", text)
     text = _only_formula(text)
     text = re.sub(DECORATION, "", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
@@ -189,7 +190,7 @@ def _bare(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip(" \t\n*_`\"'|#>").rstrip(" .,;:").lstrip(" :=")
+        text = text.strip(' \t\n*_`"#').rstrip(" .,;:").lstrip(" :=")
         text = text.rstrip("\\") if not text.endswith(r"\\") else text
         depth = text.count("{") - text.count("}")
         if depth < 0 and text.endswith("}"):  # of \textbf{Answer: 5}
@@ -198,7 +199,7 @@ def _bare(text: str) -> str:
             text = text[1:]
         elif re.fullmatch(r"\{[^{}]*\}", text):
             text = text[1:-1]
-    return text.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?", text) else text
+    return re.sub("[, ]", "", text) if re.fullmatch(r"[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d*)?", text) else text
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
@@ -206,7 +207,9 @@ def _bare(text: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """The number that the text, in canonical notation, is; a per cent sign is not counted. None if it is something else."""
-    text = re.sub(r"\s*\\?%$|^[(\[]|[)\]]$", "", text).replace(r"\times 10^{", "e").rstrip("}").replace(" ", "")
+    text = re.sub(r"\s*\\?%$", "", text.strip())
+    text = re.sub(r"^[(\[]([^,]*)[)\]]$|^([+-])\s+", r"\1\2", text)
+    text = re.sub(r"\s*\\times 10\^\{(.*)\}$", r"e\1", text)
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     return Fraction(text) if re.fullmatch(rf"[+-]?(?:{NUMBER}){EXPONENT}", text) and len(text) < 100 else None
 
@@ -216,7 +219,10 @@ def quantity(text: str) -> Fraction | None:
     25, since ..."). None if there is no such number."""
     text = re.sub(r"\s*\((?![^()]*\bor\b)[^()]*\)\s*$", "", text)
     text = re.sub(r"[,;.]?\s+(?:because|since|as|where|which|when|for)\b.*$", "", text)
-    text = re.sub(r"^.*=(?=.*\d)", "", text)
+    *before, text = re.split(r"=(?=[^=]*\d)", text)
+    left = [re.split(r"[,;]", side)[-1].strip() for side in before]  # the left-hand sides
+    if NOT_JUST_UNITS & _words(" ".join(before)) or len(set(left)) < len(left):
+        return None  # x = 5 or x = 25
     text = re.sub(r"(?<=[a-z]{2})\s?\^\s?\{?[23]\}?|/(?=\s?[a-z])", " ", text)  # cm^2, km/h
     found = list(re.finditer(rf"(?<![\w.)}}\]+-])[+-]?\s?(?:{NUMBER}){EXPONENT}(?![\d^_!(])", text))
     if len(found) != 1:
@@ -238,11 +244,12 @@ def same(answer: str, truth: str) -> bool:
         return False
     if _spelling(a) == _spelling(b):
         return True
-    value = number(b)
+    given, value = number(a), number(b)
     if value is not None and RELATION.search(a):
         return False  # math-verify would compare the right-hand sides
+    if (given is None) != (value is None) and re.search(r"\d,\s+\d", a + b):
+        return False  # it would take "1, 234" for a number
     if value is not None:
-        given = number(a)
         given = quantity(a) if given is None else given
         if given is not None and given == value:
             return True
