@@ -47,7 +47,8 @@ def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # no such place, not JSON, values that the model's own class refuses
-        remedy = "Give a directory or a hub name."
+        custom = "trust_remote_code" in str(error)
+        remedy = "If you trust that code, add --trust-remote-code." if custom else "Give a directory or a hub name."
         raise UserError(f"--model {path}: no model can be read there ({_reason(error)}). {remedy}") from None
 
 

@@ -6,18 +6,13 @@ the block fails, everything that was kept back is written after all. RL_ENGINE_L
 
 import contextlib
 import faulthandler
-import functools
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import TextIO
 
-
-@functools.cache
-def _console() -> TextIO:
-    """The real stderr, for Python's own lines. Never closed: logging handlers may keep it."""
-    return os.fdopen(os.dup(2), "w", buffering=1)
+_kept_open: list[TextIO] = []
 
 
 @contextlib.contextmanager
@@ -25,7 +20,9 @@ def native_stderr_kept_back() -> Iterator[None]:
     if os.environ.get("RL_ENGINE_LOG"):
         yield
         return
-    console, before, crashes = _console(), sys.stderr, faulthandler.is_enabled()
+    console = os.fdopen(os.dup(2), "w", buffering=1)  # for Python's own lines; never closed: logging handlers may keep it
+    _kept_open.append(console)
+    before, crashes = sys.stderr, faulthandler.is_enabled()
     before.flush()
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)  # child processes that start now keep it, such as multiprocessing's resource tracker

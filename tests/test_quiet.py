@@ -13,9 +13,6 @@ from rl import quiet
 @pytest.fixture(autouse=True)
 def fresh_console(monkeypatch):
     monkeypatch.delenv("RL_ENGINE_LOG", raising=False)
-    quiet._console.cache_clear()  # pytest's capture has a stderr of its own for each test
-    yield
-    quiet._console.cache_clear()
 
 
 def test_native_lines_are_kept_back_and_pythons_are_not(capfd):

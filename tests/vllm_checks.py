@@ -304,7 +304,8 @@ def place(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun would set."""
     if ranks == 1:
         return {}
-    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    counts = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK=0, GROUP_WORLD_SIZE=1)
+    return {name: str(value) for name, value in counts.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def main(runs: dict[str, tuple[str, str, int]], results: Path) -> None:
