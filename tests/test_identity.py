@@ -91,7 +91,7 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
 
 
 def rows(path: Path, texts) -> Path:
-    lines = [{"prompt": f"what is {t}?", "data_source": "x", "ground_truth": str(t)} for t in texts]
+    lines = [{"prompt": f"{t}+{t}=", "data_source": "x", "ground_truth": str(t)} for t in texts]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
