@@ -1,6 +1,7 @@
 """The benchmarks run at toy size, and the tables in the documents are what their results make."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -48,3 +49,11 @@ def test_the_pages_hold_the_tables_that_the_results_make():
     for page, table in tables.items():
         assert table in (ROOT / page).read_text(), "run python benchmarks/table.py"
     assert len(tables["README.md"].splitlines()) == 2 + 8, "a headline has no row, or two"
+
+
+def test_the_readmes_three_numbers_stand_in_its_results():
+    numbers = re.findall(r"^- \*\*([\d.,]+).*?([\d.,]+\d)( s)?\.\*\*", (ROOT / "README.md").read_text(), re.M)
+    assert len(numbers) == 3
+    rows = [re.findall(r"[\d.,]*\d", row) for row in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()]
+    for ours, theirs, _ in numbers:
+        assert any(ours in row and theirs in row for row in rows), (ours, theirs)

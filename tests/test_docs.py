@@ -1,0 +1,43 @@
+"""The documents: links lead somewhere, every page is in the index, and the tests that are promised exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them out of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"README.md"}
+
+
+def test_the_tests_that_are_promised_exist():
+    """A name is of a file, which may have a star, or of a test in it: tests/test_ring.py::test_name."""
+    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
+    assert len(named) > 20
+    for name in named:
+        pattern, _, test = name.partition("::")
+        files = list(ROOT.glob(pattern))
+        assert files, name
+        assert not test or any(f"def {test}(" in file.read_text() for file in files), name
