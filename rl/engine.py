@@ -52,7 +52,7 @@ class EngineArgs:
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     """What generates. auto takes vllm where it is installed and the device is not a CPU, else the embedded engine over
     transformers, and says which."""
-    max_num_seqs: Annotated[int, Range(at_least=1)] = 256
+    max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
     """Responses decoded at once by one engine."""
     max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
     """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens too."""
