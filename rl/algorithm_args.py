@@ -14,23 +14,25 @@ from rl.rollout_correction import RolloutCorrectionArgs
 
 @dataclass
 class AlgorithmArgs(RolloutCorrectionArgs):
+    """Advantages, the policy loss and KL terms."""
+
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
-    """How scores become advantages (losses.py)."""
+    """Estimator that turns scores into advantages; each is a function in losses.py."""
     gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """Discount of later rewards, for reinforce_pp."""
     loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
-    """The policy loss (losses.py)."""
+    """Policy loss; each is a function in losses.py."""
     loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
-    """What the per-token losses are summed over and divided by, globally; by default that of the loss's paper."""
+    """How the losses of all tokens become one number. By default as in the paper of the loss."""
     clip_ratio_low: Annotated[float | None, Range(above=0)] = None
-    """Lower clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
+    """Lower clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_high: Annotated[float | None, Range(above=0)] = None
-    """Upper clip range of the policy ratio; by default that of the loss's paper. Losses that do not clip ignore it."""
+    """Upper clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_c: Annotated[float | None, Range(above=1)] = None
-    """Dual clip: bound of the ratio where the advantage is negative; 3 by default. Losses without one ignore it."""
+    """Dual clip: bound of the ratio where the advantage is negative. 3 by default. Losses without a dual clip ignore it."""
     loss_args: tuple[str, ...] = ()
-    """Further numbers of the policy loss, as name=value: --loss-args tau_pos=1 tau_neg=1.1 for sapo. Each loss's names and
-    defaults stand in its signature in losses.py."""
+    """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
+    defaults are those of the function in losses.py."""
     entropy_coeff: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -38,26 +40,26 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
     kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
-    """Estimator of the KL (losses.py); with "+" its gradient is unbiased, too."""
+    """Estimator of the KL (losses.py). With "+" its gradient is unbiased, too."""
     use_kl_in_reward: bool = False
     """Subtract --kl-coef times the KL to the reference policy from each token's reward."""
     kl_penalty: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
-    """Estimator of that KL."""
+    """Estimator of the KL in the reward."""
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep --kl-coef, or steer it towards --target-kl."""
+    """Keep --kl-coef, or adapt it so that the KL approaches --target-kl."""
     kl_coef: Annotated[float, Range(at_least=0)] = 1e-3
-    """Weight of the KL in the reward; where it starts if it is adaptive."""
+    """Weight of the KL in the reward; the first one if it is adaptive."""
     target_kl: Annotated[float, Range(above=0)] = 0.1
     """KL per token that the adaptive weight aims at."""
     horizon: Annotated[int, Range(at_least=1)] = 10_000
-    """Responses over which the adaptive weight reacts."""
+    """Responses over which the adaptive weight reacts: the larger, the slower."""
     use_rollout_log_probs: bool | None = None
-    """Take the generator's log-probs as the old ones instead of recomputing them: the ratio then makes up for staleness. By
-    default where batches may be stale, unless a correction or a loss compares the two."""
+    """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
+    default True where batches may be stale, unless a correction or a loss compares the two."""
     filter_groups: bool = False
-    """DAPO's dynamic sampling: replace groups whose scores are all equal, which teach nothing, by fresh prompts."""
+    """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts."""
     max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
-    """Rounds of --filter-groups per step; what is missing then is filled with groups that teach nothing."""
+    """Rounds of --filter-groups in a step. What is still missing then is filled with groups without signal."""
 
     @property
     def aggregation(self) -> str:

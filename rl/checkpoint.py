@@ -37,10 +37,12 @@ STEPS = "step_" + "[0-9]" * 6
 
 @dataclass
 class CheckpointArgs:
+    """Checkpoints and resuming."""
+
     save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
     """Steps from one checkpoint to the next; there is always one after the last step. 0 or -1 saves that one only."""
     max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
-    """Checkpoints to keep of a run, the newest ones; 0 keeps all. The best by validation stays besides."""
+    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation stays in any case."""
     resume_mode: str = "auto"
     """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart
     by torchrun the job goes on with its own run in any case."""

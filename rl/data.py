@@ -34,25 +34,28 @@ BATCH = 512  # prompts to tokenise at once
 
 @dataclass
 class DataArgs:
+    """Prompts."""
+
     train_files: tuple[str, ...] = ("demo",)
     """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
     concatenated."""
     val_files: tuple[str, ...] = ("demo",)
-    """Validation prompts, likewise."""
+    """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is taken as it is."""
+    """Column that holds the prompt: chat messages, or a string that is used as it is."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
-    """Longest prompt in tokens, chat template included."""
+    """Longest prompt, in tokens, with the chat template."""
     filter_overlong_prompts: bool = False
-    """Leave longer prompts out, instead of what --truncation says."""
+    """Leave out longer prompts, whatever --truncation says."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What becomes of a longer prompt: stop with a message, or cut tokens off its left or right end."""
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. At the right end stands
+    the chat template's generation prompt."""
     shuffle: bool = True
-    """Draw prompts in a new random order each epoch; otherwise in the files' order."""
+    """Draw prompts in a new random order each epoch, instead of the order of the files."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Take only the first so many training prompts; -1 takes all."""
+    """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Take only the first so many validation prompts; -1 takes all."""
+    """Number of validation prompts to use, from the first one on; -1 uses all."""
 
 
 @dataclass(frozen=True)

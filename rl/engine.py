@@ -31,45 +31,47 @@ from rl.ranges import Range
 
 @dataclass
 class EngineArgs:
+    """Generation: sampling and the engine."""
+
     rollout_n: Annotated[int, Range(at_least=1)] = 8
     """Responses per prompt."""
     max_response_length: Annotated[int, Range(at_least=1)] = 8
-    """Response budget in tokens; a response that reaches it ends with finish reason "length"."""
+    """Longest response, in tokens. One that reaches it is cut off there."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
-    """Sampling temperature; the learner divides its logits by it too."""
+    """Sampling temperature. The learner divides its logits by it, too."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Nucleus sampling; 1 turns it off. Below 1 the recorded log-probs are those of the truncated distribution."""
+    """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution."""
     top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Sample among the k likeliest tokens; -1 turns it off."""
+    """Sample from the k likeliest tokens; -1 turns it off."""
     ignore_eos: bool = False
-    """Go on behind the end token to the whole response budget: equal lengths, for timing."""
+    """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
-    """Responses per validation prompt; above 1 pass@n is reported too."""
+    """Responses per validation prompt. Above 1, pass@n is reported, too."""
     val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
-    """Sampling temperature of the validation; 0 is greedy."""
+    """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Nucleus sampling of the validation."""
+    """Nucleus sampling in validation."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
-    """What generates. auto takes vllm where it is installed and the device is not a CPU, else the embedded engine over
-    transformers, and says which."""
+    """Inference engine. auto takes vllm where it is installed and the device is not a CPU, otherwise the embedded engine on top
+    of transformers, and prints which."""
     max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
-    """Responses decoded at once by one engine."""
+    """Responses that one engine decodes at once."""
     max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
-    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens too."""
+    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens, too."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
     rollout_tp: Annotated[int, Range(at_least=1)] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
     gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] = 0.5
-    """vllm: share of the device's memory for the engine, weights and KV cache; what the learner needs must fit beside it."""
+    """vllm: share of the device's memory for the engine: weights and KV cache. The learner needs the rest."""
     enable_chunked_prefill: bool = True
-    """vllm: split long prompts over several steps, so that running responses do not wait for them. Never on a CPU."""
+    """vllm: split long prompts over several steps, so that running responses need not wait for them. Never on a CPU."""
     enforce_eager: bool = False
-    """vllm: no graph capture and no compilation: slower, but less memory and a quick start. A CPU is always eager."""
+    """vllm: neither capture graphs nor compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
     load_format: str = "auto"
-    """vllm: how it reads the model when it starts; "dummy" reads nothing, because the learner's weights come anyway."""
+    """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights in any case."""
     free_cache_engine: bool = True
-    """vllm: give the engine's device memory back while the learner works (train_sync.py, not on a CPU)."""
+    """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
 
 
 @dataclass(frozen=True)

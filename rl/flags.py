@@ -27,6 +27,7 @@ from rl.ranges import check, flag, ranges
 
 Flags = TypeVar("Flags")
 
+BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, and so with every flag of True or False."
 CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
 LARGEST_INT = 2**63 - 1  # what torch, numpy and the store take
 
@@ -45,7 +46,9 @@ def read(flags: type[Flags], description: str | None = None, args: Sequence[str]
     errors, is_first = io.StringIO(), os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(sys.stdout if is_first else io.StringIO()):
         try:
-            groups = tyro.cli(_grouped(flags), args=args, description=description, config=CONFIG)
+            groups = tyro.cli(
+                _grouped(flags), args=args, description=f"{(description or '').strip()}\n\n{BOOLEANS}", config=CONFIG
+            )
         except SystemExit as end:
             if not end.code:  # --help
                 raise
@@ -70,11 +73,13 @@ def _grouped(flags: type) -> type:
         for name in names:
             field = fields.pop(name)
             shown = f"{_kind(hints[name])} ({limits[name]})" if name in limits else None
-            hint = Annotated[hints[name], tyro.conf.arg(help=docs.get(name, ""), metavar=shown)]
+            default_shown = "" if field.default in (None, ()) else None  # the text says what that does
+            arg = tyro.conf.arg(help=docs.get(name, ""), metavar=shown, help_behavior_hint=default_shown)
+            hint = Annotated[hints[name], arg]
             default = dataclasses.field(default=field.default, default_factory=field.default_factory)
             own.append((name, hint, default))
         if own:
-            title = "script" if part is flags else part.__name__.removesuffix("Args").lower()
+            title = "script" if part is flags else re.sub(r"\B([A-Z])", r"_\1", part.__name__.removesuffix("Args")).lower()
             group = make_dataclass(title, own)
             group.__doc__ = _first_paragraph(part)
             groups.append((title, group))

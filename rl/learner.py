@@ -32,34 +32,36 @@ LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 M
 
 @dataclass
 class LearnerArgs:
+    """The optimizer, and precision and memory of the learners."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision. The master weights, the optimizer and the reduction of gradients are fp32 either way."""
+    """Precision of the computation. Master weights, optimizer and the reduction of gradients are fp32 in any case."""
     gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+    """Recompute each layer's activations in the backward pass. Takes less memory and about a third more time."""
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     ref_offload: bool = True
-    """Keep the reference policy in host memory between uses (accelerators only)."""
+    """Keep the reference policy in host memory while it is not in use (accelerators only)."""
     ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192
-    """Tokens (prompt + response) in one packed micro-batch on one rank."""
+    """Most tokens, of prompts and responses, in a packed micro-batch on one rank."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
-    """Training steps of linear warm-up."""
+    """Training steps over which the rate rises linearly to --lr. All optimizer steps of a training step have one rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
-    """What the rate does after the warm-up: stay, or fall to --min-lr-ratio at the last step."""
+    """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
     min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Where the cosine ends, as a fraction of --lr."""
+    """Last learning rate of the cosine, as a fraction of --lr."""
     weight_decay: Annotated[float, Range(at_least=0)] = 0.01
     """AdamW's decoupled weight decay."""
     adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
-    """Decay of AdamW's first moment."""
+    """AdamW's decay of the first moment."""
     adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
-    """Decay of AdamW's second moment."""
+    """AdamW's decay of the second moment."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
     grad_clip: Annotated[float, Range(above=0)] = 1.0
-    """Largest global gradient norm."""
+    """Largest global norm of the gradient; a larger one is scaled down to it."""
 
 
 class Policy(nn.Module):

@@ -39,6 +39,8 @@ class Range:
         names = ("above", "at_least", "below", "at_most")
         bounds = [f"{name.replace('_', ' ')} {bound:,}" for name in names if (bound := getattr(self, name)) is not None]
         words = " and ".join(bounds) or "finite"
+        if self.at_least is not None and self.at_most is not None:
+            words = f"from {self.at_least:,} to {self.at_most:,}"
         return words if self.also is None else f"{self.also}, or {words}"
 
 

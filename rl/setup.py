@@ -28,16 +28,18 @@ DEFAULT_STEPS = 200  # to train, where no flag says it
 
 @dataclass
 class RunArgs:
-    """Flags of every script. `prompts_per_step` and `prompts_per_update` come with the flags that size a batch."""
+    """The model, the length of the run, and validation."""
+
+    # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
     model: str = "demo"
-    """A Hugging Face directory or hub name; "demo" is made on the spot."""
+    """Model to train: a Hugging Face directory or hub name, or "demo", which is made on the spot."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seeds the prompt order, the sampling and everything else that is random."""
     total_training_steps: Annotated[int | None, Range(at_least=1)] = None
-    """Steps to train. By default what the next two flags say, or 200 without them."""
+    """Steps to train. Wins over the next two flags. By default what they say, or 200 without them."""
     total_epochs: Annotated[int | None, Range(at_least=1)] = None
     """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
     total_rollout_steps: Annotated[int | None, Range(at_least=1)] = None
@@ -79,7 +81,7 @@ class RunArgs:
 
 @dataclass
 class BatchArgs:
-    """The size of a batch that is made whole: train_sync.py and train_one_step_off.py."""
+    """The size of a batch."""
 
     train_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Prompts a step, over all ranks; each gets --rollout-n responses."""

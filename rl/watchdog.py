@@ -44,9 +44,11 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is
 
 @dataclass
 class WatchdogArgs:
+    """The end of a job that hangs."""
+
     hang_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 1800.0
-    """Seconds that a rank may wait without getting on: then every rank reports what it waits for, and the job ends. Must exceed
-    the longest step, as generators wait for its weights, and the start, a download of the model included. 0 switches it off."""
+    """Seconds that a rank may go without progress. Then every rank reports what it waits for, and the job ends. Must be longer
+    than the longest step, for whose weights generators wait, and than the start with a download of the model. 0: never."""
 
 
 # What this process's main thread is at. Written by it, read by the watchdog's thread.

@@ -72,7 +72,7 @@ def test_a_range_is_what_it_says(value):
         "finite": abs(value) < (2**63 if isinstance(value, int) else 3.1e38),
         "above 0 and at most 1": 0 < value <= 1,
         "at least 0 and below 1,000": 0 <= value < 1000,
-        "-1, or at least 1 and at most 5": value == -1 or 1 <= value <= 5,
+        "-1, or from 1 to 5": value == -1 or 1 <= value <= 5,
     }
     some = [Range(), Range(above=0, at_most=1), Range(at_least=0, below=1000), Range(at_least=1, at_most=5, also=-1)]
     assert {str(limits): value in limits for limits in some} == inside
@@ -124,15 +124,25 @@ def test_help_has_groups_ranges_and_texts(capsys):
     assert "--top-k INT (-1, or at least 1)" in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_help_explains_every_flag(script, capsys):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
     with pytest.raises(SystemExit):
-        flags.read(script.Args, args=["--help"])
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for field in dataclasses.fields(script.Args):
-        name = f"--{field.name.replace('_', '-')}"
-        texts = re.findall(rf"{name}[, ](.*?)\((?:default|required)", text)  # at other flags' mentions of it, too
-        assert max(len(re.findall(r"\b[A-Za-z][a-z]+\b", found)) for found in texts) >= 3, f"{name} has no text"
+        flags.read(SCRIPTS[script].Args, args=["--help"])
+    shown = [line.strip("│╭╮╰╯─") for line in capsys.readouterr().out.splitlines()]
+    lines = [line.rstrip() if line.startswith("    ") else line.strip() for line in shown]  # texts are further in than flags
+    lines = [line for line in lines if line.strip("-")]  # boxes are drawn in one of two ways
+    titles = [i for i, line in enumerate(lines) if re.fullmatch(r"[a-z-]+ options", line)]
+    assert 10 <= len(titles) <= 16 and all(re.match("[A-Z][a-z]", lines[i + 1]) for i in titles), "a group says what it is"
+    texts: dict[str, list[str]] = {}
+    for i, line in enumerate(lines[titles[0] :], titles[0]):
+        if line.startswith("--"):  # no text, which would be further in
+            texts[name := line.split()[0]] = []
+        elif texts and i not in titles and i - 1 not in titles:
+            texts[name].append(line.strip())
+    assert set(texts) == {flag(field.name) for field in dataclasses.fields(SCRIPTS[script].Args)}
+    for name, text in texts.items():
+        sentence = " ".join(text).partition(" (default: ")[0]
+        assert re.search(r"[a-z]{2}.*[.]$", sentence), f"{name}: {sentence!r}"
 
 
 def test_a_script_keeps_its_type_and_what_was_given():
