@@ -120,7 +120,7 @@ def return_to_go(reward: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
-    """What `aggregate` divides by; mask, seq [N] and num_seqs are those of the GLOBAL mini-batch. By mode, its unit:
+    """The number that `aggregate` divides by; mask, seq [N] and num_seqs are of the GLOBAL mini-batch. By mode, its unit:
 
     token-mean               trained tokens
     token-sum                1 (so the step grows with the batch)
@@ -312,7 +312,7 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
 
 
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each response s - mean_g and s, in float64, and the index of its group, below 2B; [B] each."""
+    """s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
     index = len(group) + torch.arange(len(group), device=group.device)  # without a trained token: a group of its own
     trained = trained_sequences(mask, seq)
     index[trained] = torch.unique(group[trained], return_inverse=True)[1]
@@ -746,7 +746,7 @@ REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
-    """What the paper of the loss, or else of the advantage, aggregates with; otherwise token-mean."""
+    """The aggregation of the loss's paper, or else of the advantage's; otherwise token-mean."""
     return POLICY_LOSSES[loss_mode].aggregation or ADVANTAGES[adv_estimator].aggregation or "token-mean"
 
 

@@ -1,5 +1,4 @@
-"""The flags of the algorithm, and what follows from them. The algorithm itself stands in the scripts, its formulas in
-losses.py."""
+"""The flags of the algorithm and what follows from them. The algorithm itself is in the scripts, the formulas in losses.py."""
 
 import math
 from dataclasses import dataclass
@@ -89,29 +88,29 @@ class AlgorithmArgs(RolloutCorrectionArgs):
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether a greedy response is sampled beside each group."""
+        """The estimator compares with a greedy response, which is sampled beside each group."""
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def trains_stale(self) -> bool:
-        """Whether responses may come from weights older than those that the learners train."""
+        """Responses may come from weights older than those that the learners train."""
         return False
 
     @property
     def old_is_rollout(self) -> bool:
-        """Whether the old log-probs are the generator's."""
+        """The old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
             return self.use_rollout_log_probs
         return self.trains_stale and not self.corrects_rollout and not self.compares_itself
 
     @property
     def compares_itself(self) -> bool:
-        """Whether the loss weighs tokens by the learner's over the generator's probability by itself."""
+        """The loss itself weighs tokens by the learner's probability over the generator's."""
         return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
 
     def recompute_old_log_probs(self, updates: int) -> bool:
-        """Whether a forward pass of its own gives the log-probs of the policy that starts the step. Not where the old ones are
-        the generator's, and not for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
+        """The log-probs of the policy that starts the step need a forward pass of their own. They do not where the old ones are
+        the generator's, nor for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
         asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
@@ -148,7 +147,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
         self._check_loss_args()
 
     def _check_old_log_probs(self) -> None:
-        """What the loss and the rollout correction compare has to be there, and is compared once."""
+        """The log-probs that the loss and the rollout correction compare have to be there, and are compared once."""
         if self.use_rollout_log_probs and self.corrects_rollout:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
@@ -167,7 +166,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
             )
 
     def _check_loss_args(self) -> None:
-        """Each word of --loss-args has to be a number that the loss takes."""
+        """Each word of --loss-args has to name a number that the loss takes."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         clips = ("clip_low", "clip_high", "clip_c")  # these have flags of their own
         known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}

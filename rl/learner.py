@@ -21,7 +21,7 @@ from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.forward_check import check_policy
-from rl.head import ChunkedLogProbs
+from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.pretrained import empty_model, load_config, load_weights
 from rl.ranges import Range

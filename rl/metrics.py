@@ -16,11 +16,12 @@ OLDEST_SHOWN = 8  # the histogram of ages ends here
 
 
 def describe(values: torch.Tensor) -> dict[str, float]:
-    """mean, max, min and std of a tensor of any shape; NaN where it is empty: rejection may leave no token at all."""
+    """mean, max, min and std (Bessel's; 0 of a single value) of a tensor of any shape; NaN where it is empty: rejection may
+    leave no token at all."""
     values = values.double()
     if not values.numel():
         return dict.fromkeys(("mean", "max", "min", "std"), math.nan)
-    std = values.std(correction=0)
+    std = values.std(correction=min(1, values.numel() - 1))
     return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min()), "std": float(std)}
 
 

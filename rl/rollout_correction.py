@@ -11,6 +11,7 @@ import losses
 from rl.batch import Batch
 from rl.errors import UserError
 
+Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
 
 TIS = {"rollout_is_threshold": "2.0"}
@@ -48,8 +49,8 @@ class RolloutCorrectionArgs:
         return self._with_preset("rollout_is")
 
     @property
-    def weight_bounds(self) -> tuple[float | None, float]:
-        """(None, cap) or a band."""
+    def weight_bounds(self) -> Bounds:
+        """The bounds of the importance weights."""
         return parse_threshold(self._with_preset("rollout_is_threshold") or "2.0")
 
     @property
@@ -60,7 +61,7 @@ class RolloutCorrectionArgs:
 
     @property
     def corrects_rollout(self) -> bool:
-        """Whether tokens are weighed or left out by how far generator and learner are apart."""
+        """Tokens are weighed or left out by how far generator and learner are apart."""
         return bool(self.weight_level or self.rejection_criteria)
 
     def _with_preset(self, name: str) -> str | None:
@@ -90,7 +91,7 @@ def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
         batch.mask = batch.mask & ~batch.rejected
 
 
-def parse_threshold(text: str) -> tuple[float | None, float]:
+def parse_threshold(text: str) -> Bounds:
     """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
     try:
         numbers = [float(part) for part in str(text).split("_")]

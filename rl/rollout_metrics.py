@@ -1,17 +1,17 @@
-"""How far generator and learner are apart, under verl's names and in its sense, with or without a rollout correction: it shows
-whether one is needed."""
+"""The distance between generator and learner, under verl's names and in its sense. It is reported with or without a rollout
+correction, because it shows whether one is needed."""
 
 import torch
 from torch import Tensor
 
 from losses import bounded, rollout_log_ratio, rollout_ratio, sequence_means, sequence_sum, trained_sequences
 from rl.batch import Batch
-from rl.rollout_correction import RolloutCorrectionArgs
+from rl.rollout_correction import Bounds, RolloutCorrectionArgs
 
 
 def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, float]:
-    """Of the tokens whose log-probs under the learner are known, before rejection. Without importance weights, as those of
-    single tokens would be."""
+    """The metrics of the tokens whose log-probs under the learner are known, before any was rejected. Without --rollout-is
+    rollout_is_* are of the weights that --rollout-is token would apply."""
     rejected = torch.zeros_like(batch.mask) if batch.rejected is None else batch.rejected
     known = (batch.mask | rejected) & ~batch.actor_log_prob.isnan()
     inputs = (batch.actor_log_prob, batch.rollout_log_prob, known, batch.seq)
@@ -26,10 +26,10 @@ def compare(
     seq: Tensor,
     *,
     level: str = "token",
-    bounds: tuple[float | None, float] = (None, 2.0),
+    bounds: Bounds = (None, 2.0),
     rejected: Tensor | None = None,
 ) -> dict[str, float]:
-    """All arguments [N]; empty without trained tokens.
+    """Tensors [N] of the global batch -> metrics; none without trained tokens.
 
     rollout_is_*: of the weights at `level` as applied, but before they are normalised, over trained tokens; at the sequence
     levels max and min are before the cap. eff_sample_size = (mean w)^2 / mean w^2. ratio_fraction_high / low, of tokens, or at
@@ -60,7 +60,7 @@ def compare(
     return result | {"training/rollout_actor_probs_pearson_corr": _pearson(lp[mask].exp(), roll[mask].exp())}
 
 
-def _weight_metrics(ratio: Tensor, mask: Tensor, seq: Tensor, level: str, bounds) -> dict[str, Tensor]:
+def _weight_metrics(ratio: Tensor, mask: Tensor, seq: Tensor, level: str, bounds: Bounds) -> dict[str, Tensor]:
     """ratio [N]: the weights before any bound."""
     low, high = bounds
     weight = bounded(ratio, low, high)[mask]

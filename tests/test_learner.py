@@ -8,8 +8,8 @@ import torch
 from helpers import run_script
 from transformers import AutoModelForCausalLM
 
-from rl.head import ChunkedLogProbs
 from rl.learner import LearnerArgs, lr_factor
+from rl.log_probs import ChunkedLogProbs
 
 BUDGETS = [32, 100, 4096]
 

@@ -18,9 +18,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         log_prob, entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
         ctx.rows = max(1, elements // len(weight))
         at_once = max(1, ctx.rows // 2)  # two tensors
-        memory = _memory(hidden, weight, at_once)
+        buffer = _buffer(hidden, weight, at_once)
         for rows in _chunks(len(hidden), at_once):
-            logits = _logits(memory, hidden[rows], weight, bias, temperature)  # [c, V]
+            logits = _logits(buffer, hidden[rows], weight, bias, temperature)  # [c, V]
             log_probs = logits.log_softmax(-1)
             log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
             scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the softmax's denominator
@@ -33,44 +33,44 @@ class ChunkedLogProbs(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, of_log_prob, of_entropy):
-        """of_log_prob, of_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
+    def backward(ctx, grad_log_prob, grad_entropy):
+        """grad_log_prob, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        of_bias = None if bias is None else torch.zeros_like(bias)
-        through_entropy = of_entropy is not None
-        of_log_prob = torch.zeros_like(scale) if of_log_prob is None else of_log_prob
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        through_entropy = grad_entropy is not None
+        grad_log_prob = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
         at_once = max(1, ctx.rows // (2 if through_entropy else 1))
-        memory = _memory(hidden, weight, at_once)
+        buffer = _buffer(hidden, weight, at_once)
         for rows in _chunks(len(hidden), at_once):
-            g = of_log_prob[rows, None]  # [c, 1]
-            log_probs = _logits(memory, hidden[rows], weight, bias, ctx.temperature).sub_(scale[rows, None])  # [c, V]
+            g = grad_log_prob[rows, None]  # [c, 1]
+            log_probs = _logits(buffer, hidden[rows], weight, bias, ctx.temperature).sub_(scale[rows, None])  # [c, V]
             if through_entropy:
-                factor = (log_probs + entropy[rows, None]).mul_(of_entropy[rows, None]).add_(g)
-                of_logits = log_probs.exp_().mul_(factor).neg_()
+                factor = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g)
+                grad_logits = log_probs.exp_().mul_(factor).neg_()
                 del factor
             else:
-                of_logits = log_probs.exp_().mul_(-g)
-            of_logits.scatter_add_(1, labels[rows, None], g)
+                grad_logits = log_probs.exp_().mul_(-g)
+            grad_logits.scatter_add_(1, labels[rows, None], g)
             if ctx.temperature != 1:
-                of_logits.div_(ctx.temperature)
-            of_logits = of_logits.to(hidden.dtype)
-            torch.mm(of_logits, weight, out=of_hidden[rows])
-            of_weight.addmm_(of_logits.t(), hidden[rows])
+                grad_logits.div_(ctx.temperature)
+            grad_logits = grad_logits.to(hidden.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if bias is not None:
-                of_bias += of_logits.sum(0)
-            del of_logits
-        return of_hidden, of_weight, of_bias, None, None, None, None
+                grad_bias += grad_logits.sum(0)
+            del grad_logits
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _memory(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """One piece for all chunks: fresh memory of this size costs a CPU a page fault for every 4 KB."""
+def _buffer(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """One buffer [rows, V] for all chunks: fresh memory of this size costs a CPU a page fault for every 4 KB."""
     return torch.empty(min(rows, len(hidden)), len(weight), dtype=torch.float32, device=hidden.device)
 
 
-def _logits(memory: torch.Tensor, hidden: torch.Tensor, weight, bias, temperature: float) -> torch.Tensor:
-    """hidden [c, d] -> logits over the temperature [c, V], fp32, in the memory."""
-    out = memory[: len(hidden)]
+def _logits(buffer: torch.Tensor, hidden: torch.Tensor, weight, bias, temperature: float) -> torch.Tensor:
+    """hidden [c, d] -> logits over the temperature [c, V], fp32, in the buffer."""
+    out = buffer[: len(hidden)]
     if hidden.dtype == torch.float32 and bias is None:
         torch.mm(hidden, weight.t(), out=out)
     else:
