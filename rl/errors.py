@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Something the user can mend: the message says what is wrong, where (file, row, flag) and what to do.
+    """Something the user can fix: the message says what is wrong, where (file, row, flag) and what to do.
 
     The scripts print it without a traceback and exit with code 1.
     """

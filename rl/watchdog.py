@@ -1,17 +1,17 @@
-"""Ends a job that hangs, once it has said for every rank what that waits for.
+"""Ends a job that hangs, after a report of what every rank waits for.
 
-    with doing("samples of the generators"):      what the main thread is at; the timers of the ledger say it by themselves
+    with doing("samples of the generators"):      what the main thread does; the timers of the ledger call this themselves
     waits_for("room in the ring", True)           what the rank waits for while it does something else
     progress()                                    something was done
-    show("ring", text)                            what a report says besides
+    show("ring", text)                            another line for the report
 
-Each rank has a thread that looks whether its main thread gets on; it runs while that one sits in a collective, which lets go
-of Python's lock. A rank that has not got on for --hang-timeout raises the alarm in torchrun's store. Every rank answers there
-with its part; the one that raised the alarm prints all parts in one piece, names the ranks that did not answer, and every rank
-exits with EXIT_CODE. Its own exit code torchrun chooses itself: 1, as for every failure, with the ranks' codes in its table.
+A thread of each rank watches whether its main thread makes progress. It runs while that sits in a collective, which releases
+Python's lock. A rank without progress for --hang-timeout raises the alarm in torchrun's store, and every rank answers there
+with its part of the report. The one that raised the alarm prints all parts in one piece and names the ranks that did not
+answer; then every rank exits with EXIT_CODE. torchrun's own exit code is 1, as for every failure; its table has the ranks'.
 
-Getting on is: another timed phase than the one before, a record, a piece of the weights, a micro-batch. Waiting is not,
-however often a loop wakes up to look. Seconds in which the process was stopped do not count.
+Progress is a timed phase other than the one before, a record, a bucket of the weights, a micro-batch. Waiting is not, however
+often a loop wakes up to look. Seconds in which the process was stopped do not count.
 
 Left out: a main thread that keeps Python's lock for ever, in C. Its thread cannot speak; the other ranks name it.
 """
@@ -36,7 +36,7 @@ from torch.distributed import DistError, HashStore, Store
 from rl.ranges import Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
-FAILED = "failed"  # the store's counter of ranks that have something to say: only the first one says it
+FAILED = "failed"  # the store's counter of ranks that failed: only the first one reports
 ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
 ROLL_SECONDS = 3.0  # each rank looks once a second whether it is asked for a sign of life
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
@@ -135,7 +135,7 @@ class Watchdog:
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
         self.is_alone = False  # without the others, since the store has gone
         self.tick = min(1.0, timeout / 10)
-        self.idle = 0.0  # seconds in which this thread looked and the main thread had not got on
+        self.idle = 0.0  # seconds in which this thread looked and the main thread had made no progress
         self.rename(name)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -178,13 +178,13 @@ class Watchdog:
         if speaks:
             answers, silent = self._collect()
             print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
-            self.store.set("watchdog/told", "")
+            self.store.set("watchdog/reported", "")
             if stuck := [str(pid) for pid, host in silent.values() if _state(pid, host)]:
                 # Torchrun would wait half a minute for a process that is stopped; and calls the first one to go the cause.
                 subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
         else:
             with contextlib.suppress(DistError):
-                self.store.wait(["watchdog/told"], timedelta(seconds=2 * ANSWER_SECONDS))
+                self.store.wait(["watchdog/reported"], timedelta(seconds=2 * ANSWER_SECONDS))
         os._exit(EXIT_CODE)
 
     def _alarmed(self) -> bool:
@@ -197,8 +197,8 @@ class Watchdog:
             return False
 
     def _raise_alarm(self) -> bool:
-        """Whether it falls to this rank to speak. If one has failed already, the others leave as soon as it is clear whether
-        with a hang."""
+        """Returns True if this rank has to print the report. If another has failed before, this one leaves as soon as it is
+        clear whether with a hang."""
         if self.store.add(FAILED, 1) == 1:
             self.store.set("watchdog/alarm", self.name)
             return True
@@ -243,14 +243,14 @@ def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]
 
 
 def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str]]) -> str:
-    """What the user reads. answers: of the ranks that gave one, in their order; silent: name, and process and host, of those
+    """The text for the user. answers: of the ranks that gave one, in their order; silent: name, and process and host, of those
     that gave none (process 0: it has not begun to join)."""
     alive = [answer for answer in answers if "stacks" in answer]
     by_time = sorted(alive, key=lambda answer: -answer["idle"])
-    lines = ["", f"==== The job hangs: {by_time[0]['name']} has not got on for {timeout:g} s (--hang-timeout). ===="]
+    lines = ["", f"==== The job hangs: {by_time[0]['name']} has made no progress for {timeout:g} s (--hang-timeout). ===="]
     lines += [f"{name} is silent: {_condition(*where)}." for name, where in silent.items()]
     lines += _apart(alive)
-    lines.append("Who stands still, the longest first:")
+    lines.append("All ranks, the longest without progress first:")
     for answer in by_time:
         waits = "".join(f"; waits for {what}" for what in answer["waits"])
         lines.append(f"  {answer['name']}: for {answer['idle']:.0f} s, in {answer['in']}{waits}")

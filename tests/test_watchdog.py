@@ -47,8 +47,8 @@ def parts(text: str) -> dict[str, str]:
 
 
 def table(text: str) -> dict[str, str]:
-    """Who stands still, and in what."""
-    lines = text[text.index("Who stands still") :].splitlines()[1:]
+    """Each rank, and what it is in."""
+    lines = text[text.index("All ranks, the longest without progress first:") :].splitlines()[1:]
     return dict(line.strip().split(": ", 1) for line in lines[: lines.index("")])
 
 
@@ -158,7 +158,7 @@ def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():
         [*answers, {"name": "d", "place": "has come to its end"}],
         {"e": (2**30, platform.node()), "f": (0, ""), "g": (7, "far")},
     )
-    assert "The job hangs: b has not got on for 11.5 s" in text
+    assert "The job hangs: b has made no progress for 11.5 s" in text
     assert "\na and b came to collective 7 of world, gather; c has not (it was in 6)\n" in text and "1 of bridge;" not in text
     assert list(table(text)) == ["b", "a", "c"] and table(text)["a"] == "for 9 s, in wait (70 s); waits for room (9 s)"
     assert "---- d (has come to its end)\n" in text and "nothing" not in text
