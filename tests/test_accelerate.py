@@ -1,0 +1,20 @@
+"""`accelerate launch` starts the scripts as torchrun does."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_accelerate_launch_starts_split_ranks(demo_model, tmp_path):
+    """--multi_gpu is its word for several ranks on a node, on a CPU too."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, and nothing here needs it but this test")
+    launch = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
+    flags = ["train_async.py", "--output-dir", tmp_path, "--total-training-steps", "2", "--val-max-samples", "8"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("train_async-*/step_000002"))) == 1
