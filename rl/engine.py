@@ -115,15 +115,15 @@ class Engine(Protocol):
         """Samples one token for every running request; returns those that finished."""
 
     def unfinished(self) -> list[Output]:
-        """What every request that was added and has not finished has become so far, to go on elsewhere as its `so_far`."""
+        """The outputs so far of all unfinished requests, to go on elsewhere as their `so_far`."""
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""
 
     def loaded(self, name: str) -> torch.Tensor | None:
-        """What the engine computes with now as that parameter: read from its live memory, not a copy of what came in. None
-        where it cannot be told."""
+        """The value that the engine computes with now for that parameter, read from its live memory. None where it cannot be
+        told."""
 
     @property
     def num_unfinished(self) -> int: ...

@@ -278,7 +278,7 @@ class Learner:
 
 
 class LossMeans:
-    """What a step reports of its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
+    """A step's report on its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
     terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
 
     def __init__(self):

@@ -136,7 +136,7 @@ def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the chat template puts around a message; nothing where there is no template, or it takes no plain message."""
+    """The tokens that the chat template puts around a message; none without a template, or if it takes no plain message."""
     try:
         message = [{"role": "user", "content": "1"}]
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)

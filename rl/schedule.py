@@ -265,7 +265,7 @@ class SampleBuffer:
         return line
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """Whether, with --stale wait, all that these tickets leave over can still be trained before it is too old: what
+        """True if, with --stale wait, all that these tickets leave over can still be trained before it is too old: what
         started under version v or before (tickets below a bound) must be trained before version v + max_staleness + 1."""
         args = self.args
         if args.max_staleness is None or args.stale == "drop":

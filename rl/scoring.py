@@ -245,7 +245,7 @@ class ScoringPool:
         return len(self._queue) + sum(worker.key is not None for worker in self._workers) + len(self._done)
 
     def poll(self) -> list[tuple[Any, Score]]:
-        """What has been scored since the last call."""
+        """The responses scored since the last call."""
         self._drive()
         done = self._done[:]
         self._done.clear()
@@ -268,7 +268,7 @@ class ScoringPool:
         self.close()
 
     def _sleep(self, seconds: float) -> None:
-        """Until a worker says something, but not longer than that."""
+        """Sleeps until a worker sends something, at most so many seconds."""
         poller = select.poll()
         for worker in self._workers:
             worker.register(poller)
@@ -367,7 +367,7 @@ class ScoringPool:
 
 
 def as_score(value: Any) -> Score:
-    """What a reward function returned, as a Score; anything but a finite number is a bad_value event."""
+    """The return value of a reward function as a Score; anything but a finite number is a bad_value event."""
     score, extra = value, {}
     if isinstance(value, dict):
         extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}

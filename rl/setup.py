@@ -1,4 +1,4 @@
-"""What every script does before its first step: the flags they all have, and what all ranks read.
+"""The start of every script: the flags they all have, and the reading of model and data before the first step.
 
 Left out: joining the process groups (rl/dist.py), and the flags of a component, which stand with it.
 """
@@ -67,7 +67,7 @@ class RunArgs:
         return version
 
     def validates(self, version: int, total_steps: int) -> bool:
-        """Whether this version of the weights is validated; 0 is the model that training begins with."""
+        """True if this version of the weights is validated; 0 is the model that training begins with."""
         if self.test_freq < 1 or version == 0:
             return self.test_freq > 0 and self.val_before_train
         step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
@@ -120,7 +120,7 @@ class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learn
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank holds before the first step."""
+    """Everything that a rank holds before the first step, its engine and learner aside."""
 
     script: str  # its file's name, without .py: what a copy of a script logs, saves and resumes under
     path: str  # of the model: a directory or a hub name
