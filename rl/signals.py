@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+OURS = (signal.SIGINT, signal.SIGTERM)
 STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
 # Waits until the process $1 has ended (a zombie has), but no longer than torchrun takes, then writes $2.
 LAST_WORDS = """
@@ -38,13 +39,31 @@ def take() -> None:
     os.set_blocking(write, False)
     threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in OURS:
         signal.signal(number, lambda *_: None)
+    # A forked child would write its own signals into the parent's pipe: a pool that ends its workers would end the rank.
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_let_go)
+
+
+def _hold() -> None:
+    """Keeps signals pending during a fork, so that the child meets none before it has let go."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)
+
+
+def _let_go() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in OURS:
+        signal.signal(number, signal.SIG_DFL)
+    _release()
 
 
 def stop_gently(others_are_well: Callable[[], bool]) -> None:
     """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
-    failed; this rank ends at once when `others_are_well` says so, which is called in another thread."""
+    failed; this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
     global _others_are_well
     _others_are_well = others_are_well
 

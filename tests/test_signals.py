@@ -48,3 +48,33 @@ def test_ctrl_c_during_the_imports(ignored):
     lines = [line for line in process.communicate(timeout=10)[1].splitlines() if not line.startswith("import time:")]
     assert process.returncode == 130
     assert lines == ["", "Ctrl-C: stopped; training had not begun"]
+
+
+FORKS = """
+import multiprocessing, os, signal, time
+from rl import signals
+signals.take()
+signals.stop_gently(lambda: True)
+for number in (signal.SIGTERM, signal.SIGINT):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    os.kill(child, number)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+with multiprocessing.get_context("fork").Pool(2) as pool:  # ends its workers by SIGTERM
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+time.sleep(0.3)
+assert not signals.stop_requested()
+print("goes on", flush=True)
+time.sleep(60)
+"""
+
+
+def test_signals_to_its_children_are_not_the_ranks_own():
+    """Nor is a rank deaf to its own afterwards."""
+    start = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", FORKS], **start)
+    assert process.stdout.readline() == "goes on\n", process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[1].endswith("Ctrl-C: stopped; training had not begun\n")
+    assert process.returncode == 130
