@@ -53,9 +53,12 @@ def saves(model, out, trouble: str):
     return run_script("tests/programs/saves.py", model, out, trouble, ranks=2, check=False, timeout=100)
 
 
-def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path):
-    done = saves(models["qwen2-tied"], tmp_path, "whole")
+@pytest.mark.parametrize("memory", ["whole", "short"])
+def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, memory):
+    """Where one learner is short of memory both write directly, and it is said once."""
+    done = saves(models["qwen2-tied"], tmp_path, memory)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is written while training waits") == (memory == "short")
     step = tmp_path / "run" / "step_000002"
     assert checkpoint.damage(step) is None
     before, export = load_file(f"{models['qwen2-tied']}/model.safetensors"), load_file(step / "model.safetensors")

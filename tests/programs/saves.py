@@ -1,6 +1,6 @@
 """Two learners save a checkpoint, and the second one is in trouble.
 
-torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|killed|elsewhere|refuses|full
+torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|short|killed|elsewhere|refuses|full
 """
 
 import os
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rl import dist, process, saver, tensor_files
+from rl import dist, host, process, saver, tensor_files
 from rl.checkpoint import CheckpointArgs
 from rl.learner import Learner, LearnerArgs
 
@@ -40,8 +40,10 @@ class Full(tensor_files.TensorFile):
 def main(ranks: dist.Ranks) -> None:
     tensor_files.PIECE_BYTES = 1 << 12  # several pieces a tensor
     tensor_files.TensorFile = Full
+    if sys.argv[3] == "short" and not ranks.is_main:
+        host.available_memory = lambda: 0
     model, out = sys.argv[1], Path(sys.argv[2])
-    run = SimpleNamespace(dir=out / "run", total_steps=9, say=print)
+    run = SimpleNamespace(dir=out / "run", total_steps=9, say=print if ranks.is_main else lambda _: None)
     learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
     tokenizer = SimpleNamespace(save_pretrained=print)
     writer = Troubled(CheckpointArgs(), run, SimpleNamespace(record={}), learner, tokenizer, None)
