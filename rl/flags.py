@@ -29,7 +29,6 @@ Flags = TypeVar("Flags")
 
 BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, and so with every flag of True or False."
 CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
-LARGEST_INT = 2**63 - 1  # what torch, numpy and the store take
 
 
 def parse(flags: type[Flags], description: str | None = None) -> Flags:

@@ -11,7 +11,7 @@ from typing import get_type_hints
 
 from rl.errors import UserError
 
-LARGEST = {int: 2**63 - 1, float: 3e38}  # what torch takes: 64 bits, float32
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3e38  # what torch takes: 64 bits, float32
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Range:
         if value == self.also:
             return True
         return (
-            abs(value) <= LARGEST[type(value)]
+            abs(value) <= _largest(value)
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
             and (self.below is None or value < self.below)
@@ -44,6 +44,10 @@ class Range:
         return words if self.also is None else f"{self.also}, or {words}"
 
 
+def _largest(value: float) -> float:
+    return LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
+
+
 def flag(name: str) -> str:
     """A field's flag: "top_p" -> "--top-p"."""
     return "--" + name.replace("_", "-")
@@ -56,8 +60,8 @@ def check(args) -> None:
         value = getattr(args, name)
         if value is None or value in limits:
             continue
-        largest = LARGEST[type(value)]
-        limits = f"at most {largest}" if largest < value < math.inf else limits
+        if limits.at_most is None and _largest(value) < value < math.inf:
+            limits = f"at most {_largest(value)}"
         raise UserError(f"{flag(name)} must be {limits}; it is {value}.")
     for part in reversed(type(args).__mro__):
         if "check" in vars(part):

@@ -1,7 +1,7 @@
 """The whole table of flags: whatever is given, a run of one step or one message, soon.
 
 Flags and values are drawn from the Args themselves: each number at, within and beyond its range, each choice, texts that mean
-nothing. train_sync.py runs in this process, on the demo.
+nothing. train_sync.py runs in this process, on the demo; the other scripts in forks.
 """
 
 import math
@@ -23,7 +23,7 @@ from rl.errors import UserError
 from rl.ranges import Range, check, flag, ranges
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
-SECONDS = 20  # for a step or a message
+SECONDS = 60  # without an end are a hang; a step or a message takes one or two on a quiet machine
 BASE = {"total_training_steps": 1, "train_batch_size": 2, "rollout_n": 2, "max_response_length": 4, "test_freq": 1}
 BASE |= {"train_max_samples": 3, "val_max_samples": 2}
 # What a large number of makes a run long, and nothing else: these stay small.
@@ -174,7 +174,7 @@ def run_split(script: str, given: dict, directory) -> None:
     """Runs one of the other scripts on two ranks, in forks: it trains a step or ends with one message."""
     base = {name: value for name, value in (BASE | given).items() if name in get_type_hints(SCRIPTS[script].Args)}
     words = [f"{flag(name)}={value}" for name, value in base.items()]
-    done = run_script(f"train_{script}.py", *words, "--output-dir", directory, ranks=2, timeout=2 * SECONDS, check=False)
+    done = run_script(f"train_{script}.py", *words, "--output-dir", directory, ranks=2, timeout=SECONDS, check=False)
     if done.returncode:
         ours = re.search(r'File ".*/(rl/|train_)', done.stderr)  # in a traceback
         assert done.stderr.count("error: ") == 1 and not ours, (given, done.stdout, done.stderr)
