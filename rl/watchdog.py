@@ -72,12 +72,14 @@ def doing(what: str) -> Iterator[None]:
 
 
 def enter(what: str) -> None:
-    _open.append((what, time.monotonic()))
+    if threading.current_thread() is threading.main_thread():  # the others, such as a saver's, would unsettle the order
+        _open.append((what, time.monotonic()))
 
 
 def leave() -> None:
     global _left
-    _left, _ = _open.pop()
+    if threading.current_thread() is threading.main_thread():
+        _left, _ = _open.pop()
 
 
 def waits_for(what: str, still: bool) -> None:
