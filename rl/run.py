@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import dist, host
+from rl import __version__, dist, host
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.files import Files
@@ -252,6 +252,7 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
         "python": platform.python_version(),
         "packages": versions,
         "hardware": {"host": platform.node(), **host.machine(), **hardware},
+        "version": __version__,
         "commit": host.commit(),
         "code": code_digest(Path(sys.argv[0]), *reward),
     }
