@@ -21,7 +21,6 @@ import losses
 from rl import dist, flags, process
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox, open_ring
-from rl.engine import rollout_dtype
 from rl.generator import make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
@@ -184,7 +183,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
 def train(args: Args, split: dist.Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
-    publisher = Publisher(learner, split, rollout_dtype(args, args.dtype))
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype))
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(args.version_at(run.done + 1))

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.utils import logging
 
 from rl.demo import model_dir
-from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.embedded_engine import TransformersEngine
+from rl.engine import Request, SamplingParams
 
 
 @dataclass

@@ -138,7 +138,8 @@ def learner(args: Args, ranks: Ranks) -> dict:
 
 
 def engine(args: Args, ranks: Ranks) -> dict:
-    from rl.engine import Request, SamplingParams, TransformersEngine
+    from rl.embedded_engine import TransformersEngine
+    from rl.engine import Request, SamplingParams
 
     requests, prompt, response = (256, 128, 256) if not args.toy else (8, 8, 8)
     vocabulary, rng = SHAPES[args.shape].vocab_size, np.random.default_rng(0)

@@ -55,7 +55,8 @@ def patched(side: str, median: int, longest: int) -> None:
     import importlib
 
     from rl import dist, process
-    from rl.engine import ScriptedEngine, TransformersEngine
+    from rl.embedded_engine import TransformersEngine
+    from rl.scripted_engine import ScriptedEngine
 
     name = SCRIPTS.get(side, "train_async")
     script = importlib.import_module(name)
@@ -83,10 +84,11 @@ def Instant():
     """An engine whose responses cost nothing: random tokens, all finished at the first step."""
     import torch
 
-    from rl.engine import Output, ScriptedEngine
+    from rl.engine import Output
+    from rl.scripted_engine import ScriptedEngine
 
     class Engine(ScriptedEngine):
-        adopts_memory, device = False, torch.device("cpu")
+        shares_memory, device = False, torch.device("cpu")
 
         def __init__(self):
             super().__init__(None, eos_token_id=1)
@@ -106,7 +108,7 @@ def Instant():
         def update(self, weights, version, recompute_kv=False):
             self.weights, self.version = dict(weights), version
 
-        def loaded(self, name):
+        def read_back(self, name):
             return self.weights[name]
 
         @property

@@ -20,7 +20,7 @@ from common import table, write
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl import dist, process, weights
-from rl.engine import TransformersEngine
+from rl.embedded_engine import TransformersEngine
 from rl.host import cpu_name
 from rl.learner import Learner, LearnerArgs
 from rl.weights import Publisher, Subscriber

@@ -2,7 +2,7 @@
 
 A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attention_forward` in every layer. It hands the
 queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
-to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache (`rl/engine.py`).
+to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache (rl/kv_cache.py).
 
 Left out: sliding windows that the run's sequences outgrow, attention sinks, soft-capping. A model that needs them is refused,
 because ignoring them would be silently wrong: `check_supported` reads the config, `attention_forward` looks at what each layer
@@ -22,7 +22,7 @@ from rl.errors import UserError
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
-SIMILAR = 0.75  # sequences at least this fraction of the longest share a rectangle: at most a third more cells than tokens
+SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
 
 class Packed:
@@ -32,9 +32,9 @@ class Packed:
     of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.
 
     Attention sees whole sequences, K tokens in all: K = T where no segment is continued twice. On a GPU in half precision
-    `varlen_attn` (FlashAttention) takes them as they are. Elsewhere sequences of similar length are gathered into a few
-    rectangles: right-padding needs no mask under causal attention, since no real token ever looks at a later one, and one call
-    per rectangle beats one per sequence.
+    `varlen_attn` (FlashAttention) takes them as they are. Elsewhere sequences of similar length are gathered into a few padded
+    buckets: right-padding needs no mask under causal attention, since no real token ever looks at a later one, and one call per
+    bucket beats one per sequence.
     """
 
     def __init__(self, segments: list[int], device: torch.device | str = "cpu", after: list[int] | None = None):
@@ -51,12 +51,12 @@ class Packed:
         self.longest = max(self.lengths)
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
         tokens = np.concatenate(sequences)
-        _, home = np.unique(tokens, return_index=True)
-        self.in_order = np.array_equal(tokens, np.arange(len(home)))  # whether the row is already what attention sees
-        self.tokens = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as places in the row
-        self.home = torch.from_numpy(home)  # [T] on the CPU: of a token's places among them the first, whose output counts
+        _, scatter = np.unique(tokens, return_index=True)
+        self.in_order = np.array_equal(tokens, np.arange(len(scatter)))  # whether the row is already what attention sees
+        self.gather_index = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as indices into the row
+        self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
-        self.position_ids = torch.from_numpy(within[home]).to(self.device)  # [T]
+        self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
         self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
@@ -66,35 +66,36 @@ class Packed:
             return self._varlen(query, key, value, scaling)
         if gqa > 1:
             key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)
-        rectangles, back = self._rectangles
+        buckets, output_index = self._buckets
         outputs = []
-        for cells, length in rectangles:
-            q, k, v = (_gather(x, cells, length) for x in (query, key, value))  # [S, H, L, D]
+        for index, length in buckets:
+            q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H, L, D]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
             outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
-        return torch.cat(outputs).index_select(0, back).view_as(query)
+        return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
     def _varlen(self, query, key, value, scaling: float) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if not self.in_order:
-            tokens, home = self._on_device
-            query, key, value = (x.index_select(0, tokens) for x in (query, key, value))  # [K, H, D]
+            gather, scatter = self._on_device
+            query, key, value = (x.index_select(0, gather) for x in (query, key, value))  # [K, H, D]
         cu, longest, window = self.cu_seqlens, self.longest, (-1, 0)  # causal
         gqa = query.shape[1] > key.shape[1]
         out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
-        return out if self.in_order else out.index_select(0, home)
+        return out if self.in_order else out.index_select(0, scatter)
 
     @functools.cached_property
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [K], home [T])."""
-        return self.tokens.to(self.device), self.home.to(self.device)
+        """(gather_index [K], scatter_index [T])."""
+        return self.gather_index.to(self.device), self.scatter_index.to(self.device)
 
     @functools.cached_property
-    def _rectangles(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
-        """([(token of each cell [S * L], L)], back [T]: the cell of each token's output, the rectangles laid end to end)."""
+    def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
+        """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
+        laid end to end)."""
         by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
-        rectangles, cell_of, done = [], torch.empty(len(self.tokens), dtype=torch.long), 0
+        buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
         while by_length:
             longest = self.lengths[by_length[0]]
             members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
@@ -106,13 +107,13 @@ class Packed:
             real = column < length
             cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
             done += cells.numel()
-            rectangles.append((self.tokens[cells.flatten()].to(self.device), longest))
-        return rectangles, cell_of[self.home].to(self.device)
+            buckets.append((self.gather_index[cells.flatten()].to(self.device), longest))
+        return buckets, cell_of[self.scatter_index].to(self.device)
 
 
-def _gather(x: torch.Tensor, cells: torch.Tensor, length: int) -> torch.Tensor:
+def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
     """[T, H, D] -> [S, H, L, D]. Rows are gathered flat: the backward of index_select is a fast row-wise index_add."""
-    rows = x.flatten(1).index_select(0, cells)
+    rows = x.flatten(1).index_select(0, index)
     return rows.view(-1, length, *x.shape[1:]).transpose(1, 2)
 
 

@@ -243,7 +243,9 @@ class MicroBatch:
             parts.append(tokens)
             after.append(prompt_of[group])
         layout = Packed([len(part) for part in parts], device, after)
-        sequences = layout.tokens.split(layout.lengths)  # each response behind its prompt, whose last token predicts its first
+        sequences = layout.gather_index.split(
+            layout.lengths
+        )  # each response behind its prompt, whose last token predicts its first
         predict = [places[len(batch.prompts[i]) - 1 : -1] for i, places in zip(responses, sequences, strict=True)]
         row, labels = torch.cat(parts), batch.token[index]
         return MicroBatch(row.to(device), layout, torch.cat(predict).to(device), labels.to(device), index)

@@ -78,7 +78,7 @@ class VLLMEngine:
     return the same outputs.
     """
 
-    adopts_memory = False
+    shares_memory = False
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class VLLMEngine:
             self.engine.sleep(level=2)  # 2: nothing is copied to the host, because new weights will come anyway
             self.asleep = True
 
-    def loaded(self, name: str) -> torch.Tensor | None:
-        """The values that the engine computes with for the learner's weight `name`: see LiveWeights.loaded."""
-        return self.weights.loaded(name)
+    def read_back(self, name: str) -> torch.Tensor | None:
+        """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
+        return self.weights.read_back(name)
 
     def close(self) -> None:
         """Ends vLLM's threads and gives its memory back."""

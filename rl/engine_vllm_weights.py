@@ -2,7 +2,7 @@
 
 vLLM stores weights otherwise than a checkpoint does: q, k and v in one tensor, gate and up in one tensor, all experts of a
 layer in one tensor; and on a CPU most of them only in a packed layout made for its matrix product. `LiveWeights.load` puts a
-checkpoint's tensors in, `LiveWeights.loaded` gives each back as a checkpoint has it.
+checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint has it.
 """
 
 import functools
@@ -82,7 +82,7 @@ class LiveWeights:
     # -- out
 
     @torch.no_grad()
-    def loaded(self, name: str) -> torch.Tensor | None:
+    def read_back(self, name: str) -> torch.Tensor | None:
         """The tensor the engine computes with for the learner's weight `name`, in the learner's shape and the engine's
         precision, bit for bit. It may share memory with the engine.
 

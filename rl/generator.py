@@ -15,7 +15,8 @@ import numpy as np
 from rl import dist
 from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt
-from rl.engine import Engine, Output, Request, SamplingParams, make_engine, request_seed
+from rl.engine import Engine, Output, Request, SamplingParams, request_seed
+from rl.make_engine import make_engine
 from rl.scoring import Score, ScoringPool, overlong_penalty
 from rl.setup import CommonArgs, Job
 from rl.tensor_parallel import EngineRanks

@@ -162,9 +162,9 @@ class Subscriber:
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
         self._memory = None  # the engine's own, laid out as the stream: what arrives is in place at once
-        if engine.adopts_memory and engine.device == self.bridge.device:
+        if engine.shares_memory and engine.device == self.bridge.device:
             self._memory = self._new(self.plan.offsets[-1])
-            engine.adopt(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
+            engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
 
     @property
     def _all(self) -> range:
@@ -187,7 +187,7 @@ class Subscriber:
             self._check_loaded(version, arrived.values())
         else:
             for i in self._moved():
-                found[i] = digest(self.engine.loaded(self.plan.names[i]), self.device)
+                found[i] = digest(self.engine.read_back(self.plan.names[i]), self.device)
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self.bridge.broadcast(table).wait()
         sent_version, *sent = table.tolist()
@@ -200,12 +200,12 @@ class Subscriber:
     def _moved(self) -> list[int]:
         """Parameters whose memory has moved out of the stream since the engine was told to share it."""
         addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
-        return [i for i, name in enumerate(self.plan.names) if self.engine.loaded(name).data_ptr() != addresses[i]]
+        return [i for i, name in enumerate(self.plan.names) if self.engine.read_back(name).data_ptr() != addresses[i]]
 
     def _check_loaded(self, version: int, arrived: list[int]) -> None:
         """Compares what an engine with memory of its own has made of the parameters with what it was given."""
         for number, name in enumerate(self.plan.names):
-            live = self.engine.loaded(name)
+            live = self.engine.read_back(name)
             if live is None:
                 continue
             if digest(live.to(self.plan.dtype) + 0.0, self.device) != arrived[number]:

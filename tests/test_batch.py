@@ -103,7 +103,7 @@ def test_micro_batch_points_at_the_right_tokens(sizes, random):
     batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
     chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
     micro = MicroBatch.of(batch, chosen, torch.device("cpu"))
-    places = micro.layout.tokens.split(micro.layout.lengths)
+    places = micro.layout.gather_index.split(micro.layout.lengths)
     for i, of_one in zip(chosen, places, strict=True):
         assert micro.input_ids[of_one].tolist() == [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
         assert micro.layout.position_ids[of_one].tolist() == list(range(len(of_one)))

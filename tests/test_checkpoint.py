@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl import checkpoint
 from rl.batch import join_records
-from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.embedded_engine import TransformersEngine
+from rl.engine import Request, SamplingParams
 from rl.errors import UserError
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]

@@ -6,8 +6,9 @@ import types
 import pytest
 import torch
 
-from rl.engine import EngineArgs, choose_engine, make_engine
+from rl.engine import EngineArgs
 from rl.errors import UserError
+from rl.make_engine import choose_engine, make_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

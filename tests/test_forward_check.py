@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.attention import check_supported
 from rl.demo import build_tokenizer
-from rl.engine import TransformersEngine
+from rl.embedded_engine import TransformersEngine
 from rl.errors import UserError
 from rl.forward_check import check_policy
 from rl.learner import Policy

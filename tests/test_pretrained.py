@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl.data import DataArgs, PromptDataset
 from rl.demo import build_tokenizer
-from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.embedded_engine import TransformersEngine
+from rl.engine import EngineArgs, Request, SamplingParams
 from rl.errors import UserError
+from rl.make_engine import make_engine
 from rl.pretrained import check_model, end_token_ids, load_tokenizer, load_weights
 
 
@@ -246,12 +248,10 @@ def test_the_tokenizers_end_token_counts_beside_those_of_the_configs(model, tmp_
 
 
 def test_an_engine_ends_responses_at_the_tokenizers_end_token(model, tmp_path):
-    import rl.engine
-
     end = 9
     tokenizer_of(WORDS, eos_token=WORDS[end]).save_pretrained(tmp_path / "model")
-    args = rl.engine.EngineArgs(engine="transformers")
-    engine = rl.engine.make_engine(model, args, 64, "float32", torch.device("cpu"), False)
+    args = EngineArgs(engine="transformers")
+    engine = make_engine(model, args, 64, "float32", torch.device("cpu"), False)
     assert engine.eos == {1, end}
     for i in range(8):
         engine.add(Request(i, [5, 6], SamplingParams(max_tokens=60), seed=i))

@@ -49,7 +49,7 @@ def wrongly_loaded(engine, model) -> list[str]:
     return [
         name
         for name, weight in model.named_parameters()
-        if (live := engine.loaded(name)) is None or not torch.equal(live, weight.data.to(live.dtype))
+        if (live := engine.read_back(name)) is None or not torch.equal(live, weight.data.to(live.dtype))
     ]
 
 
@@ -273,7 +273,7 @@ def tensor_parallel(path: str) -> dict:
     out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
     outputs = drain(engine, requests_for(0.7))
     out["error after"] = error(outputs, new, 0.7)
-    out["read back"] = engine.loaded("model.embed_tokens.weight") is not None
+    out["read back"] = engine.read_back("model.embed_tokens.weight") is not None
     out["named shared memory left"] = [p.name for p in Path("/dev/shm").glob("*cpushm*")]
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
     out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1

@@ -12,7 +12,8 @@ import torch
 from rl import dist, process
 from rl.batch import Batch, Group, Response, micro_batches
 from rl.channel import ControlBlock, Inbox, Outbox, open_ring
-from rl.engine import Request, SamplingParams, TransformersEngine
+from rl.embedded_engine import TransformersEngine
+from rl.engine import Request, SamplingParams
 from rl.learner import Learner, LearnerArgs
 from rl.weights import Publisher, Subscriber
 
@@ -50,7 +51,7 @@ def generate(split: dist.Split) -> None:
     outbox = Outbox(open_ring(split, 8), split)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
     if skipped:
-        load, own = engine.update, engine.loaded(skipped)
+        load, own = engine.update, engine.read_back(skipped)
 
         def forgetful(weights, version, recompute_kv):
             if version == 1:

@@ -1,5 +1,5 @@
 """The engine's forward pass of the common model families, written out: half of a small model's decoding step is what
-transformers' modules do around the products. Every other family goes through the model itself (rl/engine.py).
+transformers' modules do around the products. Every other family goes through the model itself (rl/embedded_engine.py).
 
 The same numbers as the modules' to rounding: residuals are added within the products, and the two halves of the rotation are
 one product with a signed sine.
@@ -13,7 +13,7 @@ from rl.device import is_accelerator
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
-def is_written_out(model) -> bool:
+def has_fast_path(model) -> bool:
     biased = getattr(model.config, "mlp_bias", False)
     return type(model).__name__ in FAMILIES and model.config.hidden_act == "silu" and not biased
 
@@ -51,20 +51,20 @@ def _norm(x: torch.Tensor, norm) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, layer) -> torch.Tensor:
-    if _turned(x, layer.weight):
+    if _transposed_is_faster(x, layer.weight):
         out = torch.mm(layer.weight, x.t()).t()
         return out if layer.bias is None else out.add_(layer.bias)
     return F.linear(x, layer.weight, layer.bias)
 
 
 def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
-    if _turned(h, layer.weight):
+    if _transposed_is_faster(h, layer.weight):
         x = x + torch.mm(layer.weight, h.t()).t()
     else:
         x = torch.addmm(x, h, layer.weight.t())
     return x if layer.bias is None else x.add_(layer.bias)
 
 
-def _turned(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _transposed_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """True if (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
     return not is_accelerator(x.device) and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16
