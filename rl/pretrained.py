@@ -253,5 +253,6 @@ def _check_loading(info: dict, where: str, say: bool) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The error's message in one line of reasonable length."""
-    return " ".join((str(error).strip() or type(error).__name__).split())[:300]
+    """The error's message in one line of reasonable length, without transformers' list of all its classes."""
+    text = str(error).partition("Model type should be one of")[0].strip()
+    return " ".join((text or type(error).__name__).split())[:300]

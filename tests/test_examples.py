@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from helpers import ROOT
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, Qwen3MoeConfig
 
 import train_async
 import train_one_step_off
@@ -14,6 +14,7 @@ import train_sync
 from rl import flags
 from rl.attention import check_supported
 from rl.errors import UserError
+from rl.pretrained import check_model, load_tokenizer
 from rl.ranges import check
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -159,9 +160,15 @@ def test_each_of_verls_runs_has_its_recipe():
     assert {recipe.stem for recipe in RECIPES} == set(VERL)
 
 
-def test_what_the_recipes_say_of_their_models_is_so():
+def test_what_the_recipes_say_of_their_models_is_so(demo_model, tmp_path):
     check_supported(Qwen3MoeConfig(), "Qwen3-30B-A3B", longest=32768)  # passes: mixtures of experts are not refused
-    assert type(CONFIG_MAPPING["qwen3_vl"]()) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    CONFIG_MAPPING["qwen3_vl"]().save_pretrained(tmp_path)
+    _, _, args = parse(ROOT / "examples" / "grpo_qwen3_vl_8b_geo3k_async.sh", "gpu", tmp_path)
+    with pytest.raises(UserError) as refused:
+        check_model(str(tmp_path), load_tokenizer(demo_model), args)
+    said = "transformers cannot make a causal language model of it"
+    assert said in str(refused.value) and str(refused.value).count("\n") == 0 and len(str(refused.value)) < 400
+    assert all(said in recipe.read_text() for recipe in RECIPES if "qwen3_vl" in recipe.name)
 
 
 def test_a_flag_that_a_script_has_not_is_noticed(tmp_path):
