@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import *  # noqa: F403  (until every test imports from there)
 from helpers import CONFIGS, GSM8K, ROOT, environment, save_model
 
 
@@ -26,6 +25,17 @@ def demo_model() -> str:
     from rl.demo import model_dir
 
     return model_dir()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """This process as the only rank of a job."""
+    import torch
+
+    from rl import dist
+
+    yield dist.init()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

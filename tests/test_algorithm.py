@@ -8,75 +8,24 @@ import losses_reference as slow
 import pytest
 import torch
 from helpers import bits, train
+from trainer import ESTIMATORS, Trainer
 from transformers import AutoModelForCausalLM
 
 import losses
 import train_async
 import train_one_step_off
 import train_sync
-from rl import dist
 from rl.batch import Batch
 from rl.errors import UserError
-from rl.generator import Generator, make_generator
 from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.pretrained import load_tokenizer
 from rl.ranges import check
 from rl.rollout_correction import PRESETS
-from rl.scoring import ScoringPool
-from rl.setup import set_up
-from rl.tensor_parallel import EngineRanks
 from rl.timers import Timers
 
-ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
 PACKED = ("lp", "old", "advantage", "mask", "seq")
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]
-
-
-class Trainer:
-    """The parts of train_sync.train, set up once; `steps` trains with other flags on the same model."""
-
-    def __init__(self, model: str, ranks: dist.Ranks):
-        self.ranks = ranks
-        self.args = train_sync.Args(model=model, rollout_n=4, train_batch_size=4, lr_warmup_steps=0, lr=1e-5)
-        self.job = set_up(self.args, train_sync.__file__)
-        self.pool = ScoringPool(self.args)
-        self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
-        self.engine = make_generator(self.args, self.job, self.ranks, self.pool).engine
-        self.ticket, self.first = 0, {}
-        self.begin_again()
-
-    def generator(self, args: train_sync.Args) -> Generator:
-        return Generator(self.engine, self.job, self.pool, args, EngineRanks(self.ranks, 1))
-
-    def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
-        """(metrics, batch) of n steps."""
-        args = train_sync.Args(**vars(self.args) | flags)
-        check(args)
-        generator = self.generator(args)
-        self.learner.args, control, out = args, KLControl(args), []
-        for _ in range(n):
-            self.engine.update(self.learner.weights(), version=0)
-            groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
-            batch = Batch.of(groups)
-            metrics |= train_sync.learn(args, self.learner, control, batch, Timers())
-            out.append((metrics, batch))
-        return out
-
-    @torch.no_grad()
-    def begin_again(self) -> None:
-        """Back to the model's own weights."""
-        for name, weight in self.learner.policy.named_parameters():
-            weight.to_local().copy_(self.first.setdefault(name, weight.to_local().clone()))
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([w.flatten() for _, w in self.learner.weights()])
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +84,7 @@ def test_remax_compares_with_the_greedy_response(trainer):
     assert all(len(set(batch.baseline[batch.group == g].tolist())) == 1 for g in range(4))
 
 
-def test_filter_groups_keeps_what_teaches(trainer):
+def test_filter_groups_keeps_groups_with_a_signal(trainer):
     for metrics, batch in trainer.steps(4, filter_groups=True, max_num_gen_batches=50):
         scores = [set(batch.score[batch.group == g].tolist()) for g in range(4)]
         assert all(len(s) > 1 for s in scores) and metrics["train/filled_groups"] == 0
@@ -143,7 +92,7 @@ def test_filter_groups_keeps_what_teaches(trainer):
 
 
 def test_filter_groups_gives_up_at_its_cap(trainer):
-    """One response a group: no group can ever teach."""
+    """One response a group: every group has zero variance."""
     start = trainer.ticket
     ((metrics, batch),) = trainer.steps(1, filter_groups=True, rollout_n=1, max_num_gen_batches=3)
     assert metrics["train/num_gen_batches"] == 3 and metrics["train/filtered_groups"] == 12

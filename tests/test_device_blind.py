@@ -2,7 +2,7 @@
 
 import ast
 
-from conftest import ROOT
+from helpers import ROOT
 
 ALONE = "rl/device.py"
 DEVICES = {"cpu", "cuda", "npu"}

@@ -75,7 +75,7 @@ def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
             buffer.add(group(ticket, [[0], [0]]))
 
 
-def test_groups_that_teach_nothing_are_dropped_within_limits():
+def test_zero_variance_groups_are_dropped_within_limits():
     buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
     for ticket in range(6):
         buffer.add(group(ticket, [[0], [0]], scores=[1, 1]))

@@ -18,12 +18,7 @@ import train_one_step_off
 import train_sync
 from rl import checkpoint
 
-REWARD = """
-import os, random, time
-def score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(random.expovariate(200 if os.environ["ROUGH"] == "slow-decoding" else 20))
-    return float(solution_str.strip() == ground_truth)
-"""
+REWARD = ["--reward", "tests/programs/slow_reward.py:score"]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +90,7 @@ def test_the_scripts_learn_by_the_same_text():
 @pytest.fixture(scope="module")
 def rough(demo_model, tmp_path_factory):
     """A stream with few slots, rewards that take their time and a slow learner: {mode: (metrics, run, process)}."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    flags = ["--total-training-steps", "16", "--test-freq", "8", "--max-num-seqs", "12", "--reward", f"{reward}:score"]
+    flags = ["--total-training-steps", "16", "--test-freq", "8", "--max-num-seqs", "12", *REWARD]
     flags += ["--val-max-samples", "24"]
     flags += ["--ppo-mini-batch-size", "4", "--trigger-parameter-sync-step", "2", "--reward-workers", "4"]
     modes = {
@@ -244,9 +237,7 @@ def end(process: subprocess.Popen, mark: str, since: float) -> str:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["learner", "killed-generator"])
 def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    process, mark = start_rough(how, "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    process, mark = start_rough(how, "--output-dir", tmp_path, *REWARD)
     text = read_until(process, "struck at")
     struck = float(re.search(r"struck at (\S+)", text)[1])
     text += end(process, mark, struck)
@@ -264,10 +255,8 @@ def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
     before = set(os.listdir("/dev/shm"))
-    process, mark = start_rough("none", "--output-dir", tmp_path, "--reward", f"{reward}:score")
+    process, mark = start_rough("none", "--output-dir", tmp_path, *REWARD)
     text = read_until(process, r"step [2-9]")
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does

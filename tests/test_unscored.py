@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from helpers import run_script, train
-from test_algorithm import ESTIMATORS, Trainer, ranks  # noqa: F401
+from trainer import ESTIMATORS, Trainer
 
 import losses
 import train_sync
@@ -20,7 +20,7 @@ from rl.timers import Timers
 
 
 @pytest.fixture(scope="module")
-def trainer(demo_model, ranks):  # noqa: F811
+def trainer(demo_model, ranks):
     return Trainer(demo_model, ranks)
 
 

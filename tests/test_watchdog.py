@@ -11,7 +11,6 @@ import time
 
 import pytest
 from helpers import ROOT, left_over, start
-from test_split import REWARD
 
 from rl import dist, process
 from rl.watchdog import EXIT_CODE, report
@@ -120,9 +119,15 @@ def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while(
 
 @pytest.mark.timeout(240)
 def test_a_training_run_that_hangs(demo_model, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    flags = ["--output-dir", tmp_path, "--reward", f"{reward}:score", "--no-val-before-train", "--hang-timeout", 180]
+    flags = [
+        "--output-dir",
+        tmp_path,
+        "--reward",
+        "tests/programs/slow_reward.py:score",
+        "--no-val-before-train",
+        "--hang-timeout",
+        180,
+    ]
     code, text = hang("tests/programs/rough_async.py", *flags, ranks=2, env={"ROUGH": "hung-learner"})
     who, of = table(text), parts(text)
     assert "in the code after wait" in who["learner 0"]
