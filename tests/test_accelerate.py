@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment
+from helpers import ROOT, environment
 
 
 @pytest.mark.slow
