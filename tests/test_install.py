@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment, run_script
+from helpers import ROOT, run_script
 
 import rl
 
@@ -63,14 +63,3 @@ def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     assert steps[-2:] == [1, 2]
     assert directory.name.startswith("my_experiment-")
     assert json.loads((directory / "config.json").read_text())["script"] == "my_experiment"
-
-
-@pytest.mark.slow
-def test_accelerate_launch_starts_a_script_as_torchrun_does(demo_model, tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install accelerate)")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "train_async.py"]
-    flags = ["--total-training-steps", "2", "--test-freq", "0", "--output-dir", str(tmp_path)]
-    done = subprocess.run([*launch, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "16 tickets started = 16 trained + 0 dropped + 0 in flight" in done.stdout
