@@ -88,8 +88,9 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
 
     def bare_step() -> None:
         for micro in micros:
-            place = {"position_ids": micro.layout.position_ids[None], "use_cache": False, "layout": micro.layout}
-            logits = bare(input_ids=micro.input_ids[None], logits_to_keep=micro.predict, **place).logits[0]  # [n, V]
+            logits = bare(**micro.inputs, logits_to_keep=micro.predict, use_cache=False, layout=micro.layout).logits[
+                0
+            ]  # [n, V]
             (F.cross_entropy(logits, micro.labels, reduction="sum") / len(batch.token)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -59,6 +59,10 @@ class Packed:
         self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
         self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 
+    def inputs(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a model's forward takes of the row [T], [1, T] each, on the device."""
+        return {"input_ids": row[None].to(self.device), "position_ids": self.position_ids[None]}
+
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
         gqa = query.shape[1] // key.shape[1]

@@ -219,11 +219,11 @@ class Batch:
 class MicroBatch:
     """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted."""
 
-    input_ids: torch.Tensor  # [T] on the device
+    inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
     layout: Packed
-    predict: torch.Tensor  # [n] on the device: the place in the row whose hidden state predicts each response token
+    predict: torch.Tensor  # [n] on the device: index in the row of the hidden state that predicts each response token
     labels: torch.Tensor  # [n] on the device
-    index: torch.Tensor  # [n] on the CPU: the same tokens' places in the batch's [N] tensors
+    index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
@@ -231,8 +231,9 @@ class MicroBatch:
         predict: a rank without work still takes part in the collectives of its forward and backward."""
         index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
         if not responses:
-            token, nothing = torch.zeros(1, dtype=torch.long).to(device), torch.zeros(0, dtype=torch.long)
-            return MicroBatch(token, Packed([1], device), nothing.to(device), nothing.to(device), nothing)
+            layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
+            token = torch.zeros(1, dtype=torch.long)
+            return MicroBatch(layout.inputs(token), layout, nothing.to(device), nothing.to(device), nothing)
         parts, after, prompt_of = [], [], {}  # the row's segments; prompt_of: group -> the segment that is its prompt
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
@@ -243,12 +244,11 @@ class MicroBatch:
             parts.append(tokens)
             after.append(prompt_of[group])
         layout = Packed([len(part) for part in parts], device, after)
-        sequences = layout.gather_index.split(
-            layout.lengths
-        )  # each response behind its prompt, whose last token predicts its first
-        predict = [places[len(batch.prompts[i]) - 1 : -1] for i, places in zip(responses, sequences, strict=True)]
-        row, labels = torch.cat(parts), batch.token[index]
-        return MicroBatch(row.to(device), layout, torch.cat(predict).to(device), labels.to(device), index)
+        sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
+        # a prompt's last token predicts its response's first
+        predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
+        row, labels = layout.inputs(torch.cat(parts)), batch.token[index]
+        return MicroBatch(row, layout, torch.cat(predict).to(device), labels.to(device), index)
 
 
 def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
@@ -288,8 +288,9 @@ def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    """This rank's part of the responses `members` [b], packed; every rank gets the same number of micro-batches."""
+    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches."""
     total = batch.total_lengths()
     lengths, groups = [total[i] for i in members.tolist()], batch.group[members].tolist()
-    plan = pack(lengths, groups, max_tokens, ranks.world_size)[ranks.rank]
+    parts = ranks.mesh["data"]
+    plan = pack(lengths, groups, max_tokens, parts.size())[parts.get_local_rank()]
     return [MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan]

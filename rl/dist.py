@@ -7,10 +7,12 @@ import platform
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl import device, signals, watchdog
 from rl.errors import UserError
@@ -34,6 +36,12 @@ class Ranks:
     @property
     def name(self) -> str:
         return f"rank {self.rank}"
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of the default process group as the learner divides its work: along "data" each holds a shard of the model
+        and computes a part of a batch of its own. A collective when it is first asked for."""
+        return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
 
 
 @dataclass(frozen=True)

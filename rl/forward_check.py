@@ -46,7 +46,7 @@ def check_policy(policy, path: str) -> None:
     layout = Packed([PROMPT, RESPONSE, RESPONSE], after=[-1, 0, 0])
 
     def ours() -> torch.Tensor:
-        return policy(row, layout, predict, ids[:, PROMPT:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
+        return policy(layout.inputs(row), layout, predict, ids[:, PROMPT:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
 
     with _all_cores():
         _compare(ours, policy.model, ids, path, torch.float32)

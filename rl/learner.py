@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rl.batch import Batch, MicroBatch
@@ -71,14 +70,12 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, layout, predict, labels, temperature: float, entropy: str):
-        """input_ids [T], predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
+    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str):
+        """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
         entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it.
         """
-        base = self.model.model(
-            input_ids=input_ids[None], position_ids=layout.position_ids[None], use_cache=False, layout=layout
-        )
+        base = self.model.model(**inputs, use_cache=False, layout=layout)
         hidden, head = base[0][0][predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
@@ -113,7 +110,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     if ranks.is_main and trainable:
         check_policy(policy, path)
 
-    shard = {"mesh": init_device_mesh(ranks.device.type, (ranks.world_size,))}
+    shard = {"mesh": ranks.mesh["data"]}
     if args.dtype == "bfloat16":
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
@@ -190,7 +187,7 @@ class Learner:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
         the entropy is 0, without gradient, or with it."""
         progress()
-        return self.policy(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
+        return self.policy(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
 
     @torch.no_grad()
     def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
@@ -199,7 +196,7 @@ class Learner:
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             progress()
-            log_prob, _ = model(micro.input_ids, micro.layout, micro.predict, micro.labels, self.temperature, "none")
+            log_prob, _ = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, "none")
             out[micro.index] = log_prob.cpu()
         return all_reduce_sum(out)
 

@@ -103,23 +103,23 @@ def test_micro_batch_points_at_the_right_tokens(sizes, random):
     batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
     chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
     micro = MicroBatch.of(batch, chosen, torch.device("cpu"))
-    places = micro.layout.gather_index.split(micro.layout.lengths)
+    places, (row,) = micro.layout.gather_index.split(micro.layout.lengths), micro.inputs["input_ids"]
     for i, of_one in zip(chosen, places, strict=True):
-        assert micro.input_ids[of_one].tolist() == [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
-        assert micro.layout.position_ids[of_one].tolist() == list(range(len(of_one)))
+        assert row[of_one].tolist() == [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
+        assert micro.inputs["position_ids"][0, of_one].tolist() == list(range(len(of_one)))
     prompts = {int(batch.group[i]): len(batch.prompts[i]) for i in chosen}
-    assert len(micro.input_ids) == sum(prompts.values()) + int(batch.lengths[chosen].sum())
+    assert len(row) == sum(prompts.values()) + int(batch.lengths[chosen].sum())
     before = [of_one[len(batch.prompts[i]) - 1 : -1] for i, of_one in zip(chosen, places, strict=True)]
     assert torch.equal(micro.predict, torch.cat(before))
     rows = [[*batch.prompts[i][-1:], *batch.token[batch.seq == i].tolist()[:-1]] for i in chosen]
-    assert micro.input_ids[micro.predict].tolist() == [token for row in rows for token in row]
+    assert row[micro.predict].tolist() == [token for row in rows for token in row]
     assert torch.equal(batch.token[micro.index], micro.labels)
     assert batch.seq[micro.index].tolist() == [i for i in chosen for _ in range(int(batch.lengths[i]))]
 
 
 def test_a_rank_without_work_still_has_a_forward_pass():
     micro = MicroBatch.of(Batch.of([make_group(0, [2])]), [], torch.device("cpu"))
-    assert len(micro.input_ids) == 1 and len(micro.labels) == len(micro.index) == 0
+    assert micro.inputs["input_ids"].shape == (1, 1) and len(micro.labels) == len(micro.index) == 0
 
 
 def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
