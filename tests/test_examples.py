@@ -201,10 +201,12 @@ def known_flags() -> set[str]:
 
 def test_the_tables_name_only_flags_that_exist():
     text = (ROOT / "docs" / "from-verl.md").read_text()
-    of_torchrun = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--standalone"}
+    of_torchrun = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--standalone", "--rdzv-endpoint"}
+    of_accelerate = {"--cpu", "--multi", "--num"}  # up to their underscore
     assert flags_of(text) - known_flags() - of_torchrun - {"--table"} == set()
     pitfalls = (ROOT / "docs" / "pitfalls.md").read_text()
-    assert flags_of(pitfalls) - known_flags() - of_torchrun - {"--speedup", "--shm-size", "--extra-index-url"} == set()
+    others = of_torchrun | of_accelerate | {"--speedup", "--shm-size", "--extra-index-url"}
+    assert flags_of(pitfalls) - known_flags() - others == set()
 
 
 def test_the_tables_cover_every_flag_of_the_recipes():

@@ -333,10 +333,10 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"reward_workers": 0}, "--reward-workers must be at least 1"),
+        ({"reward_workers": 0}, "--reward-workers must be from 1"),
         ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
-        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must be at least 0"),
-        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must be at least 0"),
+        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must be from 0"),
+        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must be from 0"),
         ({"overlong_buffer_len": -1}, "--overlong-buffer-len must be at least 0"),
     ],
 )
