@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def code_digest(script: Path, *more: Path) -> str:
     files = {path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents}
     files |= {script.resolve(), *(path.resolve() for path in more)}
     files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
-    loaded = {Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    files |= {file for file in loaded if file.parent == beside}
+    loaded = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+    near = {str(beside), os.path.dirname(os.path.abspath(script))}  # thousands of paths: resolving them all takes half a second
+    files |= {Path(file).resolve() for file in loaded if os.path.dirname(os.path.abspath(file)) in near}
     digest = hashlib.sha256()
     for name, content in sorted((file.name, file.read_bytes()) for file in files if file.is_file()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
