@@ -291,6 +291,5 @@ def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: R
     """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches."""
     total = batch.total_lengths()
     lengths, groups = [total[i] for i in members.tolist()], batch.group[members].tolist()
-    parts = ranks.mesh["data"]
-    plan = pack(lengths, groups, max_tokens, parts.size())[parts.get_local_rank()]
+    plan = pack(lengths, groups, max_tokens, ranks.world_size)[ranks.rank]
     return [MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan]

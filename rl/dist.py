@@ -39,8 +39,8 @@ class Ranks:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks of the default process group as the learner divides its work: along "data" each holds a shard of the model
-        and computes a part of a batch of its own. A collective when it is first asked for."""
+        """The ranks of the default process group as the model is sharded over them: along "data". A collective when it is first
+        asked for."""
         return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
 
 
