@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import tyro
@@ -66,11 +65,11 @@ def one_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict:
         head.weight.normal_(0, 0.02)
     states = torch.randn(tokens, hidden, requires_grad=True)
     labels = torch.randint(vocabulary, (tokens,))
-    policy, layout = Policy(Given(states, head)), SimpleNamespace(position_ids=torch.zeros(1))
+    policy = Policy(Given(states, head))
 
     def forward():
         if side == "chunked":
-            return policy(torch.zeros(1), layout, torch.arange(tokens), labels, 1.0, "metric")
+            return policy({}, None, torch.arange(tokens), labels, 1.0, "metric")
         log_probs = head(states).float().log_softmax(-1)
         with torch.no_grad():
             entropy = -(log_probs.exp() * log_probs).sum(-1)
