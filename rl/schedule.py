@@ -28,7 +28,7 @@ from rl.ranges import Range
 
 
 class NextTicket:
-    """The first ticket that no batch has taken, where every batch is made whole by all ranks."""
+    """The first ticket that no batch has taken, where batches are made whole, one after the other."""
 
     def __init__(self):
         self.ticket = 0

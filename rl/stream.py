@@ -10,7 +10,7 @@ from rl.batch import Group
 from rl.channel import ControlBlock, Inbox, open_ring
 from rl.dist import Split
 from rl.idle_meter import IdleMeter
-from rl.schedule import SampleBuffer, ScheduleArgs, SplitArgs, drawn, open_tickets, started
+from rl.schedule import NextTicket, SampleBuffer, ScheduleArgs, SplitArgs, drawn, open_tickets, started
 from rl.timers import Timers
 
 
@@ -45,7 +45,7 @@ class Batches(_Samples):
 
     def __init__(self, args: SplitArgs, split: Split):
         super().__init__(args, split)
-        self._next_ticket = 0  # the first that is in no batch so far
+        self._next = NextTicket()
         self._start = {"batch": 0, "ticket": 0, "version": 0, "validated": -1}  # where the generators begin
 
     def open(self) -> None:
@@ -60,25 +60,24 @@ class Batches(_Samples):
 
     def take(self) -> tuple[list[Group], dict[str, float], list[int]]:
         """The next batch, which is there: its groups, the metrics of its making, and the tickets that were filtered out."""
-        batch, first = self.inbox.batches.popleft(), self._next_ticket
+        batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
-        self._next_ticket = batch["next_ticket"]
-        filtered = {*range(first, self._next_ticket)} - {group.ticket for group in groups}
-        return groups, batch["metrics"], sorted(filtered)
+        return groups, batch["metrics"], self._next.advance(batch["next_ticket"], groups)
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
         gone. What the generators have begun after it will be made again, the same."""
         batches = list(self.inbox.batches)[:1]
-        start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next_ticket}
+        start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step, "validated": self.inbox.validated}
         groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
-        return self._state() | {"start": start, "batches": batches, "next_ticket": self._next_ticket}, groups, []
+        return self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Takes back what `snapshot` gave."""
         self._restore(state)
-        self._start, self._next_ticket = state["start"], state["next_ticket"]
+        self._start = state["start"]
+        self._next.restore(state["next_ticket"])
         self.inbox.groups.extend(groups)
         self.inbox.batches.extend(state["batches"])
 
