@@ -14,7 +14,7 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags
 from rl.errors import UserError
-from rl.from_verl import document, keys, meanings, translate
+from rl.from_verl import document, keys, translate, verl_run
 from rl.from_verl.__main__ import main, read_text, report
 from rl.from_verl.command import parse_value, read_script, read_words
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
@@ -326,9 +326,9 @@ def test_what_does_not_divide_is_said():
 
 
 def test_the_script_follows_from_the_keys_where_no_program_is_named():
-    assert translate.translate(read_text("async_training.staleness_threshold=0.5")).script == meanings.ASYNC
-    assert translate.translate(read_text("actor_rollout_ref.hybrid_engine=False")).script == meanings.ONE_STEP_OFF
-    assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == meanings.SYNC
+    assert translate.translate(read_text("async_training.staleness_threshold=0.5")).script == verl_run.ASYNC
+    assert translate.translate(read_text("actor_rollout_ref.hybrid_engine=False")).script == verl_run.ONE_STEP_OFF
+    assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == verl_run.SYNC
 
 
 def test_a_key_under_two_names_with_two_values_is_told():

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rl.from_verl.command import parse_value
-from rl.from_verl.meanings import Run
+from rl.from_verl.verl_run import Run
 
 TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 

@@ -3,72 +3,10 @@
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """
 
-from dataclasses import dataclass, field
+from rl.from_verl.verl_run import ASYNC, SYNC, Run
 
-SYNC, ONE_STEP_OFF, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
 LOGGERS = ("console", "tensorboard", "wandb")
 RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
-
-
-@dataclass
-class Run:
-    """A verl run that is being translated. Keys are in full, under the name that the table uses."""
-
-    script: str
-    given: dict[str, object]
-    defaults: dict[str, object]
-    missing: dict[str, str] = field(default_factory=dict)  # key -> what is not here
-    idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect in this run
-    notes: list[str] = field(default_factory=list)
-    launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
-
-    def __getitem__(self, key: str) -> object:
-        """The value given, or verl's default; `A.` stands for actor_rollout_ref."""
-        key = key.replace("A.", "actor_rollout_ref.", 1) if key.startswith("A.") else key
-        return self.given.get(key, self.defaults.get(key))
-
-    def has(self, key: str) -> bool:
-        return key.replace("A.", "actor_rollout_ref.", 1) in self.given
-
-    def lacks(self, key: str, what: str) -> None:
-        """The key asks for something that is not here. A default asks for nothing that the user should be told of."""
-        key = key.replace("A.", "actor_rollout_ref.", 1)
-        if key in self.given:
-            self.missing[key] = what
-
-    def skips(self, keys: str, why: str) -> None:
-        """The keys are of no effect in this run."""
-        self.idle |= {key.replace("A.", "actor_rollout_ref."): why for key in keys.split()}
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    @property
-    def prompts_a_step(self) -> int:
-        if self.script == ASYNC:
-            return self["A.actor.ppo_mini_batch_size"] * self["async_training.require_batches"]
-        return self["data.train_batch_size"]
-
-    @property
-    def steps(self) -> int | None:
-        """Training steps of the run, where they do not depend on the size of the data."""
-        if self.script == ASYNC:
-            return self["rollout.total_rollout_steps"] // max(1, self.prompts_a_step)
-        return self["trainer.total_training_steps"]
-
-    @property
-    def full_length(self) -> int:
-        return self["data.max_prompt_length"] + self["data.max_response_length"]
-
-    @property
-    def needs_reference(self) -> bool:
-        return bool(self["A.actor.use_kl_loss"] or self["algorithm.use_kl_in_reward"])
-
-    @property
-    def corrects(self) -> bool:
-        of = "algorithm.rollout_correction."
-        return bool(self[of + "rollout_is"] or self[of + "rollout_rs"])
 
 
 def listed(value: object) -> list:

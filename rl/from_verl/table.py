@@ -6,6 +6,7 @@ one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those o
 
 from rl.from_verl import meanings as m
 from rl.from_verl.keys import Row, missing, to, unneeded
+from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC
 
 # fmt: off
 TABLE: dict[str, list[Row]] = {
@@ -375,9 +376,9 @@ TABLE: dict[str, list[Row]] = {
 # What verl's own configurations of its other two programs set otherwise.
 _SPLIT = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.rollout.free_cache_engine": False}
 OTHER_DEFAULTS: dict[str, dict[str, object]] = {
-    m.SYNC: {},
-    m.ONE_STEP_OFF: _SPLIT,
-    m.ASYNC: _SPLIT
+    SYNC: {},
+    ONE_STEP_OFF: _SPLIT,
+    ASYNC: _SPLIT
     | {
         "actor_rollout_ref.actor.use_rollout_log_probs": True,
         "async_training.staleness_threshold": 0.1,

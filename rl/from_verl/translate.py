@@ -13,8 +13,8 @@ from rl.errors import UserError
 from rl.from_verl import keys
 from rl.from_verl.command import Command
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED, Row
-from rl.from_verl.meanings import ASYNC, ONE_STEP_OFF, SYNC, Run
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
+from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, Run
 
 MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async}
 PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
