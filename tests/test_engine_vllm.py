@@ -35,15 +35,12 @@ RUNS = {  # name: (function of vllm_checks.py, model, ranks)
 
 
 class Measuring:
-    """tests/vllm_checks.py at work; calling it with the name of a run waits for that run's numbers."""
+    """A script like tests/vllm_checks.py at work on the models in `root`; called with a run's name it waits for its numbers."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, script: str, runs: dict[str, tuple[str, str, int]]):
         self.root = root
-        for kind, config in CONFIGS.items():
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
-        runs = {name: (function, str(root / kind), ranks) for name, (function, kind, ranks) in RUNS.items()}
-        words = command("tests/vllm_checks.py", json.dumps(runs), root, imported="vllm")
+        runs = {name: (function, str(root / kind), ranks) for name, (function, kind, ranks) in runs.items()}
+        words = command(script, json.dumps(runs), root, imported="vllm")
         with open(root / "log", "w") as log:
             self.running = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
@@ -56,13 +53,22 @@ class Measuring:
             time.sleep(0.2)
         return json.loads(result.read_text())
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.running.kill()
+        self.running.wait()
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    measuring = Measuring(tmp_path_factory.mktemp("vllm"))
-    yield measuring
-    measuring.running.kill()
-    measuring.running.wait()
+    root = tmp_path_factory.mktemp("vllm")
+    for kind, config in CONFIGS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
+    with Measuring(root, "tests/vllm_checks.py", RUNS) as measuring:
+        yield measuring
 
 
 def test_sampled_log_probs_are_those_of_a_forward_pass(measured):

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -280,7 +281,7 @@ def tensor_parallel(path: str) -> dict:
     return out if ranks.is_main else {}
 
 
-def run_in_fork(name: str, function: str, path: str, results: Path, environment: dict[str, str]) -> int:
+def run_in_fork(name: str, function: Callable[[str], dict], path: str, results: Path, environment: dict[str, str]) -> int:
     """Starts the function in a child, whose output goes to <name>.log and result to <name>.json; returns its process id."""
     if child := os.fork():
         return child
@@ -289,7 +290,7 @@ def run_in_fork(name: str, function: str, path: str, results: Path, environment:
     os.environ.update(environment)
     code = 0
     try:
-        if numbers := globals()[function](path):
+        if numbers := function(path):
             (results / f"{name}.part").write_text(json.dumps(numbers))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -308,7 +309,7 @@ def place(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in counts.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def main(runs: dict[str, tuple[str, str, int]], results: Path) -> None:
+def main(runs: dict[str, tuple[str, str, int]], results: Path, functions: dict[str, Callable]) -> None:
     """Two processes at a time. A finished run leaves <name>.json, or <name>.failed with the end of its log."""
     waiting, running = list(runs.items()), {}  # process id -> name
     while waiting or running:
@@ -317,7 +318,9 @@ def main(runs: dict[str, tuple[str, str, int]], results: Path) -> None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            running |= {run_in_fork(name, function, path, results, place(r, ranks, port)): name for r in range(ranks)}
+            running |= {
+                run_in_fork(name, functions[function], path, results, place(r, ranks, port)): name for r in range(ranks)
+            }
         child, status = os.wait()
         name = running.pop(child)
         if status:
@@ -327,4 +330,4 @@ def main(runs: dict[str, tuple[str, str, int]], results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), globals())
