@@ -152,7 +152,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
     parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
     run = TrainingRun(args, job, learner, ranks.world_size, **parts)
-    generator.engine.update(learner.weights(), version=run.done)
+    generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=run.done)
     if args.validates(0, job.total_steps) and not run.done:
         with run.timer("testing"):
             rows = generator.validate()
@@ -169,7 +169,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
 
         # Publish: the engine samples the next step with the new weights.
         with run.timer("update_weights"):
-            generator.engine.update(learner.weights(), version=step)
+            generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=step)
 
         metrics |= event_metrics(parts["events"].state())
         if args.validates(step, job.total_steps):

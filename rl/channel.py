@@ -6,10 +6,12 @@ learner tells all generators.
 """
 
 import json
-import math
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 
 from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
@@ -49,33 +51,60 @@ class State:
 
 
 class ControlBlock:
-    """The state in the store. The first learner writes it, all generators read it."""
+    """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
+    it costs no round trip, and waiting for it no polls: the store hears from a generator only when something has changed.
+
+    "control" holds the newest state with its number; "control/<number>" is there once that number has been written, some 100
+    bytes of the store's memory each.
+    """
 
     def __init__(self, split: Split):
         self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
         self.state: State | None = None
-        self._read_at = -math.inf
+        self._number = 0  # of the state
+        self._changed, self._error = threading.Condition(), None
+        self._reader = threading.Thread(target=self._follow, daemon=True) if split.role == "generator" else None
+        if self._reader:
+            self._reader.start()
 
     def update(self, **changes) -> None:
         """Changes fields of the state; on other learners than the first nothing happens."""
         new = replace(self.state or State(version=-1, dropped=0), **changes)
         if self.writes and new != self.state:
-            self.store.set("control", json.dumps(asdict(new)))
+            self._number += 1
+            self.store.set("control", json.dumps([self._number, asdict(new)]))
+            self.store.set(f"control/{self._number}", "")
         self.state = new
 
     def read(self) -> State:
-        """The state, at most 2 ms old; waits until there is one."""
-        if time.monotonic() - self._read_at > 2e-3:
-            with watchdog.doing("the control block in the store"):
-                self.state = State(**json.loads(self.store.get("control")))
-            self._read_at = time.monotonic()
-        return self.state
+        """The newest state that has come here; waits until there is one."""
+        return self._wait(lambda state: True, "the control block in the store")
 
     def wait_for(self, version: int) -> None:
         """Returns when the weights of this version, or newer ones, are ready."""
-        with watchdog.doing(f"version {version} of the weights"):
-            while self.read().version < version:
-                time.sleep(2e-3)
+        self._wait(lambda state: state.version >= version, f"version {version} of the weights")
+
+    def _wait(self, done: Callable[[State], bool], what: str) -> State:
+        with watchdog.doing(what), self._changed:
+            while not (self.state and done(self.state)) and not self._error:
+                self._changed.wait(1.0)  # a signal's handler runs in between
+            if self._error:
+                raise self._error
+            return self.state
+
+    def _follow(self) -> None:
+        store = self.store.clone()  # a connection of its own: a call that waits would hold up all others
+        try:
+            while True:
+                store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
+                number, state = json.loads(store.get("control"))
+                with self._changed:
+                    self._number, self.state = number, State(**state)
+                    self._changed.notify_all()
+        except BaseException as error:  # raised again in the main thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
 
 class Outbox:

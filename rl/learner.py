@@ -8,6 +8,7 @@ Left out: the loss itself, which stands in the scripts and in losses.py.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -20,6 +21,7 @@ from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.forward_check import check_policy
+from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.pretrained import empty_model, load_config, load_weights
@@ -228,13 +230,20 @@ class Learner:
         return out
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) of every parameter, tied ones once, one at a time: a collective that all ranks walk through
-        in step, and never two copies of the model."""
+    def weights(self, dtype: torch.dtype = torch.float32, to_all: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every parameter, tied ones once. A bucket at a time, so that there never are
+        two copies of the model; a collective, which all ranks walk through in step. What has to travel is cast to `dtype`
+        before. Without `to_all` the first rank alone is given the weights."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
+        if self.ranks.world_size > 1:
+            yield from self._shards.whole(self.ranks.device, dtype, to_all)
+            return
         for name, parameter in self.policy.model.named_parameters():
-            whole = parameter.to_local() if self.ranks.world_size == 1 else parameter.to(self.ranks.device).full_tensor()
-            yield name, whole.to(self.ranks.device)
+            yield name, parameter.to_local().to(self.ranks.device)
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return Shards(dict(self.policy.model.named_parameters()))
 
     # -- what a checkpoint holds beside the reference policy, which is the model that training began with
 

@@ -109,11 +109,9 @@ class Publisher:
 
     def take_copy(self) -> None:
         """Copies the weights into the stream that is sent. A collective of the learners."""
-        names = self.plan.names
-        copies = self.plan.views(self._stream, range(len(names))) if self.split.bridge else names
-        for copy, (_, tensor) in zip(copies, self.learner.weights(), strict=True):
-            if self.split.bridge:
-                copy.copy_(tensor)
+        copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
+        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False)):
+            copies[number].copy_(tensor)
 
     def send(self, version: int) -> None:
         """Begins to send the copy, in the background."""

@@ -1,0 +1,72 @@
+"""Whole parameters out of the shards that the ranks hold: a bucket of them in one collective, cast before it travels.
+
+DTensor's own `full_tensor` is a collective for each parameter, in the precision that is trained. Over a slow network the first
+costs a round trip each, the second twice the bytes of what generators in bf16 want.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl import watchdog
+from rl.dist import all_gather_bytes
+
+BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
+
+
+class Shards:
+    """The parameters, DTensors over any mesh of all ranks of the default group, and where each rank's shards lie in them. To be
+    made by all ranks together."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]):
+        self.parameters = parameters
+        own = [compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements) for p in parameters.values()]
+        places = [json.loads(record) for record in all_gather_bytes(json.dumps(own).encode())]
+        # name -> of each rank: (shape of its shard, its first element in each dimension)
+        self._places = dict(zip(parameters, zip(*places, strict=True), strict=True))
+
+    def whole(self, device: torch.device, dtype: torch.dtype, to_all: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every parameter in order: on all ranks, or on the first alone. A collective,
+        which all ranks walk through in step."""
+        receives = to_all or dist.get_rank() == 0
+        for names in self._buckets(dtype):
+            sizes = [sum(math.prod(self._places[name][rank][0]) for name in names) for rank in range(dist.get_world_size())]
+            mine = torch.zeros(max(sizes), dtype=dtype, device=device)
+            shards = [self.parameters[name].to_local().flatten() for name in names]
+            torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
+            received = [torch.empty_like(mine) for _ in sizes] if receives else None
+            with watchdog.doing("the learners' shards of the weights"):
+                if to_all:
+                    dist.all_gather(received, mine)
+                else:
+                    dist.gather(mine, received)
+            watchdog.progress()
+            if receives:
+                yield from self._joined(names, received)
+
+    def _buckets(self, dtype: torch.dtype) -> Iterator[list[str]]:
+        bucket, size = [], 0
+        for name, parameter in self.parameters.items():
+            more = parameter.numel() * dtype.itemsize
+            if bucket and size + more > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += more
+        yield bucket
+
+    def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """received: of each rank, its shards of the parameters, end to end."""
+        sizes = [[math.prod(shape) for shape, _ in self._places[name]] for name in names]  # of each parameter, by rank
+        begins = [[0, *accumulate(of_rank)] for of_rank in zip(*sizes, strict=True)]
+        for number, name in enumerate(names):
+            whole = received[0].new_empty(self.parameters[name].shape)
+            for rank, (shape, offset) in enumerate(self._places[name]):
+                part = received[rank][begins[rank][number] : begins[rank][number + 1]].view(shape)
+                whole[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))] = part
+            yield name, whole

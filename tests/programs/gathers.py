@@ -1,0 +1,32 @@
+"""Started under torchrun by test_learner.py: the weights of a learner of several ranks, as one gather a bucket gives them,
+beside DTensor's own full tensors. Prints the number of collectives."""
+
+import sys
+
+import torch
+import torch.distributed as torch_dist
+
+from rl import dist, gather, process
+from rl.learner import Learner, LearnerArgs
+
+
+def main(ranks: dist.Ranks) -> None:
+    gather.BUCKET_BYTES = int(sys.argv[2])
+    learner = Learner(sys.argv[1], LearnerArgs(), ranks, total_steps=1)
+    expected = {name: p.full_tensor() for name, p in learner.policy.model.named_parameters()}
+    list(learner.weights())  # the ranks tell each other where their shards lie, once
+    calls = []
+    for name in ("all_gather", "gather"):
+        collective = getattr(torch_dist, name)
+        setattr(torch_dist, name, lambda *a, c=collective, name=name: (calls.append(name), c(*a))[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        for to_all in (True, False):
+            calls.clear()
+            found = dict(learner.weights(dtype, to_all))
+            assert list(found) == (list(expected) if to_all or ranks.is_main else [])
+            for name, whole in found.items():
+                assert whole.dtype == dtype and torch.equal(whole, expected[name].to(dtype)), name
+            print(f"{dtype} to_all={to_all}: {calls.count('all_gather' if to_all else 'gather')} collectives", flush=True)
+
+
+process.run(main, join=dist.init)
