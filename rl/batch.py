@@ -41,6 +41,7 @@ class Group:
     data_source: str
     responses: list[Response]
     baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
+    images: str = ""  # digest of the prompt's images, which do not travel; empty without any
 
     @property
     def scored(self) -> list[Response]:
@@ -67,7 +68,7 @@ class Group:
             "responses": [
                 [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
             ],
-        }
+        } | ({"images": self.images} if self.images else {})
         head = json.dumps(header).encode()
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:
@@ -94,7 +95,8 @@ class Group:
             Response(*of_one, *fields, mask)
             for of_one, (_, *fields, _), mask in zip(arrays, header["responses"], masks, strict=True)
         ]
-        return Group(header["ticket"], prompt, header["data_source"], responses, header["baseline"])
+        rest = (header["baseline"], header.get("images", ""))
+        return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 
 
 def join_records(records: list[bytes]) -> bytes:

@@ -3,7 +3,7 @@
 Rows are read with Hugging Face `datasets` and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
 string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
 what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-Left out: images.
+A column of images may stand beside it, with "<image>" in the text for each (rl/images.py, rl/vision.py).
 """
 
 import bisect
@@ -21,11 +21,12 @@ import pyarrow.compute as pc
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl import dist
+from rl import dist, images
 from rl.errors import UserError
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
+from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
 TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
@@ -43,13 +44,22 @@ class DataArgs:
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: chat messages, or a string that is used as it is."""
+    image_key: str = "images"
+    """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
+    "<image>" in the prompt."""
+    min_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Images are enlarged to at least so many pixels (width x height); by default as the model's
+    preprocessor_config.json says."""
+    max_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Images are reduced to at most so many pixels, which bounds their tokens; by default as the model's
+    preprocessor_config.json says."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
-    """Longest prompt, in tokens, with the chat template."""
+    """Longest prompt, in tokens, with the chat template and all tokens of its images."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts, whatever --truncation says."""
     truncation: Literal["error", "left", "right"] = "error"
     """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. At the right end stands
-    the chat template's generation prompt."""
+    the chat template's generation prompt. A prompt with images is not cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
@@ -66,6 +76,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
+    images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
 
 
 class PromptOrder:
@@ -91,9 +102,15 @@ class PromptDataset(Sequence):
     """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
 
     def __init__(
-        self, files: Sequence[str], split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase, args: DataArgs
+        self,
+        files: Sequence[str],
+        split: Literal["train", "val"],
+        tokenizer: PreTrainedTokenizerBase,
+        args: DataArgs,
+        prep: ImagePrep | None = None,
     ):
-        self.tokenizer, self.args = tokenizer, args
+        """prep: of a model that takes images."""
+        self.tokenizer, self.args, self.prep = tokenizer, args, prep
         self.files = list(files)
         if not self.files:
             raise UserError(f"--{split}-files names no file.")
@@ -102,7 +119,9 @@ class PromptDataset(Sequence):
         self.tables, room = [], math.inf if limit < 0 else limit
         for file in self.files:
             table = _read(file, split)
-            _check_columns(file, table, args.prompt_key)
+            _check_columns(file, table, args)
+            if args.image_key in table.column_names:
+                table = self._with_images(file, table)
             self.tables.append(table.select(range(min(len(table), room))))
             room -= len(self.tables[-1])
             _check_truths(file, self.tables[-1])
@@ -122,15 +141,17 @@ class PromptDataset(Sequence):
         which, number = self._locate(self.rows[index])
         file, row = self.files[which], self.tables[which][number]
         (ids,), limit = self._encode([self._render(f"{file} row {number}", row)]), self.args.max_prompt_length
+        short, (ids, of_row) = ids, self._expand(self.rows[index], row, ids)
         if len(ids) > limit:
-            ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
+            short = ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
         return Prompt(
             ids=ids,
-            text=self.tokenizer.decode(ids),
+            text=self.tokenizer.decode(short),
             data_source=_data_source(row),
             ground_truth=_ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
+            images=of_row,
         )
 
     def sources(self) -> dict[str, str]:
@@ -153,31 +174,54 @@ class PromptDataset(Sequence):
         a run."""
         kept, limit, rows = [], self.args.max_prompt_length, self._rendered(description)
         while batch := list(itertools.islice(rows, BATCH)):
-            for (row, text), ids in zip(batch, self._encode([text for _, text in batch]), strict=True):
-                where, length = self._where(row), len(ids)
-                if not length:
+            for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
+                where = self._where(row)
+                if not ids:
                     raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
                 if not kept:
                     check_kept(self.tokenizer, text.text, ids, where)
+                ids, of_row = self._expand(row, columns, ids)
+                length = len(ids)
                 if length > limit and self.args.filter_overlong_prompts:
                     continue
-                if length > limit and self.args.truncation == "error":
+                if length > limit and (self.args.truncation == "error" or of_row):
+                    cut = "lower --max-pixels" if of_row else "cut them with --truncation left or right"
                     raise UserError(
                         f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
-                        "such rows out with --filter-overlong-prompts, or cut them with --truncation left or right."
+                        f"such rows out with --filter-overlong-prompts, or {cut}."
                     )
                 self.truncated += length > limit
                 kept.append(row)
         return kept
 
-    def _rendered(self, description: str) -> Iterator[tuple[int, "Text"]]:
-        """(row number over all files, its prompt's text), of all rows; the prompt's column alone is read."""
-        key = self.args.prompt_key
-        columns = [table.select_columns(key if key in table.column_names else "question") for table in self.tables]
-        rows = itertools.chain.from_iterable(columns)
+    def _rendered(self, description: str) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, the columns of its prompt, the prompt's text), of all rows; no other column is read."""
+        key, image_key = self.args.prompt_key, self.args.image_key
+        wanted = [[key if key in t.column_names else "question", *{image_key} & {*t.column_names}] for t in self.tables]
+        rows = itertools.chain.from_iterable(t.select_columns(names) for t, names in zip(self.tables, wanted, strict=True))
         total = range(self.ends[-1])
         for number, row in zip(track(total, description, show=dist.launched_rank() == 0), rows, strict=True):
-            yield number, self._render(self._where(number), row)
+            yield number, row, self._render(self._where(number), row)
+
+    def _with_images(self, file: str, table):
+        """The table, with its images as files. Raises UserError for images that the model does not take."""
+        if self.prep is None and (row := _first_with_images(table, self.args.image_key)) is not None:
+            raise UserError(
+                f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
+                f"of images and text ({', '.join(FAMILIES)})."
+            )
+        return images.undecoded(table, self.args.image_key)
+
+    def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
+        """The row's token ids with all tokens of its images, and the images, None without any."""
+        if self.prep is None:
+            return ids, None
+        try:
+            directory = Path(self.files[self._locate(row)[0]]).parent
+            ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), directory))
+        except ImageError as error:
+            raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
+        return ids, of_row if of_row.sources else None
 
     def _where(self, row: int) -> str:
         file, number = self._locate(row)
@@ -212,6 +256,8 @@ class PromptDataset(Sequence):
             )
         if not any(message["content"].strip() for message in messages):
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
+        if self.prep and self.args.image_key in row:
+            messages = images.with_places(messages)
         return Text(self._render_chat(where, messages), True) if is_chat else Text(prompt, False)
 
     def _render_chat(self, where: str, messages: list[dict]) -> str:
@@ -282,9 +328,9 @@ def _read_hub(name: str, split: str):
         ) from None
 
 
-def _check_columns(file: str, table, prompt_key: str) -> None:
+def _check_columns(file: str, table, args: DataArgs) -> None:
     """Raises UserError unless the table is in verl's layout or has question and answer."""
-    columns = set(table.column_names)
+    columns, prompt_key = set(table.column_names), args.prompt_key
     has = f"the columns are {', '.join(sorted(columns))}"
     if prompt_key not in columns and not {"question", "answer"} <= columns:
         raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")
@@ -292,8 +338,8 @@ def _check_columns(file: str, table, prompt_key: str) -> None:
         raise UserError(
             f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
         )
-    if "images" in columns and (row := _first_with_images(table)) is not None:
-        raise UserError(f"{file} row {row}: the prompt has images, which cannot be used yet. Leave such rows out.")
+    if args.image_key not in (DataArgs.image_key, *columns):
+        raise UserError(f"{file}: there is no column {args.image_key!r}; {has}. Name the right one with --image-key.")
     if "data_source" in columns:
         return
     remedy = (
@@ -306,9 +352,9 @@ def _check_columns(file: str, table, prompt_key: str) -> None:
             raise UserError(f"{file} row {number}: the answer has no '####' as GSM8K's have, and {remedy}")
 
 
-def _first_with_images(table) -> int | None:
+def _first_with_images(table, name: str) -> int | None:
     """The first row whose images are neither null nor an empty list, without decoding any."""
-    column = _column(table, "images")
+    column = _column(table, name)
     is_list = str(column.type).startswith(("list", "large_list"))
     return _first(pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column))
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rl.ranges import Range
+from rl.vision import Images
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Request:
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and goes on
+    images: Images | None = None  # of the prompt, whose ids have all their tokens
 
 
 @dataclass(frozen=True)

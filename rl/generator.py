@@ -39,6 +39,10 @@ class Work:
     def done(self) -> bool:
         return len(self.scores) == self.n + self.greedy
 
+    def group(self, ticket: int, responses: list[Response], baseline: float = 0.0) -> Group:
+        p = self.prompt
+        return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, p.images.digest if p.images else "")
+
 
 class Generator:
     """Drives one engine. A ticket is a place in the endless prompt order; a key is a ticket or VALIDATION + index."""
@@ -88,7 +92,7 @@ class Generator:
             work = self.working[ticket]
             numbers = range(work.n + work.greedy)
             responses = [_response(work.outputs.get(i) or outputs[ticket, i]) for i in numbers]
-            groups.append(Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses))
+            groups.append(work.group(ticket, responses))
         return groups
 
     def poll(self, wait: float = 0.0) -> list[Group]:
@@ -167,7 +171,7 @@ class Generator:
                 responses = [
                     dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
                 ]
-        return Group(ticket, np.array(work.prompt.ids, np.int32), work.prompt.data_source, responses, baseline)
+        return work.group(ticket, responses, baseline)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
         score = work.scores[number]

@@ -21,6 +21,7 @@ from rl.pretrained import check_model, load_config, load_tokenizer, resolve
 from rl.ranges import Range
 from rl.run import LogArgs
 from rl.scoring import RewardArgs, check_sources
+from rl.vision import ImagePrep
 from rl.watchdog import WatchdogArgs
 
 DEFAULT_STEPS = 200  # to train, where no flag says it
@@ -136,11 +137,12 @@ def set_up(args: CommonArgs, file: str) -> Job:
     be used."""
     torch.manual_seed(args.seed)
     path = resolve(args.model)
-    load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
+    config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
-    prompts = PromptDataset(args.train_files, "train", tokenizer, args)
-    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args) if args.test_freq > 0 else None
+    prep = ImagePrep.of(path, config, args)
+    prompts = PromptDataset(args.train_files, "train", tokenizer, args, prep)
+    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
     check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))

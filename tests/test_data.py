@@ -154,7 +154,7 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
     geo3k = GSM8K.parent / "geo3k" / "train.parquet"
     if not geo3k.exists():
         pytest.skip(f"no geometry problems at {geo3k}")
-    with pytest.raises(UserError, match=r"train\.parquet row 0: the prompt has images"):
+    with pytest.raises(UserError, match=r"train\.parquet row 0: the prompt has images, which --model does not take"):
         dataset(geo3k)
     rows = [{**verl_row("1+1="), "images": []}, {**verl_row("2+2="), "images": []}]
     assert len(dataset(write(tmp_path / "a.jsonl", *rows))) == 2

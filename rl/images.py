@@ -1,0 +1,134 @@
+"""Images as rows of the data have them, to RGB: one way for every rank, machine and format.
+
+Turned as its EXIF says, transparency on white, 16 bits scaled to 8, of an animation the first frame. The size is read from the
+header, nothing else of the image is decoded for it.
+Left out: videos, and images from the network.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+TURNED = {5, 6, 7, 8}  # EXIF orientations by a quarter turn: width and height change places
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # refused below, with the remedy
+
+
+PLACE = "<image>"  # in a prompt's text, where an image belongs
+
+
+class ImageError(Exception):
+    """What is wrong with a row's images, without the row."""
+
+
+def files_of(value: object, directory: Path) -> list[bytes]:
+    """The image files of a row's column, which holds a list of images, one, or none. Raises ImageError."""
+    if value is None:
+        return []
+    return [_numbered(i, read, one, directory) for i, one in enumerate(value if isinstance(value, list) else [value])]
+
+
+def with_places(messages: Sequence[dict]) -> list[dict]:
+    """Chat messages of which each PLACE has become a part of its own, as chat templates take images."""
+    return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+def _parts(content: str) -> str | list[dict]:
+    if PLACE not in content:
+        return content
+    pieces = [piece for piece in re.split(f"({PLACE})", content) if piece]
+    return [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece} for piece in pieces]
+
+
+def undecoded(table, column: str):
+    """The datasets.Dataset with the column's images left as files: it would decode them at each look at a row."""
+    from datasets import Image as Feature
+
+    feature = table.features[column]
+    if isinstance(feature, Feature):
+        return table.cast_column(column, Feature(decode=False))
+    if isinstance(getattr(feature, "feature", None), Feature):
+        return table.cast_column(column, type(feature)(Feature(decode=False)))
+    return table
+
+
+def sizes(files: Sequence[bytes]) -> list[tuple[int, int]]:
+    """(width, height) of each as it is seen, from the headers. Raises ImageError."""
+    return [_numbered(i, size, data) for i, data in enumerate(files)]
+
+
+def _numbered(number: int, act, *arguments):
+    try:
+        return act(*arguments)
+    except ImageError as error:
+        raise ImageError(f"image {number} {error}") from None
+
+
+def read(value: object, directory: Path = Path()) -> bytes:
+    """The bytes of an image file as a row names it: bytes, a path (relative ones from `directory`), a PIL image, or as
+    `datasets` stores it, {"bytes", "path"}. Raises ImageError."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return buffer.getvalue()
+    if isinstance(value, bytes) and value:
+        return value
+    if not isinstance(value, str) or not value:
+        raise ImageError("is empty" if not value else f"is a {type(value).__name__}, neither bytes nor a path")
+    if value.startswith(("http://", "https://", "data:")):
+        raise ImageError("is a URL; download it, and put its bytes or its path there")
+    try:
+        return (directory / value.removeprefix("file://")).read_bytes()
+    except OSError as error:
+        raise ImageError(f"cannot be read ({error.strerror}: {error.filename})") from None
+
+
+def size(data: bytes) -> tuple[int, int]:
+    """(width, height) as it is seen, from the header. Raises ImageError."""
+    image = _open(data)
+    turned = _exif(image).get(ExifTags.Base.Orientation) in TURNED
+    return image.size[::-1] if turned else image.size
+
+
+def to_rgb(data: bytes) -> np.ndarray:
+    """The image [height, width, 3] uint8. Raises ImageError if it is damaged."""
+    image = _open(data)
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip at 255
+            image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return np.asarray(image.convert("RGB"))
+    except Exception as error:  # OSError, SyntaxError, ValueError, zlib's and struct's: each format's reader has its own
+        raise ImageError(f"cannot be decoded ({_reason(error)})") from None
+
+
+def _open(data: bytes) -> Image.Image:
+    """The image with its header read."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        _exif(image)  # from here on the orientation is what the header says, for size() and to_rgb() alike
+    except Exception as error:
+        raise ImageError(f"is no image that can be read ({_reason(error)})") from None
+    width, height = image.size
+    if width * height > Image.MAX_IMAGE_PIXELS:
+        raise ImageError(f"has {width} x {height} pixels, more than {Image.MAX_IMAGE_PIXELS:,}; make it smaller")
+    return image
+
+
+def _exif(image: Image.Image) -> Image.Exif:
+    """Without PNG's own way, which decodes the whole image in case there is some behind it."""
+    return Image.Image.getexif(image)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).partition(" <_io")[0].strip() or type(error).__name__).splitlines()[0]
