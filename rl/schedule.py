@@ -10,12 +10,12 @@ flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Annotated, Literal
 
 from torch.distributed import Store
@@ -97,8 +97,9 @@ class ScheduleArgs(SplitArgs):
 
     def quota(self, version: int) -> int:
         """Tickets that may have started, the dropped ones not counted, under the weights of this version."""
-        ahead = version + 1 + Fraction(str(self.staleness_threshold))
-        return math.floor(ahead * self.prompts_per_step * self.trigger_parameter_sync_step)
+        period = self.prompts_per_step * self.trigger_parameter_sync_step
+        threshold = _exact(self.staleness_threshold)
+        return (version + 1) * period + threshold.numerator * period // threshold.denominator
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
@@ -119,6 +120,12 @@ class ScheduleArgs(SplitArgs):
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
                 "other, or take --stale drop."
             )
+
+
+@cache
+def _exact(decimal: float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
+    return Fraction(str(decimal))
 
 
 class Tickets:

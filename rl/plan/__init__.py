@@ -1,0 +1,1 @@
+"""What stands behind plan.py: a run's time and memory, told before it is started."""
