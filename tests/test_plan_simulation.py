@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rl.plan.engine import Engine, Group
 from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
-from rl.plan.simulation import Load, Ranks, Scorers, asynchronous, generate, one_step_off, sync
+from rl.plan.simulation import Load, Ranks, Scorers, generate, one_step_off, sync
+from rl.plan.stream import asynchronous
 from rl.plan.workload import Drawn
 from rl.schedule import ScheduleArgs
 

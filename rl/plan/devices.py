@@ -1,0 +1,44 @@
+"""Accelerators by name, from their makers' data sheets: what a plan computes with where nothing was measured.
+
+Dense peaks in bf16. Links are for one device and one direction; the network between nodes is what such machines are commonly
+built with, one adapter of 400 Gb/s (H) or 200 Gb/s (others) a device, and is the least certain number here.
+"""
+
+from dataclasses import dataclass
+
+from rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    kind: str  # cuda or npu
+    memory: float  # bytes
+    flops: float  # FLOP/s
+    bandwidth: float  # of its memory, bytes/s
+    link: float  # to the devices of its node, bytes/s
+    network: float  # to other nodes, bytes/s
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("H200-141GB", "cuda", 141e9, 989e12, 4.8e12, 450e9, 50e9),  # nvidia.com, H200 data sheet
+        Device("H100-80GB", "cuda", 80e9, 989e12, 3.35e12, 450e9, 50e9),  # nvidia.com, H100 data sheet, SXM5
+        Device("H800-80GB", "cuda", 80e9, 989e12, 3.35e12, 200e9, 50e9),  # the H100 with 400 GB/s of NVLink
+        Device("H20-96GB", "cuda", 96e9, 148e12, 4.0e12, 450e9, 50e9),  # NVIDIA's figures as server makers give them
+        Device("A100-80GB", "cuda", 80e9, 312e12, 2.039e12, 300e9, 25e9),  # nvidia.com, A100 data sheet, SXM4
+        Device("A100-40GB", "cuda", 40e9, 312e12, 1.555e12, 300e9, 25e9),
+        Device("A800-80GB", "cuda", 80e9, 312e12, 2.039e12, 200e9, 25e9),  # the A100 with 400 GB/s of NVLink
+        Device("L40S-48GB", "cuda", 48e9, 362e12, 0.864e12, 32e9, 25e9),  # nvidia.com, L40S data sheet; PCIe 4
+        Device("910B-64GB", "npu", 64e9, 354e12, 1.6e12, 196e9, 25e9),  # Atlas 800T A2: HCCS of 392 GB/s both ways
+    )
+}
+
+
+def device(name: str) -> Device:
+    """The device of that name, or of that beginning where one alone has it. Raises UserError for another."""
+    found = [d for known, d in DEVICES.items() if name.lower() in (known.lower(), known.lower().partition("-")[0])]
+    if len(found) != 1:
+        raise UserError(f"--device {name}: choose one of {', '.join(DEVICES)}, or add yours to rl/plan/devices.py.")
+    return found[0]
