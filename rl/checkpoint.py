@@ -84,11 +84,18 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
         raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start anew.")
     if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
         print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+    state = load(path, learner)
+    groups, unfinished = (read_groups(path / TRAINING / name) for name in (GROUPS, UNFINISHED))
+    return Resumed(origin, state, groups, unfinished)
+
+
+def load(path: Path, learner: Learner) -> dict:
+    """Reads the checkpoint into the learner; returns the state of the run's other parts, by name. A collective."""
+    record = json.loads((path / TRAINING / STATE).read_text())
     _load_tensors(path, learner)
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
-    groups, unfinished = (read_groups(path / TRAINING / name) for name in (GROUPS, UNFINISHED))
-    return Resumed(origin, record["state"], groups, unfinished)
+    return record["state"]
 
 
 def _load_tensors(path: Path, learner: Learner) -> None:

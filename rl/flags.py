@@ -39,15 +39,17 @@ def parse(flags: type[Flags], description: str | None = None) -> Flags:
         process.fail(error)
 
 
-def read(flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None) -> Flags:
-    """`parse` for other callers: raises UserError. args: the command line; by default this process's."""
+def read(
+    flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None, defaults: dict | None = None
+) -> Flags:
+    """`parse` for other callers: raises UserError. args: the command line; by default this process's. defaults: of fields,
+    instead of the class's own."""
     args = _spell_out_booleans(flags, sys.argv[1:] if args is None else args)
     errors, is_first = io.StringIO(), os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(sys.stdout if is_first else io.StringIO()):
         try:
-            groups = tyro.cli(
-                _grouped(flags), args=args, description=f"{(description or '').strip()}\n\n{BOOLEANS}", config=CONFIG
-            )
+            described = f"{(description or '').strip()}\n\n{BOOLEANS}"
+            groups = tyro.cli(_grouped(flags, defaults or {}), args=args, description=described, config=CONFIG)
         except SystemExit as end:
             if not end.code:  # --help
                 raise
@@ -61,7 +63,7 @@ def read(flags: type[Flags], description: str | None = None, args: Sequence[str]
 # -------------------------------------------------------------------------------------------------------- for tyro
 
 
-def _grouped(flags: type) -> type:
+def _grouped(flags: type, defaults: dict) -> type:
     """The dataclass as one of dataclasses, a field for each that it is made of: tyro gives each a title in --help."""
     hints, limits = get_type_hints(flags, include_extras=True), ranges(flags)
     fields = {field.name: field for field in dataclasses.fields(flags)}
@@ -72,13 +74,15 @@ def _grouped(flags: type) -> type:
         for name in names:
             field = fields.pop(name)
             shown = f"{_kind(hints[name])} ({limits[name]})" if name in limits else None
-            default_shown = "" if field.default in (None, ()) else None  # the text says what that does
+            default = defaults.get(name, field.default)
+            default_shown = "" if default in (None, ()) else None  # the text says what that does
             arg = tyro.conf.arg(help=docs.get(name, ""), metavar=shown, help_behavior_hint=default_shown)
             hint = Annotated[hints[name], arg]
-            default = dataclasses.field(default=field.default, default_factory=field.default_factory)
-            own.append((name, hint, default))
+            factory = dataclasses.MISSING if name in defaults else field.default_factory
+            own.append((name, hint, dataclasses.field(default=default, default_factory=factory)))
         if own:
-            title = "script" if part is flags else re.sub(r"\B([A-Z])", r"_\1", part.__name__.removesuffix("Args")).lower()
+            words = re.sub(r"\B([A-Z])", r"_\1", part.__name__.removesuffix("Args")).lower()
+            title = "script" if part is flags or not words else words
             group = make_dataclass(title, own)
             group.__doc__ = _first_paragraph(part)
             groups.append((title, group))

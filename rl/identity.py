@@ -23,7 +23,7 @@ MAY_CHANGE = {
     # names; what they name is compared by content
     *("model", "train_files", "trust_remote_code"),
     # where the record goes
-    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations"),
+    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record"),
     # how long the run is, how often it saves and validates, when it is given up
     *(
         "total_training_steps",

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -11,16 +12,27 @@ PACKAGE = Path(__file__).resolve().parent
 
 def code_digest(script: Path, *more: Path) -> str:
     """A digest of all code of the project that a run of the script may execute: rl/ (without rl/report, which only reads runs),
-    losses.py, the script, the modules that it has imported from its own directory, and the files in `more`. Equal digests mean
-    equal code."""
-    beside = script.resolve().parent
+    `script_files`, and the files in `more`. Equal digests mean equal code."""
     files = {path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents}
-    files |= {script.resolve(), *(path.resolve() for path in more)}
+    return digest_of([*files, *script_files(script), *more])
+
+
+def script_files(script: Path) -> list[Path]:
+    """The script, losses.py, and the modules that the script has imported from its own directory."""
+    files = {script.resolve()}
     files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
     loaded = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
-    near = {str(beside), os.path.dirname(os.path.abspath(script))}  # thousands of paths: resolving them all takes half a second
+    # thousands of paths: resolving them all takes half a second
+    near = {str(script.resolve().parent), os.path.dirname(os.path.abspath(script))}
     files |= {Path(file).resolve() for file in loaded if os.path.dirname(os.path.abspath(file)) in near}
+    return sorted(file for file in files if file.is_file())
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the files' names and contents."""
     digest = hashlib.sha256()
-    for name, content in sorted((file.name, file.read_bytes()) for file in files if file.is_file()):
+    for name, content in sorted(
+        (file.name, file.read_bytes()) for file in {path.resolve() for path in files} if file.is_file()
+    ):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:16]

@@ -49,6 +49,9 @@ class LogArgs:
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Responses of each validation to write into a table."""
+    record: str | None = None
+    """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
+    each run."""
 
 
 @dataclass(frozen=True)

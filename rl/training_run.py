@@ -11,6 +11,7 @@ from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.metrics import validation_metrics
+from rl.recorder import Recorder
 from rl.run import Run
 from rl.saver import Saver
 from rl.setup import CommonArgs, Job
@@ -48,12 +49,17 @@ class TrainingRun:
                 part.restore(resumed.state[name])
             if samples:
                 samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
+        records = args.record and learner.ranks.is_main
+        self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         self.record = Run(args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin)
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.timer = self.record.timer
-        self._begun = False  # whether a step has
+        self._begun = self.done  # the last step that has
+        if self.recorder:
+            more = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
+            self.recorder.begin(self.record.dir, identity.record | more)
 
     def steps(self) -> range:
         """The steps that are left to train."""
@@ -62,9 +68,12 @@ class TrainingRun:
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
         batch = Batch.of(groups)
-        if not self._begun:
+        if self._begun == self.done:
             batch.check_scored()
-        self._begun = True
+        self._begun += 1
+        if self.recorder:
+            with self.timer("record"):
+                self.recorder.write(self._begun, groups)
         self.record.warn_unscored(batch.errors)
         return batch
 

@@ -1,0 +1,150 @@
+"""The record of a run's samples: what is written is read, whatever is cut off, damaged or refused by the disk."""
+
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+from helpers import make_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl import recorder
+from rl.errors import UserError
+from rl.recorder import SAMPLES, Record, Recorder
+
+
+def groups(step: int, n: int = 3, tokens: int = 40) -> list:
+    """The groups of a step, all different, with masks and without."""
+    rng = np.random.default_rng(step)
+    sizes = lambda: [int(rng.integers(1, tokens)) for _ in range(4)]  # noqa: E731
+    return [make_group(100 * step + i, sizes(), rng=rng, masked=bool(i % 2), unscored=(i,)) for i in range(n)]
+
+
+def as_bytes(of_step) -> list[bytes]:
+    return [group.to_bytes() for group in of_step]
+
+
+def record(tmp_path, steps: int, after: int = 0, first: bool = True) -> Recorder:
+    """Records the steps behind `after`, as a run in tmp_path/run does."""
+    run = tmp_path / "run"
+    writer = Recorder(str(tmp_path / "record"), None if first else run, after)
+    writer.begin(run, {"after": after, "flags": {"lr": after}})
+    for step in range(after + 1, after + steps + 1):
+        writer.write(step, groups(step))
+    return writer
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("x = 1\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
+
+
+def test_what_is_recorded_is_read(tmp_path, monkeypatch):
+    """The same bytes, in one frame a step or in many."""
+    for frame_bytes in (1 << 20, 1):
+        monkeypatch.setattr(recorder, "FRAME_BYTES", frame_bytes)
+        where = tmp_path / str(frame_bytes)
+        record(where, 5)
+        back = Record(where / "record")
+        assert back.steps == [1, 2, 3, 4, 5] and back.lost == 0
+        for step in back.steps:
+            assert as_bytes(back.groups(step)) == as_bytes(groups(step))
+        start = back.start_of(3)
+        assert start["flags"] == {"lr": 0} and (where / "record" / start["file"]).read_text() == "x = 1\n"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=200)), min_size=1, max_size=9))
+def test_any_records_survive_packing(parts):
+    """The length of a head, the head, and whatever follows."""
+    records = [len(head).to_bytes(4, "little") + head + rest for head, rest in parts]
+    assert recorder._unpack(recorder._pack(records)) == records
+
+
+@pytest.mark.parametrize("how", ["cut", "damaged"])
+def test_a_record_is_read_up_to_where_it_is_whole(tmp_path, how, monkeypatch):
+    """Cut off at random bytes, or with a random bit turned: the steps before are there as they were, none is wrong."""
+    monkeypatch.setattr(recorder, "FRAME_BYTES", 500)  # several frames a step
+    record(tmp_path, 6)
+    file = tmp_path / "record" / SAMPLES
+    whole, rng = file.read_bytes(), random.Random(how)
+    ends = {}  # step -> where its last frame ends
+    with open(file, "rb") as handle:
+        for frame in recorder.scan(handle.fileno()):
+            ends[frame.step] = frame.end
+    for at in [*rng.choices(range(ends[0], len(whole)), k=60), ends[3], ends[3] - 1, ends[3] + 1]:
+        bit = bytes([whole[at] ^ 1 << rng.randrange(8)]) if at < len(whole) else b""
+        file.write_bytes(whole[:at] if how == "cut" else whole[:at] + bit + whole[at + 1 :])
+        back = Record(tmp_path / "record")
+        assert back.steps == [step for step in range(1, 7) if ends[step] <= at]
+        assert all(as_bytes(back.groups(step)) == as_bytes(groups(step)) for step in back.steps)
+        assert back.lost == len(file.read_bytes()) - back.end
+
+
+def test_a_run_that_goes_on_takes_its_record_back_to_the_checkpoint(tmp_path):
+    record(tmp_path, 6)
+    file = tmp_path / "record" / SAMPLES
+    file.write_bytes(file.read_bytes()[:-5])  # killed within step 6
+    record(tmp_path, 4, after=3, first=False)
+    back = Record(tmp_path / "record")
+    assert back.steps == [1, 2, 3, 4, 5, 6, 7] and back.lost == 0
+    assert [back.start_of(step)["flags"]["lr"] for step in (3, 4)] == [0, 3]
+    assert (tmp_path / "record" / "samples_superseded.rec").stat().st_size > 0
+    record(tmp_path, 1, after=0, first=False)  # nothing was saved: from the beginning
+    assert Record(tmp_path / "record").steps == [1]
+
+
+def test_the_record_of_another_run_is_left_alone(tmp_path):
+    record(tmp_path, 2)
+    before = (tmp_path / "record" / SAMPLES).read_bytes()
+    for run_dir in (None, tmp_path / "other"):
+        with pytest.raises(UserError, match=r"--record .*record holds the samples of .*run\. Give another directory"):
+            Recorder(str(tmp_path / "record"), run_dir, 1)
+    assert (tmp_path / "record" / SAMPLES).read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--record .*file cannot be written"):
+        Recorder(str(tmp_path / "file"), None, 0)
+    with pytest.raises(UserError, match="no samples were recorded here"):
+        Record(tmp_path / "nowhere")
+
+
+def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch):
+    """The frames that were written of it are taken back; what follows is read."""
+    writer = record(tmp_path, 2)
+    monkeypatch.setattr(recorder, "FRAME_BYTES", 500)
+    written, write = [], recorder._write
+
+    def full(*arguments):
+        written.append(arguments)
+        if len(written) > 1:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "_write", full)
+        writer.write(3, groups(3))
+        writer.write(4, groups(4))
+    writer.write(5, groups(5))
+    back = Record(tmp_path / "record")
+    assert back.steps == [1, 2, 5] and back.lost == 0 and as_bytes(back.groups(5)) == as_bytes(groups(5))
+    assert capfd.readouterr().err.count("step 3 is not recorded (No space left on device)") == 1
+
+
+@pytest.mark.parametrize(("vocabulary", "length"), [(150_000, 300), (32_000, 64)])
+def test_a_token_takes_at_most_12_bytes(tmp_path, vocabulary, length):
+    """Prompts included: random tokens of a large vocabulary and random log-probs, which nothing compresses."""
+    rng = np.random.default_rng(0)
+    of_step, tokens = [], 0
+    for ticket in range(16):
+        group = make_group(ticket, [length] * 8, prompt=100, rng=rng)
+        for response in group.responses:
+            response.token_ids[:] = rng.integers(0, vocabulary, length)
+        group.prompt_ids[:] = rng.integers(0, vocabulary, 100)
+        tokens += 8 * length + 100
+        of_step.append(group)
+    writer = Recorder(str(tmp_path / "record"), None, 0)
+    writer.write(1, of_step)
+    assert os.path.getsize(tmp_path / "record" / SAMPLES) / tokens < 8
