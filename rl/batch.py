@@ -7,6 +7,7 @@ without a collective. `MicroBatch` is what one forward pass takes: whole sequenc
 
 import heapq
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import torch
 from rl.attention import Packed
 from rl.dist import Ranks
 from rl.errors import UserError
+from rl.router import row_of_routes
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Response:
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
     error: str | None = None  # why it could not be scored
     mask: np.ndarray | None = None  # [n] bool, the tokens that are trained; None trains them all
+    routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, the experts of all but the last token (rl/router.py)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Group:
     responses: list[Response]
     baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
     images: str = ""  # digest of the prompt's images, which do not travel; empty without any
+    prompt_routes: np.ndarray | None = None  # [p, L, K]; None where no response has routes
 
     @property
     def scored(self) -> list[Response]:
@@ -69,11 +73,16 @@ class Group:
                 [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
             ],
         } | ({"images": self.images} if self.images else {})
+        if self.prompt_routes is not None:
+            has = [r.routes is not None for r in self.responses]
+            header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
         head = json.dumps(header).encode()
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:
             arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
         arrays += [r.mask.astype(bool) for r in self.responses if r.mask is not None]  # last: single bytes align nothing
+        if self.prompt_routes is not None:
+            arrays += [self.prompt_routes, *(r.routes for r in self.responses if r.routes is not None)]
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
@@ -91,11 +100,19 @@ class Group:
         prompt = take(header["prompt"], np.int32)
         arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
         masks = [take(n, bool) if has_mask else None for n, *_, has_mask in header["responses"]]
+        prompt_routes, routes = None, [None] * len(masks)
+        if "routes" in header:
+            dtype, *shape, has = header["routes"]
+            rows = lambda n: take(n * math.prod(shape), dtype).reshape(n, *shape)  # noqa: E731
+            prompt_routes = rows(len(prompt))
+            routes = [
+                rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
+            ]
         responses = [
-            Response(*of_one, *fields, mask)
-            for of_one, (_, *fields, _), mask in zip(arrays, header["responses"], masks, strict=True)
+            Response(*of_one, *fields, mask, of_its_tokens)
+            for of_one, (_, *fields, _), mask, of_its_tokens in zip(arrays, header["responses"], masks, routes, strict=True)
         ]
-        rest = (header["baseline"], header.get("images", ""))
+        rest = (header["baseline"], header.get("images", ""), prompt_routes)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 
 
@@ -136,6 +153,8 @@ class Batch:
     mask: torch.Tensor  # [N] bool, tokens that are trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] long
+    routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
+    prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
     actor_log_prob: torch.Tensor | None = None  # [N] float32, of the policy that starts the step; NaN where it is not known
     ref_log_prob: torch.Tensor | None = None  # [N] float32
@@ -169,6 +188,8 @@ class Batch:
             mask=joined(masks, bool),
             rollout_log_prob=joined((r.log_probs for _, _, r in pairs), np.float32),
             version=joined((r.versions for _, _, r in pairs), np.int32).long(),
+            routes=[r.routes for _, _, r in pairs],
+            prompt_routes=[g.prompt_routes for _, g, _ in pairs],
         )
 
     def check_scored(self) -> None:
@@ -217,7 +238,7 @@ class Batch:
         return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
     """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted."""
 
@@ -226,6 +247,7 @@ class MicroBatch:
     predict: torch.Tensor  # [n] on the device: index in the row of the hidden state that predicts each response token
     labels: torch.Tensor  # [n] on the device
     index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
+    routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/router.py)
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
@@ -250,7 +272,8 @@ class MicroBatch:
         # a prompt's last token predicts its response's first
         predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
         row, labels = layout.inputs(torch.cat(parts)), batch.token[index]
-        return MicroBatch(row, layout, torch.cat(predict).to(device), labels.to(device), index)
+        routes = row_of_routes(batch, responses)
+        return MicroBatch(row, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
 
 
 def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:

@@ -21,6 +21,7 @@ from rl.engine_forward import has_fast_path, hidden_states
 from rl.forward_check import PROMPT, check_engine
 from rl.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.pretrained import end_token_ids, load_config, load_weights
+from rl.router import Router, RouterArgs, as_record
 from rl.sampling import SlotSettings, sample
 
 
@@ -32,11 +33,14 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, where recorded: [m, L, K] each
 
     @staticmethod
     def of(request: Request) -> "Running":
-        before = request.so_far
-        return Running(request, *(map(list, (before.token_ids, before.log_probs, before.versions)) if before else ()))
+        if not (before := request.so_far):
+            return Running(request)
+        lists = map(list, (before.token_ids, before.log_probs, before.versions))
+        return Running(request, *lists, [] if before.routes is None else [before.routes])
 
     @property
     def in_kv(self) -> tuple[int, ...]:
@@ -44,7 +48,8 @@ class Running:
         return (*self.request.prompt_ids, *self.token_ids[:-1])
 
     def output(self, reason: str) -> Output:
-        return Output(self.request.id, self.token_ids, self.log_probs, self.versions, reason)
+        lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
+        return Output(self.request.id, *lists, reason, np.concatenate(self.routes) if self.routes else None)
 
 
 class TransformersEngine:
@@ -66,6 +71,7 @@ class TransformersEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
+        router: RouterArgs | None = None,
     ):
         check_supported(load_config(model_path, trust_remote_code), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
@@ -79,6 +85,9 @@ class TransformersEngine:
         )
         self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
         self.has_fast_path = has_fast_path(self.model)
+        router = router or RouterArgs()
+        self.router = Router.of(self.model, router)
+        self.records_routes = self.router is not None and router.router_replay == "R3"
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -108,12 +117,16 @@ class TransformersEngine:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
             token, position = self.token[:rows], self.position[:rows]
-            finished += self._sample(self._forward(token, position, layout), 0)
+            hidden = self._forward(token, position, layout)
+            if self.records_routes:
+                for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
+                    row.routes.append(routes)
+            finished += self._sample(hidden, 0)
         return finished
 
     def unfinished(self) -> list[Output]:
         rows = [*self.running, *(Running.of(request) for request in self.waiting)]
-        return [Output(r.request.id, list(r.token_ids), list(r.log_probs), list(r.versions), "unfinished") for r in rows]
+        return [row.output("unfinished") for row in rows]
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
@@ -181,6 +194,8 @@ class TransformersEngine:
 
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
         """token, position [T] -> hidden states [T, hidden]."""
+        if self.router:
+            self.router.begin(layout)
         if self.has_fast_path:
             return hidden_states(self.model, token, position, layout)
         rows = {"input_ids": token[None], "position_ids": position[None]}
@@ -207,6 +222,10 @@ class TransformersEngine:
         if not groups:
             return []
         hidden = self._prefill(list(groups), [slots[0] for slots in groups.values()])
+        if self.records_routes:
+            routes_of = dict(zip(groups, self._routes([len(sequence) for sequence in groups]), strict=True))
+            for row in self.running[first:]:
+                row.routes = row.routes or [routes_of[row.in_kv]]
         order = [i for i, slots in enumerate(groups.values()) for _ in slots]
         slots = [slot for slots in groups.values() for slot in slots]
         leader = torch.tensor([slots[0] for slots in groups.values() for _ in slots[1:]], dtype=torch.long)
@@ -229,6 +248,11 @@ class TransformersEngine:
         ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
         hidden = self._forward(ids, layout.position_ids, layout)
         return hidden[layout.cu_seqlens[1:] - 1]
+
+    def _routes(self, lengths: list[int]) -> list[np.ndarray]:
+        """The routes of the last forward pass, [m, L, K] for each run of so many tokens."""
+        record = as_record(self.router.chosen(), self.router.experts)
+        return np.split(record, np.cumsum(lengths)[:-1])
 
     def _recompute_kv(self) -> None:
         sequences = [r.in_kv for r in self.running]

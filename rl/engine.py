@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from rl.ranges import Range
+from rl.router import RouterArgs
 from rl.vision import Images
 
 
 @dataclass
-class EngineArgs:
+class EngineArgs(RouterArgs):
     """Generation: sampling and the engine."""
 
     rollout_n: Annotated[int, Range(at_least=1)] = 8
@@ -90,13 +91,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """A response. The three lists are equally long, the end-of-sequence token included."""
+    """A response. The three lists are equally long, n, the end-of-sequence token included."""
 
     id: object
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
+    routes: np.ndarray | None = None  # [prompt + n - 1, L, K], uint8 or uint16, as they were while sampling (rl/router.py)
 
 
 class Engine(Protocol):

@@ -6,7 +6,7 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -17,6 +17,7 @@ from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
 from rl.make_engine import make_engine
+from rl.router import check_record
 from rl.scoring import Score, ScoringPool, overlong_penalty
 from rl.setup import CommonArgs, Job
 from rl.tensor_parallel import EngineRanks
@@ -39,9 +40,9 @@ class Work:
     def done(self) -> bool:
         return len(self.scores) == self.n + self.greedy
 
-    def group(self, ticket: int, responses: list[Response], baseline: float = 0.0) -> Group:
-        p = self.prompt
-        return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, p.images.digest if p.images else "")
+    def group(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
+        p, images = self.prompt, self.prompt.images.digest if self.prompt.images else ""
+        return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes)
 
 
 class Generator:
@@ -82,7 +83,7 @@ class Generator:
         """Gives the engine the ticket's prompt, n times. partial: what `unfinished` said of it when a run was stopped."""
         _, index = self.job.order(ticket)
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
-        self._add(ticket, work, self.sampling, partial.responses if partial else ())
+        self._add(ticket, work, self.sampling, partial)
 
     def unfinished(self) -> list[Group]:
         """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
@@ -90,9 +91,9 @@ class Generator:
         groups = []
         for ticket in self.tickets:
             work = self.working[ticket]
-            numbers = range(work.n + work.greedy)
-            responses = [_response(work.outputs.get(i) or outputs[ticket, i]) for i in numbers]
-            groups.append(work.group(ticket, responses))
+            so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
+            responses = [_response(output, len(work.prompt.ids)) for output in so_far]
+            groups.append(work.group(ticket, responses, routes=_prompt_routes(so_far, len(work.prompt.ids))))
         return groups
 
     def poll(self, wait: float = 0.0) -> list[Group]:
@@ -163,7 +164,7 @@ class Generator:
             value = 0.0 if score.event and self.args.on_error == "zero" else score.score
             total = None if value is None else value + penalty
             extra = {**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})}
-            responses.append(_response(output, total, extra, score.error))
+            responses.append(_response(output, len(work.prompt.ids), total, extra, score.error))
         if work.greedy:
             greedy = responses.pop()
             baseline = greedy.score or 0.0
@@ -171,7 +172,8 @@ class Generator:
                 responses = [
                     dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
                 ]
-        return work.group(ticket, responses, baseline)
+        routes = _prompt_routes(work.outputs.values(), len(work.prompt.ids))
+        return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
         score = work.scores[number]
@@ -186,18 +188,19 @@ class Generator:
             "error": score.error,
         }
 
-    def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Sequence[Response] = ()) -> None:
+    def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
         """Starts the prompt's responses, or lets them go on from what they are already."""
         self.working[key], ids = work, work.prompt.ids
         requests = [Request((key, i), ids, sampling, request_seed(self.args.seed, key, i)) for i in range(work.n)]
         if work.greedy:
             requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0))
-        for request, before in zip_longest(requests, partial):
+        for request, before in zip_longest(requests, partial.responses if partial else ()):
             if before is None or not len(before.token_ids):
                 self.engine.add(request)
                 continue
             parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
-            output = Output(request.id, *parts, before.finish_reason)
+            routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
+            output = Output(request.id, *parts, before.finish_reason, routes)
             if output.finish_reason == "unfinished":
                 self.engine.add(dataclasses.replace(request, so_far=output))
             else:
@@ -207,6 +210,8 @@ class Generator:
         key, number = output.id
         work = self.working[key]
         work.outputs[number] = output
+        if output.routes is not None:
+            check_record(output.routes)
         if not self.shared.leads:  # the engine's first rank scores, and hands over
             if len(work.outputs) == work.n + work.greedy:
                 del self.working[key]
@@ -225,8 +230,9 @@ class Generator:
 
 
 def _response(
-    output: Output, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
+    output: Output, prompt: int, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
 ) -> Response:
+    """prompt: its tokens."""
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -235,7 +241,13 @@ def _response(
         score=score,
         extra=extra or {},
         error=error,
+        routes=None if output.routes is None else output.routes[prompt:],
     )
+
+
+def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
+    """The routes of the prompt's tokens, from the first response that has them."""
+    return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
 
 
 def gather_groups(mine: list[Group]) -> list[Group]:

@@ -26,13 +26,14 @@ from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.pretrained import empty_model, load_config, load_weights
 from rl.ranges import Range
+from rl.router import Router, RouterArgs
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
 
 
 @dataclass
-class LearnerArgs:
+class LearnerArgs(RouterArgs):
     """The optimizer, and precision and memory of the learners."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,15 +69,17 @@ class LearnerArgs:
 class Policy(nn.Module):
     """A causal language model whose forward returns what the losses need, without ever holding [tokens, vocabulary]."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, router: Router | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.router = model, router
 
-    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str):
+    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it.
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes: see rl/router.py.
         """
+        if self.router:
+            self.router.begin(layout, routes, observe=torch.is_grad_enabled() and len(predict) > 0)
         base = self.model.model(**inputs, use_cache=False, layout=layout)
         hidden, head = base[0][0][predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
@@ -108,7 +111,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     model.requires_grad_(trainable)
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model).train(trainable)
+    policy = Policy(model, Router.of(model, args)).train(trainable)
     if ranks.is_main and trainable:
         check_policy(policy, path)
 
@@ -189,17 +192,21 @@ class Learner:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
         the entropy is 0, without gradient, or with it."""
         progress()
-        return self.policy(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy)
+        return self.policy(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy, micro.routes)
 
     @torch.no_grad()
     def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
-        """Log-probs [N] of the whole batch, on every rank's CPU, from each rank's own micro-batches of every mini-batch."""
+        """Log-probs [N] of the whole batch, on every rank's CPU, from each rank's own micro-batches of every mini-batch. With
+        --router-replay R2 these keep the policy's routes."""
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             progress()
-            log_prob, _ = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, "none")
+            routes = micro.routes if which == "policy" else None
+            log_prob, _ = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, "none", routes)
             out[micro.index] = log_prob.cpu()
+            if which == "policy" and self.args.router_replay == "R2":
+                micro.routes = self.policy.router.chosen()
         return all_reduce_sum(out)
 
     def step(self) -> dict[str, float]:
@@ -228,6 +235,10 @@ class Learner:
             flops *= batch.distinct_tokens() * self.args.ppo_epochs
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
         return out
+
+    def router_metrics(self) -> dict[str, float]:
+        """The moe/* of what was trained since the last call; none for a dense model. A collective."""
+        return self.policy.router.metrics() if self.policy.router else {}
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype = torch.float32, to_all: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ def make_engine(
         device=device,
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
+        router=args,
     )
 
 

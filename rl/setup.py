@@ -17,8 +17,9 @@ from rl.dist import Ranks
 from rl.engine import EngineArgs
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
-from rl.pretrained import check_model, load_config, load_tokenizer, resolve
+from rl.pretrained import check_model, empty_model, load_config, load_tokenizer, resolve
 from rl.ranges import Range
+from rl.router import check_replay
 from rl.run import LogArgs
 from rl.scoring import RewardArgs, check_sources
 from rl.vision import ImagePrep
@@ -117,6 +118,11 @@ class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learn
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
                 f"{self.max_response_length}: every response would be penalised. Lower it."
             )
+        if self.router_replay == "R2" and self.old_is_rollout:
+            raise UserError(
+                "--router-replay R2 replays the pass that recomputes the old log-probs; with the generator's as the old ones "
+                "there is none. Take R3, or add --use-rollout-log-probs False."
+            )
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
+    if args.router_replay != "off":
+        check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
     prep = ImagePrep.of(path, config, args)
     prompts = PromptDataset(args.train_files, "train", tokenizer, args, prep)
     val_prompts = PromptDataset(args.val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None

@@ -103,7 +103,7 @@ class TrainingRun:
     def log(self, step: int, batch: Batch, metrics: dict[str, float], **gone: list[int]) -> None:
         """Records the step. gone: tickets that were not trained, by reason. A collective."""
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
-        metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks)
+        metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
         metrics |= self.health.of_step(step, batch, metrics)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)

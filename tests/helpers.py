@@ -27,6 +27,7 @@ SMALL = dict(
     pad_token_id=0,
     bos_token_id=None,
 )
+MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
 
 def config(name: str, **more):
@@ -39,6 +40,7 @@ CONFIGS = {
     "qwen2-tied": lambda: config("Qwen2Config", tie_word_embeddings=True),
     "qwen2-untied": lambda: config("Qwen2Config", tie_word_embeddings=False),
     "qwen3": lambda: config("Qwen3Config", head_dim=16, tie_word_embeddings=False),
+    "moe": lambda: config("Qwen3MoeConfig", head_dim=16, tie_word_embeddings=False, **MOE),
 }
 
 

@@ -1,0 +1,203 @@
+"""The routers of mixtures of experts: transformers' choices and weights, and their record and replay in learner and engine."""
+
+import importlib
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import MOE, make_group
+from test_engine import drain, requests_for
+from transformers import AutoModelForCausalLM
+
+from rl import router
+from rl.batch import Batch, Group, MicroBatch
+from rl.embedded_engine import TransformersEngine
+from rl.errors import UserError
+from rl.learner import Learner, LearnerArgs
+from rl.router import Router, RouterArgs, check_record
+
+CPU = torch.device("cpu")
+
+
+def router_class(name: str):
+    """A class of transformers by its name."""
+    for module in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe"):
+        found = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
+        if found:
+            return found
+
+
+@pytest.mark.parametrize("name", sorted(router.KNOWN))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_known_router_chooses_and_weighs_as_transformers_does(name, dtype):
+    """Bit for bit, each with its own rule of normalisation."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, norm_topk_prob):
+            super().__init__()
+            config = transformers.PretrainedConfig(
+                hidden_size=16, num_experts=8, num_local_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
+            )
+            self.layers = torch.nn.ModuleList([torch.nn.ModuleList([router_class(name)(config).to(dtype)])])
+
+    for norm_topk_prob in (True, False):
+        model = Layer(norm_topk_prob)
+        gate = model.layers[0][0]
+        torch.nn.init.normal_(gate.weight)
+        hidden = torch.randn(40, 16).to(dtype)
+        _, weights, experts = gate(hidden)
+        Router(model, "auto")
+        _, ours, chosen = gate(hidden)
+        assert torch.equal(chosen, experts)
+        torch.testing.assert_close(ours, weights.to(dtype), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def learn(models, ranks):
+    """A learner of the tiny mixture; again with other flags."""
+
+    def make(**flags) -> Learner:
+        return Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, **flags), ranks, 10)
+
+    return make
+
+
+def sampled(engine: TransformersEngine, n: int = 4) -> Batch:
+    """What the engine samples with its routes, as records that have travelled."""
+    outputs, groups = drain(engine, requests_for(n=n)), {}
+    for request in requests_for(n=n):
+        groups.setdefault(request.id[0], []).append((request, outputs[request.id]))
+    made = []
+    for ticket, pairs in groups.items():
+        group, p = make_group(ticket, [1] * n), len(pairs[0][0].prompt_ids)
+        for i, (_, o) in enumerate(pairs):
+            arrays = np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.array(o.versions, np.int32)
+            response = group.responses[i]
+            group.responses[i] = type(response)(*arrays, o.finish_reason, float(i), routes=o.routes[p:])
+        prompt = np.array(pairs[0][0].prompt_ids, np.int32)
+        group = Group(ticket, prompt, "demo", group.responses, prompt_routes=pairs[0][1].routes[:p])
+        made.append(Group.from_bytes(group.to_bytes()))
+    return Batch.of(made)
+
+
+def micro_of(batch: Batch) -> MicroBatch:
+    return MicroBatch.of(batch, list(range(len(batch.lengths))), CPU)
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    out = {name: p.grad.full_tensor().clone() for name, p in learner.policy.model.named_parameters()}
+    learner.optimizer.zero_grad()
+    return out
+
+
+def test_the_learner_computes_what_transformers_computes(models, learn):
+    """Log-probs, and gradients of every parameter, routers and experts among them; transformers' in double precision."""
+    batch = Batch.of([make_group(t, [5, 9, 3], prompt=4 + t) for t in range(3)])
+    learner, micro = learn(), micro_of(batch)
+    log_prob, _ = learner.log_probs(micro)
+    weight = torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))
+    (log_prob * weight).sum().backward()
+    found = gradients(learner)
+    model, total, start, expected = (
+        AutoModelForCausalLM.from_pretrained(models["moe"], experts_implementation="eager").double(),
+        0.0,
+        0,
+        [],
+    )
+    for prompt, n in zip(batch.prompts, batch.lengths.tolist(), strict=True):
+        ids = torch.tensor([[*prompt.tolist(), *batch.token[start : start + n].tolist()]])
+        rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = rows.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        total = total + (chosen * weight[start : start + n]).sum()
+        expected.append(chosen.detach())
+        start += n
+    total.backward()
+    torch.testing.assert_close(log_prob.double(), torch.cat(expected), atol=1e-5, rtol=0)
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.norm()
+        assert (found[name].double() - parameter.grad).norm() < 1e-5 * scale and scale > 0, name
+
+
+def test_own_routes_replayed_are_the_same_bits(models, learn):
+    """Log-probs and gradients of a free pass, and of one that replays what the free one chose."""
+    batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
+    learner, micro = learn(), micro_of(batch)
+    results = []
+    for _ in range(2):
+        log_prob, _ = learner.log_probs(micro)
+        log_prob.sum().backward()
+        results.append((log_prob.detach(), gradients(learner)))
+        micro.routes = learner.policy.router.chosen()
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(grad, results[1][1][name]) for name, grad in results[0][1].items())
+
+
+def test_replay_imposes_the_experts_and_the_router_still_learns(models, learn):
+    batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
+    learner, micro = learn(), micro_of(batch)
+    free, _ = learner.log_probs(micro)
+    routes = (learner.policy.router.chosen() + 1) % MOE["num_experts"]  # others, and still different ones
+    micro.routes = routes
+    replayed, _ = learner.log_probs(micro)
+    assert torch.equal(learner.policy.router.chosen(), routes)
+    assert (replayed - free).abs().max() > 0.01
+    replayed.sum().backward()
+    assert all(grad.norm() > 0 for name, grad in gradients(learner).items() if name.endswith("mlp.gate.weight"))
+
+
+def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
+    """Also where the router would now choose others, which torch refuses or, worse, does not notice."""
+    batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
+    plain, learner, micro = learn(), learn(gradient_checkpointing=True), micro_of(batch)
+    plain.log_probs(micro)[0].sum().backward()
+    expected, used = gradients(plain), []
+    learner.log_probs(micro)[0].sum().backward()
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(learner).items())
+
+    for layer in learner.policy.model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: used.append(inputs[1]))
+        noisy = lambda forward, hidden: forward(hidden + torch.randn_like(hidden))  # noqa: E731
+        layer.mlp.gate.forward = partial(noisy, layer.mlp.gate.forward)
+    log_prob, _ = learner.log_probs(micro)
+    log_prob.sum().backward()
+    assert len(used) == 4 and torch.equal(used[0], used[3]) and torch.equal(used[1], used[2]), "the last layer is first again"
+    learner.log_probs(micro)
+    assert not torch.equal(used[4], used[0]), "the noise does make others"
+
+    first, _ = learner.log_probs(micro)
+    learner.log_probs(micro_of(Batch.of([make_group(7, [3, 3])])))
+    with pytest.raises(RuntimeError, match="the experts of its own are forgotten"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
+    """Log-probs of transformers, and in the learner the recorded experts: in fp32 its own ones nearly everywhere."""
+    engine = TransformersEngine(models["moe"], 64, 5, dtype=getattr(torch, kind), router=RouterArgs(router_replay="R3"))
+    batch = sampled(engine)
+    learner, micro = learn(router_replay="R3"), micro_of(batch)
+    assert micro.routes.shape == (micro.inputs["input_ids"].numel(), 2, 2)
+    ends = micro.routes[:, 0, 0] == router.UNKNOWN
+    assert int(ends.sum()) == len(batch.lengths), "but for each response's last token all is known"
+    replayed = (learner.log_probs(micro)[0] - batch.rollout_log_prob).abs().detach()
+    metrics = learner.router_metrics()
+    micro.routes = None
+    free = (learner.log_probs(micro)[0] - batch.rollout_log_prob).abs().detach()
+    print(f"{kind}: largest difference {free.max():.4f} free, {replayed.max():.4f} replayed; {metrics}")
+    if kind == "float32":
+        assert replayed.max() < 1e-4 and metrics["moe/replay/tokens_differ"] < 0.01
+    else:
+        assert metrics["moe/replay/tokens_differ"] > 0
+        assert free.max() > 5 * replayed.max()
+
+
+def test_routes_that_cannot_be_are_refused():
+    good = np.tile(np.array([3, 1], np.uint8), (5, 2, 1))
+    check_record(good)
+    twice = good.copy()
+    twice[3, 1] = 4
+    for bad, at in ((np.zeros_like(good), "token 0"), (twice, "token 3")):
+        with pytest.raises(UserError, match=f"{at} of a sequence .* one of them twice"):
+            check_record(bad)
