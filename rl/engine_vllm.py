@@ -5,8 +5,8 @@
 vLLM brings paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor
 parallelism. This file adds what reinforcement learning needs of it: log-probs of the distribution that was sampled, a version
 per token, and new weights between two steps (rl/engine_vllm_weights.py), with the KV cache of unfinished responses kept or
-recomputed. Left out: multi-modal prompts, pipeline and expert parallelism, more than one process an engine. The versions it
-was run with, and what to do when memory runs out: docs/engines.md.
+recomputed. Images in prompts: rl/engine_vllm_images.py. Left out: pipeline and expert parallelism, more than one process an
+engine. The versions it was run with, and what to do when memory runs out: docs/engines.md.
 
 What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded.
 The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
@@ -33,6 +33,7 @@ from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
 from rl.pretrained import empty_model, end_token_ids, load_config
 from rl.quiet import native_stderr_kept_back
+from rl.vision import takes_images
 
 # vLLM reads these when it is imported or started.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
@@ -95,10 +96,16 @@ class VLLMEngine:
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         _check(args, max_length, self.chunks)
         # the names and shapes of what the learner sends
-        skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
+        config = load_config(model_path, trust_remote_code)
+        skeleton = empty_model(config, trust_remote_code)
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.free_cache_engine and is_accelerator(self.device)
         self.asleep = False
+        self.images = None
+        if takes_images(config):
+            from rl.engine_vllm_images import PreparedImages
+
+            self.images = PreparedImages(config, f"--model {model_path}")
         self.engine = self._start(model_path, args, dtype, trust_remote_code)
         self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
         self._scheduler = self.engine.engine_core.engine_core.scheduler
@@ -192,6 +199,7 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled; raw ones ignore the temperature
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
+            **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
             seed=0,  # the same on tensor parallel ranks; what is sampled hangs on the requests' own seeds
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
@@ -223,7 +231,10 @@ class VLLMEngine:
             skip_clone=True,
         )
         # KV blocks are shared between equal prompts, but never across weights.
-        prompt = {"prompt_token_ids": [*request.prompt_ids, *so_far], "cache_salt": f"v{self._updates}"}
+        ids, salt = [*request.prompt_ids, *so_far], f"v{self._updates}"
+        prompt = {"prompt_token_ids": ids, "cache_salt": salt}
+        if request.images is not None:
+            prompt = self.images.prompt(request.images, ids, salt)
         return self.engine.add_request(key, prompt, params)
 
     def _renew_waiting(self) -> None:

@@ -94,14 +94,14 @@ class LiveWeights:
         shape = self.shapes[name]
         if self.tensor_parallel > 1:
             return None
-        path, _, leaf = name.rpartition(".")
+        path, _, leaf = self._vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
             module = self.modules.get(f"{path}.routed_experts", self.modules[path])  # older vLLM: the layer itself
             return self._experts(module, leaf, shape)
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
-            if child in parts and module is not None:
+            if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
                 sizes, index = module.output_sizes, parts.index(child)
                 return self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
         module = self.modules[path]
@@ -110,6 +110,14 @@ class LiveWeights:
         if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: shape[0]]):
             return packed  # the copy that betrays a missed update
         return value
+
+    def _vllms_name(self, name: str) -> str:
+        """The learner's name with the prefix that vLLM has for it: it keeps a model for images otherwise than transformers."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        for theirs, ours in (mapper.orig_to_new_prefix if mapper else {}).items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
 
     def _matrix(self, module: nn.Module, leaf: str) -> torch.Tensor:
         """A module's parameter [out, in], out of a CPU's packed copy where the product is made from one."""

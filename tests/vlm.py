@@ -39,16 +39,20 @@ PATCH = {"qwen2.5-vl": 14, "qwen3-vl": 16}
 
 
 def config(kind: str):
+    """kind: a family, with "-tied" behind it if the output head is the embedding."""
     import transformers
 
-    if kind == "qwen2.5-vl":
+    family, tied, _ = kind.partition("-tied")
+    more = TOKENS | dict(tie_word_embeddings=bool(tied))
+    if family == "qwen2.5-vl":
         rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
         tower = TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1])
-        return transformers.Qwen2_5_VLConfig(text_config=TEXT | dict(rope_parameters=rope), vision_config=tower, **TOKENS)
+        text = TEXT | dict(rope_parameters=rope, tie_word_embeddings=bool(tied))
+        return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, **more)
     rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 1e4}
     tower = TOWER | dict(patch_size=16, num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
     text = TEXT | dict(rope_parameters=rope, head_dim=32)
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **TOKENS)
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **more)
 
 
 def tokenizer():
@@ -72,9 +76,10 @@ def save(kind: str, path: Path, seed: int = 0, largest: int = 64) -> str:
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(config(kind)).save_pretrained(path)
     tokenizer().save_pretrained(path)
-    square = (2 * PATCH[kind]) ** 2  # pixels of a token
+    patch = PATCH[kind.removesuffix("-tied")]
+    square = (2 * patch) ** 2  # pixels of a token
     size = {"shortest_edge": square, "longest_edge": square * largest}
-    Qwen2VLImageProcessorPil(patch_size=PATCH[kind], size=size).save_pretrained(path)
+    Qwen2VLImageProcessorPil(patch_size=patch, size=size).save_pretrained(path)
     return str(path)
 
 
@@ -93,6 +98,21 @@ def row(text: str, *pictures: object, truth: str = "1", source: str = "demo") ->
     """In verl's layout."""
     prompt = [{"role": "user", "content": text}]
     return {"data_source": source, "prompt": prompt, "images": list(pictures), "reward_model": {"ground_truth": truth}}
+
+
+def prompt(path: str, text: str, *pictures: bytes):
+    """(token ids, Images or None) of a user's message to the model at `path`: the pictures, then the text."""
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig, AutoTokenizer
+
+    from rl.vision import ImagePrep
+
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": content}]
+    ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prep = ImagePrep.of(path, AutoConfig.from_pretrained(path), SimpleNamespace(min_pixels=None, max_pixels=None))
+    return prep.expand(ids, pictures) if pictures else (ids, None)
 
 
 def write(path: Path, *rows: dict) -> str:
