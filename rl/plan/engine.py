@@ -52,7 +52,8 @@ class Engine:
         self._versions = 0  # the sum of the versions of all steps so far
         self._started = 0
         self._overhead = 0.0  # seconds of the next step's prefill
-        self._context = 0
+        self.context = 0  # tokens of context that the next step reads
+        self.prefilled = (0, 0, 0)  # of the next step: whether there is a prefill, its prompt tokens, responses that start
 
     @property
     def unfinished(self) -> int:
@@ -63,7 +64,7 @@ class Engine:
 
     def begin(self) -> int:
         """Starts what fits; returns the number of steps up to the next event: a response ends, or more can start."""
-        tokens, before, times = 0, None, self.times
+        tokens, before, rows = 0, None, self.running
         while self.waiting and self.running < self.slots:
             group, length = self.waiting[0]
             if group is not before:
@@ -72,20 +73,20 @@ class Engine:
                 tokens, before = tokens + group.prompt, group
             self.waiting.popleft()
             self._start(group, length)
-            self._overhead += times.prefill_row
-        if before:
-            self._overhead += times.prefill + tokens * times.prefill_token
-        self._context = self._tokens()
+        self.prefilled = (int(before is not None), tokens, self.running - rows)
+        calls, tokens, rows = self.prefilled
+        self._overhead = calls * self.times.prefill + tokens * self.times.prefill_token + rows * self.times.prefill_row
+        self.context = self._tokens()
         return 1 if self.waiting and self.running < self.slots else self._ends[0][0] - self._step
 
     def seconds(self, steps: int) -> float:
         """The time that so many steps from now take."""
-        context = steps * self._context + self.running * (steps * (steps - 1) // 2)
+        context = steps * self.context + self.running * (steps * (steps - 1) // 2)
         return self._overhead + steps * self._rows[self.running] + context * self.times.context_token
 
     def steps_by(self, seconds: float, most: int) -> int:
         """The number of steps, from 1 to `most`, after which so much time has passed: the one under way then is finished."""
-        base = self._rows[self.running] + self._context * self.times.context_token
+        base = self._rows[self.running] + self.context * self.times.context_token
         growth = self.running * self.times.context_token
         left = seconds - self._overhead
         if left <= 0:
