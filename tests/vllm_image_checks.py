@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tiny_vlm import picture, prompt_with_images
 from vllm_checks import main, wrongly_loaded
-from vlm import picture, prompt
 
 from rl.engine import EngineArgs, Output, Request, SamplingParams
 from rl.engine_vllm import VLLMEngine
@@ -31,10 +31,10 @@ class Case:
     def __init__(self, path: str):
         self.path, self.tokenizer = path, AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForImageTextToText.from_pretrained(path)
-        one, other, third = picture(1), picture(2), picture(3, 64, 128)
-        texts = [("what?", one), ("what?", other), ("both?", one, third), ("none",)]
-        self.prompts = [prompt(path, *text) for text in texts]
-        self.long = [prompt(path, LONG, image) for image in (one, other)]
+        one, other, third = picture(96, 64, 1), picture(96, 64, 2), picture(64, 128, 3)
+        texts = [("what?", [one]), ("what?", [other]), ("both?", [one, third]), ("none", [])]
+        self.prompts = [prompt_with_images(path, *text) for text in texts]
+        self.long = [prompt_with_images(path, LONG, [image]) for image in (one, other)]
         assert self.prompts[0][0] == self.prompts[1][0] and self.long[0][0] == self.long[1][0], "equal ids, other images"
         assert len(self.long[0][0]) > 128
 
