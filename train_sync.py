@@ -124,7 +124,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
     with timer("update_actor"):
-        means, norms, first = LossMeans(), [], FirstLogProbs(batch)
+        means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch, learner.ranks)
         for update, (mini, its_micros) in enumerate(updates):
             tokens = batch.tokens_of(mini)
             denominator = losses.denominator(

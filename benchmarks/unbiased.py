@@ -12,7 +12,6 @@ that sampled. Clips are out of the way, scores are random, the advantage is rloo
 import contextlib
 import itertools
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ class Tabular:
 
     def __init__(self, num_words: int, length: int, logits: torch.Tensor):
         self.logits = logits.clone().requires_grad_()
-        self.ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), is_main=True)
+        self.ranks = dist.Ranks(0, 1, 0, torch.device("cpu"))
         self.sequences = list(itertools.product(range(num_words), repeat=length))
         prefixes = (p for t in range(length) for p in itertools.product(range(num_words), repeat=t))
         self.row = {prefix: i for i, prefix in enumerate(prefixes)}

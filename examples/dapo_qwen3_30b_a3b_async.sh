@@ -10,9 +10,9 @@
 # 8 + 8).
 #
 # What is missing today, so that nobody is surprised: mixtures of experts pass the model check (rl/attention.py), and updates of a
-# small one are tested with vLLM, but there is no expert parallelism (verl: 2 in vLLM), no sequence parallelism (verl: Ulysses 8, so
-# that a micro-batch of 4,096 tokens a device takes sequences of 8,192; here a device takes a whole one) and no replay of the
-# router's choices. Nothing of this size has been run.
+# small one are tested with vLLM, but there is no expert parallelism in the engine (verl: 2 in vLLM) and no replay of the router's
+# choices. Nothing of this size has been run.
+# Eight learners share a micro-batch of 8 x 4,096 tokens (verl: Ulysses 8); where a node has four of them, two nodes do.
 # verl counts validations and checkpoints in publishes, every 25 and 50: 50 and 100 steps. 3,200 prompts are 200 steps, verl's 100
 # publishes. The overlong buffer is off, as in verl's run.
 set -euo pipefail
@@ -31,7 +31,7 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
   --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 8192 \
+  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 4096 --sequence-parallel 8 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 --max-num-seqs 128 --max-num-batched-tokens 8192 \
   --enable-chunked-prefill --no-enforce-eager \

@@ -5,9 +5,9 @@
 #   examples/gspo_qwen2.5_3b_gsm8k.sh [further flags]                     # DEVICE=npu for Ascend
 #
 # Hardware: 8 devices of 80 GB (NPU: 64 GB). By count, not measured: 3.1B parameters x 16 bytes over 8 learners is 6 GB each, in host
-# memory; a micro-batch of 10,240 tokens wants some 5 GB of activations; two devices share an engine, which takes its share and
-# sleeps while the learner works. Graph mode is off on an NPU alone. Not run on either kind yet.
-# Missing today: sequence parallelism (verl: Ulysses 4); a sequence of 10,240 tokens must fit on one device.
+# memory; four devices share a micro-batch of 40,960 tokens, a quarter of which wants some 5 GB of activations on each; two devices
+# share an engine, which takes its share and sleeps while the learner works. Graph mode is off on an NPU alone. Not run on either
+# kind yet.
 # verl's warm-up is 0.05 of 500 steps. Its 10 epochs would end the run after 140 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,7 +23,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 25 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 \
+  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 --sequence-parallel 4 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --max-num-batched-tokens 10240 --enable-chunked-prefill \
   --total-training-steps 500 --no-val-before-train --test-freq 10 --save-freq 10 --max-ckpt-to-keep 0 --log-val-generations 2 \

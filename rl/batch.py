@@ -18,6 +18,7 @@ from rl.attention import Packed
 from rl.dist import Ranks
 from rl.errors import UserError
 from rl.router import row_of_routes
+from rl.sequence_parallel import part_of
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class MicroBatch:
     labels: torch.Tensor  # [n] on the device
     index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/router.py)
+    own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
@@ -313,8 +315,10 @@ def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches."""
+    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
+    a micro-batch on one rank."""
     total = batch.total_lengths()
     lengths, groups = [total[i] for i in members.tolist()], batch.group[members].tolist()
-    plan = pack(lengths, groups, max_tokens, ranks.world_size)[ranks.rank]
-    return [MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan]
+    plan = pack(lengths, groups, max_tokens * ranks.sequence_parallel, ranks.data_size)[ranks.data_rank]
+    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan)
+    return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

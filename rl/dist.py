@@ -28,6 +28,7 @@ class Ranks:
     world_size: int
     local_rank: int
     device: torch.device
+    sequence_parallel: int = 1  # neighbours that share the sequences of a micro-batch (rl/sequence_parallel.py)
 
     @property
     def is_main(self) -> bool:
@@ -36,6 +37,30 @@ class Ranks:
     @property
     def name(self) -> str:
         return f"rank {self.rank}"
+
+    @property
+    def data_rank(self) -> int:
+        """Whose micro-batches this rank computes, alone or with its neighbours."""
+        return self.rank // self.sequence_parallel
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks, or groups of neighbours, the micro-batches are divided among."""
+        return self.world_size // self.sequence_parallel
+
+    @cached_property
+    def sequence_mesh(self) -> DeviceMesh:
+        """All ranks as "data" by "sequence". A collective when it is first asked for."""
+        shape, names = (self.data_size, self.sequence_parallel), ("data", "sequence")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        show_group("the ranks of a sequence", mesh.get_group("sequence"))
+        show_group("the groups of a sequence's ranks", mesh.get_group("data"))
+        return mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Ranks that together hold each micro-batch once: what sums over the batch go over. None for all ranks."""
+        return self.sequence_mesh.get_group("data") if self.sequence_parallel > 1 else None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -319,11 +344,29 @@ def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> l
 
 
 @watchdog.doing("all_reduce_sum")
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums a CPU tensor over the ranks, in place, and returns it."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
+def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sums a tensor over the ranks of the group, by default all, in place, and returns it."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
     return tensor
+
+
+class AllToAll(torch.autograd.Function):
+    """(x [R, ...], rows to send to each rank of the group, rows to receive from each, group) -> [R', ...] in rank order. The
+    gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
+        ctx.rows = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        with watchdog.doing("all_to_all"):
+            dist.all_to_all_single(out, x.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received, group = ctx.rows
+        return AllToAll.apply(grad, received, sent, group), None, None, None
 
 
 def from_main(text: str) -> str:

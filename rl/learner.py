@@ -27,6 +27,7 @@ from rl.metrics import train_flops_per_token
 from rl.pretrained import empty_model, load_config, load_weights
 from rl.ranges import Range
 from rl.router import Router, RouterArgs
+from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
@@ -46,6 +47,9 @@ class LearnerArgs(RouterArgs):
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
     ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank."""
+    sequence_parallel: Annotated[int, Range(at_least=1)] = 1
+    """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
+    so many times --ppo-max-token-len-per-gpu tokens."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
@@ -169,8 +173,9 @@ class Learner:
         with_reference: bool = False,
         trust_remote_code: bool = False,
     ):
-        self.args, self.ranks, self.temperature = args, ranks, temperature
+        self.args, self.temperature = args, temperature
         self.config = load_config(path, trust_remote_code)
+        self.ranks = ranks = share_sequences(ranks, args.sequence_parallel)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
         self.reference = None
         if with_reference:
@@ -191,8 +196,13 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
         the entropy is 0, without gradient, or with it."""
+        return self._log_probs(self.policy, micro, entropy)
+
+    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
-        return self.policy(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy, micro.routes)
+        routes = micro.routes if model is self.policy else None
+        own = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy, routes)
+        return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
     def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
@@ -201,13 +211,11 @@ class Learner:
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
-            progress()
-            routes = micro.routes if which == "policy" else None
-            log_prob, _ = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, "none", routes)
+            log_prob, _ = self._log_probs(model, micro, "none")
             out[micro.index] = log_prob.cpu()
             if which == "policy" and self.args.router_replay == "R2":
                 micro.routes = self.policy.router.chosen()
-        return all_reduce_sum(out)
+        return all_reduce_sum(out, self.ranks.data_group)
 
     def step(self) -> dict[str, float]:
         """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
@@ -298,7 +306,8 @@ class LossMeans:
     """A step's report on its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
     terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
 
-    def __init__(self):
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self.terms: dict[str, torch.Tensor] = {}
         self.stats: dict[str, torch.Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
@@ -314,7 +323,8 @@ class LossMeans:
 
     def over_ranks(self, prefix: str, updates: int) -> dict[str, float]:
         """prefix/<name> -> mean. A collective."""
-        tokens, *sums = all_reduce_sum(torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]))
+        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()])
+        tokens, *sums = all_reduce_sum(own, self._ranks.data_group)
         over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)
         names = [*self.terms, *self.stats]
         return {f"{prefix}/{name}": float(total) / n for name, total, n in zip(names, sums, over, strict=True)}
@@ -323,7 +333,8 @@ class LossMeans:
 class FirstLogProbs:
     """The log-probs that a step's first update computes: those of the policy that starts the step."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: Batch, ranks: Ranks):
+        self._ranks = ranks
         self._values = torch.full((len(batch.token),), torch.nan)
 
     def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
@@ -332,8 +343,8 @@ class FirstLogProbs:
 
     def over_ranks(self) -> torch.Tensor:
         """[N] on every rank: each token's, from the rank that computed it; NaN for tokens of later updates. A collective."""
-        known = all_reduce_sum((~self._values.isnan()).float())
-        return all_reduce_sum(self._values.nan_to_num()).masked_fill(known == 0, torch.nan)
+        known = all_reduce_sum((~self._values.isnan()).float(), self._ranks.data_group)
+        return all_reduce_sum(self._values.nan_to_num(), self._ranks.data_group).masked_fill(known == 0, torch.nan)
 
 
 def lr_factor(step: int, total_steps: int, args: LearnerArgs) -> float:

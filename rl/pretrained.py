@@ -27,6 +27,7 @@ from transformers.utils import logging
 from rl.attention import ATTENTION, check_supported
 from rl.errors import UserError
 from rl.progress import waiting
+from rl.sequence_parallel import check_heads
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")  # that the learner and the embedded engine use
@@ -73,6 +74,7 @@ class ModelFlags(Protocol):
     max_prompt_length: int
     max_response_length: int
     ppo_max_token_len_per_gpu: int
+    sequence_parallel: int
     trust_remote_code: bool
 
 
@@ -81,6 +83,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
     config, where = load_config(path, args.trust_remote_code), f"--model {path}"
     _check_modules(config, where, args.trust_remote_code)
     _check_lengths(config, args)
+    check_heads(config, args.sequence_parallel)
     check_supported(config, where, args.max_prompt_length + args.max_response_length)
     _check_tokenizer(config, tokenizer, where)
     _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), config, tokenizer, where)
@@ -88,13 +91,17 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
 
 def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
-    prompt, response, micro_batch = args.max_prompt_length, args.max_response_length, args.ppo_max_token_len_per_gpu
+    prompt, response = args.max_prompt_length, args.max_response_length
+    own, shared_by = args.ppo_max_token_len_per_gpu, args.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
-    if prompt + response > micro_batch:
-        raise UserError(f"{sizes}, but --ppo-max-token-len-per-gpu is {micro_batch}: a sequence must fit in one micro-batch.")
+    if prompt + response > own * shared_by:
+        limit = f"--ppo-max-token-len-per-gpu is {own}"
+        if shared_by > 1:
+            limit += f" and --sequence-parallel {shared_by}, {own * shared_by} tokens together"
+        raise UserError(f"{sizes}, but {limit}: a sequence must fit in one micro-batch.")
 
 
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:

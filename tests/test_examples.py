@@ -56,7 +56,9 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
         assert ranks % args.rollout_tp == 0
     else:
         assert 0 < args.generators < ranks and args.generators % args.rollout_tp == 0
-    assert args.ppo_max_token_len_per_gpu >= args.max_prompt_length + args.max_response_length
+    learners = nodes * (ranks - getattr(args, "generators", 0))
+    assert learners % args.sequence_parallel == 0
+    assert args.ppo_max_token_len_per_gpu * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
     assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
 
 
@@ -105,6 +107,7 @@ VERL = {
         "trigger_parameter_sync_step": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
         "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
         "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,
+        "ppo_max_token_len_per_gpu": 4096, "sequence_parallel": 8,
         "max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True, "enforce_eager": False,
         "overlong_buffer_len": 0, "val_top_p": 0.7, "val_temperature": 1, "test_freq": 25 * 2, "save_freq": 50 * 2,
         "filter_groups": False,
@@ -113,7 +116,8 @@ VERL = {
         "devices": (0, 8), "train_batch_size": 512, "ppo_mini_batch_size": 128, "max_prompt_length": 2048,
         "max_response_length": 8192, "rollout_n": 16, "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
         "loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": False, "entropy_coeff": 0, "grad_clip": 1, "lr": 1e-6,
-        "weight_decay": 0.1, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 10240, "rollout_tp": 2,
+        "weight_decay": 0.1, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 10240, "sequence_parallel": 4,
+        "rollout_tp": 2,
         "gpu_memory_utilization": 0.6, "enable_chunked_prefill": True, "overlong_buffer_len": 0, "test_freq": 10,
         "save_freq": 10, "total_training_steps": 500,
     },

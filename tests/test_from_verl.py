@@ -209,12 +209,12 @@ def test_a_key_of_a_missing_feature_is_told_from_one_that_asks_for_nothing(scrip
     module = {"train_sync.py": "main_ppo", "train_async.py": "fully_async_main"}.get(script, "one_step_off_policy.main_ppo")
     of = "actor_rollout_ref."
     asking = [
-        "actor.ulysses_sequence_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora_rank=32",
+        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora_rank=32",
         "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "actor.router_replay.mode=R2",
         "rollout.name=sglang", "rollout.val_kwargs.top_k=20", "rollout.dtype=float16", "actor.optim.lr_scheduler_type=wsd",
     ]  # fmt: skip
     harmless = [
-        "actor.ulysses_sequence_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora_rank=0",
+        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora_rank=0",
         "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "actor.router_replay.mode=disabled",
     ]  # fmt: skip
     assert {why[0] for why in ours(*(of + key for key in asking), script=module).verdicts.values()} == {"not here"}
@@ -255,6 +255,10 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
          {"lr-warmup-steps": 20, "total-training-steps": 200}),
         ("A.actor.use_dynamic_bsz=False A.actor.ppo_micro_batch_size_per_gpu=4", {"ppo-max-token-len-per-gpu": 4096}),
         ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600", {"ppo-max-token-len-per-gpu": 1024}),
+        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600 A.actor.ulysses_sequence_parallel_size=2",
+         {"sequence-parallel": 2, "ppo-max-token-len-per-gpu": 600}),
+        ("A.actor.ppo_micro_batch_size_per_gpu=3 A.actor.fsdp_config.ulysses_sequence_parallel_size=4",
+         {"sequence-parallel": 4, "ppo-max-token-len-per-gpu": 768}),
         ("A.actor.clip_ratio=0.3", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.3}),
         ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),

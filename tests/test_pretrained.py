@@ -25,6 +25,7 @@ class Flags:
     max_prompt_length: int = 16
     max_response_length: int = 16
     ppo_max_token_len_per_gpu: int = 64
+    sequence_parallel: int = 1
     trust_remote_code: bool = False
 
 

@@ -106,14 +106,16 @@ def betas(run: Run) -> dict[str, object]:
 
 
 def token_budget(run: Run) -> dict[str, object]:
-    of = "A.actor."
+    of, shared_by = "A.actor.", max(1, run["A.actor.ulysses_sequence_parallel_size"])
     if run[of + "use_dynamic_bsz"]:
         tokens = run[of + "ppo_max_token_len_per_gpu"]
     else:
-        tokens = (run[of + "ppo_micro_batch_size_per_gpu"] or run[of + "ppo_micro_batch_size"] or 1) * run.full_length
-    if tokens < run.full_length:
-        run.note(f"A micro-batch takes at least one sequence: {run.full_length} tokens, where verl's takes {tokens} a device.")
-    return {"--ppo-max-token-len-per-gpu": max(tokens, run.full_length)}
+        sequences = run[of + "ppo_micro_batch_size_per_gpu"] or run[of + "ppo_micro_batch_size"] or 1
+        tokens = -(-sequences * run.full_length // shared_by)
+    least = -(-run.full_length // shared_by)
+    if tokens < least:
+        run.note(f"A micro-batch takes at least one sequence: {least} tokens a device, where verl's takes {tokens}.")
+    return {"--ppo-max-token-len-per-gpu": max(tokens, least)}
 
 
 # -- algorithm

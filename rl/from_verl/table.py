@@ -95,13 +95,13 @@ TABLE: dict[str, list[Row]] = {
             "A.actor.ppo_micro_batch_size=null",
             "--ppo-max-token-len-per-gpu",
             "micro-batches are always filled by tokens; a micro-batch size becomes so many prompts and responses of full "
-            "length. At least one full sequence, which in verl several devices of a sequence-parallel group may share",
+            "length. At least one full sequence together with `--sequence-parallel`",
             m.token_budget,
         ),
-        missing("A.actor.ulysses_sequence_parallel_size=1 A.actor.fsdp_config.ulysses_sequence_parallel_size=1",
-                "no sequence parallelism: a sequence must fit on one device"),
-        missing("A.ref.ulysses_sequence_parallel_size=1 A.ref.fsdp_config.ulysses_sequence_parallel_size=1",
-                "no sequence parallelism"),
+        to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size=1", "--sequence-parallel",
+           "a micro-batch has so many times the tokens of one device, as in verl"),
+        unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size",
+                 "`--sequence-parallel` goes for the reference policy, too"),
         missing(
             "A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
             "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "

@@ -1,0 +1,48 @@
+"""Learning on several layouts of ranks, and what must be the same on all."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import run_script
+
+RNG = np.random.default_rng(1)
+GROUPS = [[int(n) for n in RNG.integers(1, 21, 3)] for _ in range(4)]
+CASES = {  # flags, and the sizes of the responses of each group
+    "grpo, four updates": ({"ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
+    "gspo, two updates": (
+        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 2},
+        GROUPS,
+    ),
+    "kl loss, entropy": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1}, GROUPS),
+    "one response: some ranks have no work": ({"entropy_coeff": 0.1}, [[20]]),
+}
+ALONE = {"ppo_max_token_len_per_gpu": 4096}  # a batch is one micro-batch
+
+
+def learn_on(ranks: int, layouts: dict, cases: dict = CASES, timeout: float = 240) -> dict:
+    """What programs/layouts.py saves: gradients, metrics and weights by "layout/case". layouts: name -> [model, flags]."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, what = Path(directory) / "found.pt", {"layouts": layouts, "cases": cases}
+        run_script("tests/programs/layouts.py", out, json.dumps(what), ranks=ranks, timeout=timeout)
+        return torch.load(out)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def assert_taught_the_same(found: dict, alone: dict) -> None:
+    """found: by "layout/case", alone: by "model/case" of one rank. Later updates are of weights that AdamW has moved: by
+    rounding where a gradient is 0."""
+    for name, of_case in found.items():
+        (expected,) = [of for case, of in alone.items() if case.partition("/")[2] == name.partition("/")[2]]
+        first, *later = map(relative, of_case["gradients"], expected["gradients"])
+        assert first < 2e-6 and max(later, default=0) < 2e-5, name
+        assert relative(of_case["weights"], expected["weights"]) < 1e-5, name
+        assert of_case["metrics"] == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6, nan_ok=True), name
+        norm = expected["metrics"]["actor/grad_norm"]
+        assert norm > 1e-3 and of_case["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=4e-6), name
