@@ -51,6 +51,7 @@ with native_stderr_kept_back():
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
     from vllm.v1.request import RequestStatus
 
+from rl.engine_vllm_routes import ChosenExperts
 from rl.engine_vllm_weights import LiveWeights
 
 
@@ -108,6 +109,9 @@ class VLLMEngine:
             self.images = PreparedImages(config, f"--model {model_path}")
         self.engine = self._start(model_path, args, dtype, trust_remote_code)
         self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self.chosen = None
+        if args.router_replay == "R3":
+            self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
         self._scheduler = self.engine.engine_core.engine_core.scheduler
         self._pending: dict[str, Pending] = {}
         self._added = 0  # requests so far
@@ -137,7 +141,12 @@ class VLLMEngine:
     def unfinished(self) -> list[Output]:
         states = self.engine.output_processor.request_states
         return [
-            self._joined(pending, states[pending.inner_id].logprobs_processor.logprobs, "unfinished")
+            self._joined(
+                pending,
+                states[pending.inner_id].logprobs_processor.logprobs,
+                "unfinished",
+                self.chosen and self.chosen.so_far(pending.inner_id),
+            )
             for pending in self._pending.values()
         ]
 
@@ -178,6 +187,7 @@ class VLLMEngine:
     # -- mechanics
 
     def _start(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.LLMEngine:
+        routes = args.router_replay == "R3"
         settings = vllm.EngineArgs(
             model=model_path,
             trust_remote_code=trust_remote_code,
@@ -188,7 +198,8 @@ class VLLMEngine:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_chunked_prefill=self.chunks,
-            enable_prefix_caching=True,
+            enable_prefix_caching=not (routes and not is_accelerator(self.device)),  # see rl/engine_vllm_routes.py
+            **({"enable_return_routed_experts": True} if routes and is_accelerator(self.device) else {}),
             gpu_memory_utilization=args.gpu_memory_utilization,
             enforce_eager=args.enforce_eager or not is_accelerator(self.device),
             load_format=args.load_format,
@@ -249,14 +260,20 @@ class VLLMEngine:
         pending, completion = self._pending.pop(out.request_id), out.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
-        return self._joined(pending, completion.logprobs, completion.finish_reason)
+        routes = self.chosen and self.chosen.take(pending.inner_id, completion)
+        return self._joined(pending, completion.logprobs, completion.finish_reason, routes)
 
-    def _joined(self, pending: Pending, sampled, reason: str) -> Output:
-        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with."""
+    def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
+        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with. routes: of
+        the prompt that vLLM was given, and of the tokens sampled here."""
         versions = pending.version_per_token(len(sampled.token_ids), self.version)
         so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
-        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason)
+        if so_far.routes is not None:
+            routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
+        if routes is not None:
+            routes = routes[: len(pending.request.prompt_ids) + len(token_ids) - 1]
+        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
 
 
 def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:
