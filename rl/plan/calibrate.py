@@ -26,11 +26,12 @@ from rl.channel import ControlBlock
 from rl.data import Prompt
 from rl.errors import UserError
 from rl.generator import Generator, gather_groups, make_generator
+from rl.host import cpu_name
 from rl.kl_control import KLControl
 from rl.plan.engine import Engine
 from rl.plan.engine import Group as Counted
 from rl.plan.fit import nonnegative
-from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
+from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes, from_dict
 from rl.plan.workload import Drawn
 from rl.scoring import Score, ScoringPool
 from rl.setup import Job, make_learner, set_up
@@ -67,7 +68,7 @@ def calibrate(script: str, flags: list[str], workload: Drawn, ranks: int, second
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise UserError(f"the calibration failed with exit code {done.returncode}: its message stands above.")
-        return ServiceTimes.load(out)
+        return from_dict(json.loads(out.read_text()))
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
@@ -276,7 +277,7 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     pool.close()
     times = meter.fit(args.max_num_seqs, engine.shares_memory)
     times = dataclasses.replace(times, receive=update, score=score, score_workers=args.reward_workers)
-    return ServiceTimes(times, learning.fit(ranks.world_size), source(ranks.world_size, "colocated ranks"), gather)
+    return ServiceTimes(times, learning.fit(ranks.world_size), source(f"{ranks.world_size} colocated ranks"), gather)
 
 
 def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
@@ -326,9 +327,8 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
     publisher.wait()
     times = dataclasses.replace(learning.fit(parts.learners), publish=float(np.median(seconds)))
     engine = json.loads(store.get("calibrated/times"))
-    engine |= {name: tuple(engine[name]) for name in ("running", "seconds")}
-    where = f"{parts.generators} generators and {parts.learners} learners"
-    return ServiceTimes(EngineTimes(**engine), times, source(parts.ranks.world_size, where))
+    where = source(f"{parts.generators} generators beside {parts.learners} learners")
+    return from_dict({"engine": engine, "learner": dataclasses.asdict(times), "source": where})
 
 
 def timed(action, times: int = 5) -> float:
@@ -341,9 +341,8 @@ def timed(action, times: int = 5) -> float:
     return float(np.median(seconds))
 
 
-def source(ranks: int, where: str) -> str:
-    hardware = dist.describe_hardware()
-    return f"measured on {hardware.get('device', 'this machine')}: {where}"
+def source(where: str) -> str:
+    return f"measured on {dist.describe_hardware()['device_name'] or cpu_name()}: {where}"
 
 
 def main(order: Order, joined: dist.Ranks | dist.Split) -> None:
@@ -353,7 +352,7 @@ def main(order: Order, joined: dist.Ranks | dist.Split) -> None:
     measure = colocated if isinstance(joined, dist.Ranks) else split
     times = measure(order, args, script, joined)
     if times and (joined if isinstance(joined, dist.Ranks) else joined.ranks).is_main:
-        times.save(Path(order.out))
+        Path(order.out).write_text(json.dumps(dataclasses.asdict(times)))
 
 
 if __name__ == "__main__":

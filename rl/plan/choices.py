@@ -158,19 +158,21 @@ def _splits(per_node: int, per_engine: int) -> list[int]:
 
 # ----------------------------------------------------------------------------------------------------------- the page
 
-HEAD = ("script", "flags", "tokens/s", "s a step", "learners wait", "generators wait", "steps behind", "oldest", "dropped")
+HEAD = ("mode", "gen:learn", "stale", "sync", "tokens/s", "s/step", "wait: learn", "gen", "steps behind", "oldest", "dropped")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row's columns, as HEAD names them."""
-    steps, setting = row.steps, row.setting
-    waits = ("-", "-") if setting.script == "train_sync" else (f"{steps.learner_idle:.0%}", f"{steps.generator_idle:.0%}")
+    """The row's columns, as HEAD names them: ranks of either role, --staleness-threshold, --trigger-parameter-sync-step."""
+    steps, setting, ranks = row.steps, row.setting, row.setting.ranks
+    streams = setting.script == "train_async"
     return (
-        setting.script,
-        setting.flags,
+        setting.script.removeprefix("train_").replace("_", " "),
+        f"{ranks.total}" if ranks.colocated else f"{ranks.engines * ranks.per_engine}:{ranks.learners}",
+        f"{setting.threshold:g}" if streams else "-",
+        f"{setting.period}" if streams else "-",
         f"{row.rate:,.0f}",
         f"{steps.step_seconds:,.3g}" if steps.step_seconds < 100 else f"{steps.step_seconds:,.0f}",
-        *waits,
+        *(("-", "-") if ranks.colocated else (f"{steps.learner_idle:.0%}", f"{steps.generator_idle:.0%}")),
         f"{row.lag:.2f}",
         str(max(steps.max_age)),
         str(steps.dropped.total()),

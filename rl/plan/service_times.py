@@ -62,19 +62,23 @@ class ServiceTimes:
     source: str  # where the numbers come from, in words
     gather: float = 0.0  # train_sync.py: seconds in which the ranks send each other their groups
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
-    @staticmethod
-    def load(path: Path) -> "ServiceTimes":
-        """Raises UserError for a file that `save` did not write."""
-        try:
-            data = json.loads(path.read_text())
-            engine = data.pop("engine")
-            known = {name: tuple(engine.pop(name)) for name in ("running", "seconds")}
-            return ServiceTimes(EngineTimes(**known, **engine), LearnerTimes(**data.pop("learner")), **data)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no service times ({error}). Make such a file with plan.py --calibrate.") from None
+def save(times: dict[str, ServiceTimes], path: Path) -> None:
+    """times: "split" and "colocated", or one of them."""
+    path.write_text(json.dumps({where: asdict(of) for where, of in times.items()}, indent=1) + "\n")
+
+
+def load(path: Path) -> dict[str, ServiceTimes]:
+    """What `save` wrote. Raises UserError for another file."""
+    try:
+        return {where: from_dict(data) for where, data in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} holds no service times ({error}). plan.py --calibrate writes such files.") from None
+
+
+def from_dict(data: dict) -> ServiceTimes:
+    engine = data["engine"] | {name: tuple(data["engine"][name]) for name in ("running", "seconds")}
+    return ServiceTimes(**data | {"engine": EngineTimes(**engine), "learner": LearnerTimes(**data["learner"])})
 
 
 def _linear(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

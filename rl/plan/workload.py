@@ -1,9 +1,14 @@
 """The prompts and responses of a run that has not been made: lengths, drawn from what is known of them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
+
+from rl.errors import UserError
+from rl.report.logs import load
 
 BLOCK = 1024  # tickets drawn at once
 
@@ -40,3 +45,39 @@ class Drawn:
         logs = np.log(self.mean) - self.sigma**2 / 2 + self.sigma * random.standard_normal((BLOCK, self.n))
         lengths = np.clip(np.rint(np.exp(logs)), 1, self.longest).astype(int)
         return lengths.tolist(), (random.random(BLOCK) >= self.flat).tolist()
+
+
+def lengths_like(text: str, n: int, longest: int, prompt: int) -> Drawn:
+    """The workload that --response-lengths describes: "budget" (all of --max-response-length), a mean, a mean and the spread of
+    the logarithm (2000:0.9), or a run's directory, whose later half is taken. n: responses a prompt; prompt: its tokens, where
+    no run tells them. Raises UserError for other words."""
+    if text == "budget":
+        return Drawn(n, longest, 0.0, longest, prompt)
+    if Path(text).exists():
+        return _of_run(Path(text), n, longest)
+    try:
+        mean, sigma = (float(part) for part in (text if ":" in text else f"{text}:0").split(":"))
+    except ValueError:
+        raise UserError(f"--response-lengths {text}: neither budget, MEAN, MEAN:SIGMA nor a run's directory.") from None
+    if not (mean > 0 and 0 <= sigma < 5):
+        raise UserError(f"--response-lengths {text}: the mean must be above 0, and sigma from 0 to 5.")
+    return Drawn(n, mean, sigma, longest, prompt)
+
+
+def _of_run(path: Path, n: int, longest: int) -> Drawn:
+    """Lengths with the run's mean, and its longest or cut share."""
+    log = load(path)
+    rows = [row for row in log.rows if {"response_length/mean", "response_length/max", "prompt_length/mean"} <= row.keys()]
+    rows = rows[len(rows) // 2 :]
+    if not rows:
+        raise UserError(f"--response-lengths {path}: no step of this run has recorded its lengths.")
+    mean, most, prompt, cut = (
+        float(np.mean([row.get(name, 0.0) for row in rows]))
+        for name in ("response_length/mean", "response_length/max", "prompt_length/mean", "response_length/clip_ratio")
+    )
+    responses = log.responses_per_step or 100
+    beyond = max(cut, 1 / (responses + 1))  # the share of responses that are about as long as the longest
+    z = max(1e-6, NormalDist().inv_cdf(1 - min(beyond, 0.5)))
+    # log(most) = log(mean) - sigma^2 / 2 + sigma * z
+    sigma = z - max(0.0, z * z - 2 * np.log(max(1.0, most / mean))) ** 0.5
+    return Drawn(n, mean, float(sigma), longest, round(prompt))
