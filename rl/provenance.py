@@ -12,9 +12,13 @@ PACKAGE = Path(__file__).resolve().parent
 
 def code_digest(script: Path, *more: Path) -> str:
     """A digest of all code of the project that a run of the script may execute: rl/ (without rl/report, which only reads runs),
-    `script_files`, and the files in `more`. Equal digests mean equal code."""
-    files = {path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents}
-    return digest_of([*files, *script_files(script), *more])
+    what `script_files` names, and the files in `more`. Equal digests mean equal code."""
+    return digest_of([*package_files(), *script_files(script), *more])
+
+
+def package_files() -> list[Path]:
+    """The code in rl/ that runs execute."""
+    return [path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents]
 
 
 def script_files(script: Path) -> list[Path]:

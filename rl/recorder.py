@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from rl.batch import Group
 from rl.errors import UserError
-from rl.provenance import code_digest, digest_of, script_files
+from rl.provenance import digest_of, package_files, script_files
 
 SAMPLES, CODE = "samples.rec", "code"
 HEADER = struct.Struct("<4sQQQQ")  # kind, step, bytes of the data, bytes of them unpacked, checksum of the data
@@ -63,7 +63,7 @@ class Recorder:
         start = start | {
             "run": str(run_dir.resolve()),
             "file": str(Path(CODE, code.name, script.name)),
-            "code": code_digest(script),
+            "rl": digest_of(package_files()),
         }
         for file in files:
             shutil.copyfile(file, code / file.name)

@@ -71,15 +71,23 @@ class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
     def __init__(
-        self, args: LogArgs, hardware: dict, total_steps: int, enabled: bool, script: str, origin: Origin | None = None
+        self,
+        args: LogArgs,
+        hardware: dict,
+        total_steps: int,
+        enabled: bool,
+        script: str,
+        origin: Origin | None = None,
+        notes: dict | None = None,
     ):
-        """origin: the run that goes on, in its directory; else a new one is made. Raises UserError if there can be none."""
+        """origin: the run that goes on, in its directory; else a new one is made. notes: for config.json. Raises UserError if
+        there can be no directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
-        record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps})
+        record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
         name, first_step = "config.json", 0
         if origin:
             first_step = origin.step + 1 if origin.checkpoint else 0
@@ -97,7 +105,7 @@ class Run:
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir.name != args.experiment_name:
+        elif self.dir.name != args.experiment_name and not notes:
             self.say(f"run {self.dir} (to go on with it later: --experiment-name {self.dir.name})")
         if damaged:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")

@@ -3,7 +3,7 @@
 Left out: joining the process groups (rl/dist.py), and the flags of a component, which stand with it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -136,6 +136,7 @@ class Job:
     val_prompts: PromptDataset | None  # None without --test-freq
     order: PromptOrder
     total_steps: int
+    notes: dict = field(default_factory=dict)  # what the run's config.json says besides
 
 
 def set_up(args: CommonArgs, file: str) -> Job:

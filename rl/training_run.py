@@ -51,7 +51,8 @@ class TrainingRun:
                 samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
         records = args.record and learner.ranks.is_main
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
-        self.record = Run(args, dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script, resumed.origin)
+        of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
+        self.record = Run(args, *of_job, resumed.origin, job.notes)
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()

@@ -363,7 +363,8 @@ TABLE: dict[str, list[Row]] = {
         to("trainer.log_val_generations=0", "--log-val-generations"),
         missing("trainer.val_only=False", "validation alone"),
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
-        missing("trainer.rollout_data_dir=null trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
+        missing("trainer.rollout_data_dir=null", "`--record` writes down every sample, as tokens"),
+        missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
         missing("trainer.v1.* trainer.use_v1", "verl's newer trainer: `train_async.py` is its `separate_async`"),
         missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* "
                 "trainer.npu_profile.*", "profile a script as any other Python program"),

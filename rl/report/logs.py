@@ -18,6 +18,7 @@ import numpy as np
 from rl.errors import UserError
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
+NAMES |= {"record", "resume_mode"}
 PAUSE = 1.0  # seconds between two steps that only a restart explains
 
 
@@ -38,6 +39,9 @@ class Log:
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
         self.flags, self.script = self.config.get("flags", {}), self.config.get("script", "")
+        if self.off_policy:
+            made = f"its samples were made by other weights, those of {self.config['replay']['of']}"
+            self.notes.append(f"a replay, off-policy: {made}. Rewards and lengths are theirs")
 
     @property
     def steps(self) -> int:
@@ -67,6 +71,11 @@ class Log:
             return None
         prompts = f.get("train_batch_size") or f.get("ppo_mini_batch_size", 0) * f.get("require_batches", 1)
         return prompts * f["rollout_n"] or None
+
+    @property
+    def off_policy(self) -> bool:
+        """A replay whose weights are not those that made its samples (replay.py)."""
+        return bool(self.config.get("replay", {}).get("off_policy"))
 
     @property
     def state(self) -> str:
@@ -242,14 +251,20 @@ def group_runs(logs: list[Log]) -> list[RunGroup]:
     groups = []
     for members in kinds.values():
         first = members[0]
-        rivals = [marks(others[0]) for others in kinds.values() if others[0].script == first.script]
+        rivals = [marks(others[0]) for others in kinds.values() if _base(others[0]) == _base(first)]
         differ = [(n, value) for n, value in marks(first).items() if any(other.get(n) != value for other in rivals)]
         label = " ".join([first.script, *(f"{name} {_short(value) if name == 'code:' else value}" for name, value in differ)])
+        label += ", off-policy" if first.off_policy else ""
         groups.append(RunGroup(label if first.flags else first.path.name, members))
     for label, count in Counter(group.label for group in groups).items():
         for number, group in enumerate([g for g in groups if g.label == label] if count > 1 else [], 1):
             group.label += f" ({number})"
     return groups
+
+
+def _base(log: Log) -> str:
+    """The script that a replay replays, or the run's own."""
+    return log.script.removeprefix("replay of ")
 
 
 def _short(code: str | None) -> str:

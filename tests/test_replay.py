@@ -1,0 +1,197 @@
+"""The learner again on recorded samples: the same bits with the same flags, and what else a replay promises."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, environment, is_documented, run_script
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import replay
+from rl.errors import UserError
+from rl.recorder import SAMPLES, Record
+
+STEPS = 6
+FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]
+SMALL = ["--train-batch-size", 4, "--rollout-n", 4]
+STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
+# two mini-batches, two epochs, an adaptive KL, several micro-batches: whatever a step carries to the next
+EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward", "--kl-ctrl-type", "adaptive"]
+EVERYTHING += ["--ppo-max-token-len-per-gpu", 120, "--entropy-coeff", 0.01]
+MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer", "fully_async/rollouter")
+
+
+def record(script, out: Path, *flags, **how) -> Path:
+    """Trains and records; returns the run's directory."""
+    run_script(script, "--output-dir", out, "--experiment-name", "run", "--record", out / "record", *FLAGS, *flags, **how)
+    return out / "run"
+
+
+def replayed(where: Path, out: Path, *flags, **how) -> tuple[Path, str]:
+    """Replays; returns the replay's directory and what it printed."""
+    done = run_script("replay.py", where, "--output-dir", out, "--experiment-name", "again", *flags, **how)
+    return out / "again", done.stdout + done.stderr
+
+
+def rows(run: Path) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: {name: x for name, x in line.items() if not name.startswith(MEASURED)} for line in lines}
+
+
+def bits(run: Path, step: int) -> dict[str, bytes]:
+    """Of the master weights and both moments, on all learners."""
+    files = sorted((run / f"step_{step:06d}" / "training").glob("*.safetensors"))
+    return {f"{file.name} {name}": t.numpy().tobytes() for file in files for name, t in load_file(file).items()}
+
+
+def same(run: Path, again: Path, first: int = 1, last: int = STEPS) -> None:
+    """Weights and moments after the last step, and every metric of the learner on the way."""
+    assert bits(run, last) == bits(again, last) and bits(run, last)
+    ours, theirs = rows(run), rows(again)
+    assert sorted(theirs) == list(range(first, last + 1))
+    for step, row in theirs.items():
+        assert {name: x for name, x in row.items() if name in ours[step]} == {n: ours[step][n] for n in row if n in ours[step]}
+        assert {"actor/loss", "actor/grad_norm", "critic/advantages/mean"} <= row.keys() & ours[step].keys()
+
+
+@pytest.fixture(scope="module")
+def sync(demo_model, tmp_path_factory) -> Path:
+    return record("train_sync.py", tmp_path_factory.mktemp("sync"), *SMALL, *EVERYTHING)
+
+
+def test_the_same_flags_give_the_same_bits(sync, tmp_path):
+    again, said = replayed(sync, tmp_path)
+    same(sync, again)
+    assert f"the weights are bit for bit those of {sync}/step_000006" in said and "warning" not in said
+    assert rows(again)[6]["actor/reward_kl_penalty_coeff"] != rows(again)[1]["actor/reward_kl_penalty_coeff"]
+    assert all(is_documented(name) for name in rows(again)[6] if name != "step")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "learners", "flags"),
+    [
+        ("train_sync.py", 2, 2, [*SMALL, *EVERYTHING]),
+        ("train_one_step_off.py", 2, 1, [*SMALL, *EVERYTHING]),
+        ("train_one_step_off.py", 3, 2, SMALL),
+        ("train_async.py", 2, 1, [*STREAM, "--require-batches", 2, "--trigger-parameter-sync-step", 2, "--filter-groups"]),
+        ("train_async.py", 3, 2, [*STREAM, "--staleness-threshold", 2, "--rollout-correction", "token_tis"]),
+    ],
+)
+def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ranks, learners, flags):
+    run = record(script, tmp_path, *flags, ranks=ranks)
+    again, said = replayed(run, tmp_path, ranks=learners if learners > 1 else None)
+    same(run, again)
+    assert "bit for bit" in said
+    if "--trigger-parameter-sync-step" in flags:
+        assert max(row["staleness/max"] for row in rows(again).values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "ranks", "flags"), [("train_sync.py", None, SMALL), ("train_async.py", 2, STREAM)])
+def test_a_run_that_was_killed_and_went_on(demo_model, tmp_path, script, ranks, flags):
+    """The samples that were trained again are the ones that count, and a replay may begin on either side."""
+    run = record(script, tmp_path, *flags, ranks=ranks)
+    for step in (4, 5, 6):
+        shutil.rmtree(run / f"step_{step:06d}")
+    record(script, tmp_path, *flags, ranks=ranks)
+    assert Record(tmp_path / "record").start_of(4)["after"] == 3
+    for first in (1, 3, 5):
+        again, said = replayed(run, tmp_path / str(first), "--from-step", first)
+        same(run, again, first)
+        assert f"replays steps {first} to 6" in said and "bit for bit" in said
+
+
+def test_a_record_that_is_cut_is_replayed_up_to_the_cut(sync, tmp_path):
+    shutil.copytree(sync.parent / "record", tmp_path / "record")
+    file = tmp_path / "record" / SAMPLES
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: size * 5 // 8])
+    last = Record(tmp_path / "record").steps[-1]
+    again, said = replayed(tmp_path / "record", tmp_path)
+    same(sync, again, last=last)
+    assert 1 < last < 6 and "are no whole step" in said and f"bit for bit those of {sync}/step_{last:06d}" in said
+
+
+def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
+    """From a checkpoint; the report shows the replay beside the run, with what tells them apart."""
+    again, said = replayed(sync.parent / "record", tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
+    ours, theirs = rows(sync), rows(again)
+    assert sorted(theirs) == [4, 5, 6] and theirs[4]["critic/score/mean"] == ours[4]["critic/score/mean"]
+    assert theirs[4]["actor/loss"] != ours[4]["actor/loss"] and theirs[4]["actor/lr"] == pytest.approx(3 * ours[4]["actor/lr"])
+    assert "off-policy: the samples are of other weights" in said and "--loss-mode gspo (was ppo_clip)" in said
+    assert "bit for bit" not in said
+    done = run_script("report.py", sync, again, "--output", tmp_path / "report")
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "2 runs in 2 groups" in done.stdout and "a replay, off-policy" in page
+    assert re.search(r"replay of train_sync --lr 0.0003 --loss-mode gspo.*, off-policy", page), page[:600]
+
+
+def test_code_that_has_changed_since(demo_model, sync, tmp_path):
+    """A fork's loss is that of its record, whatever its file holds by then; --script takes another's on the same samples."""
+    fork = tmp_path / "my_experiment.py"
+    text = (ROOT / "train_sync.py").read_text()
+    fork.write_text(text.replace("    loss = terms[", "    loss = 3 * terms["))
+    run = record(fork, tmp_path, *SMALL, "--grad-clip", 1e9, env={"PYTHONPATH": str(ROOT)})
+    fork.write_text("raise ImportError('gone')")
+    same(run, replayed(run, tmp_path)[0])
+    assert rows(run)[1]["actor/loss"] == pytest.approx(3 * rows(run)[1]["actor/pg_loss"], rel=1e-5) != 0
+    again, _ = replayed(run, tmp_path / "plain", "--script", "train_sync.py")
+    assert rows(again)[1]["actor/loss"] == rows(run)[1]["actor/pg_loss"]
+
+
+def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
+    """A loss that is infinite on one ticket of step 5: the file holds the micro-batch with that ticket."""
+    fork = tmp_path / "my_experiment.py"
+    text = (ROOT / "train_sync.py").read_text()
+    line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
+    bad = "    bad = advantage.new_tensor([batch.tickets[g] == 18 for g in batch.group[seq].tolist()])\n"
+    fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
+    run = record(
+        fork, tmp_path, *SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5)] == [0, 1]
+    again, said = replayed(run, tmp_path, "--stop-at-nan")
+    (file,) = again.glob("bad_step_*.safetensors")
+    assert f"from {run}/step_000004" in said and str(file) in said and "replays steps 5 to 6" in said
+    with safe_open(file, "pt") as opened:
+        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert about["step"] == "5" and about["update"] == "1" and 18 in json.loads(about["tickets"])
+    assert not tensors["grad_log_prob"].isfinite().all() and tensors["log_prob"].isfinite().all()
+    assert len(tensors["labels"]) == len(tensors["advantage"]) == len(tensors["rollout_log_prob"]) == len(tensors["log_prob"])
+    assert not list(again.glob("step_*"))
+
+
+def test_what_cannot_be_replayed_is_one_message(sync, tmp_path):
+    """Read in a process of its own: it imports the recorded script."""
+    cases = {
+        "": "the first argument is the directory of a run",
+        "nowhere": "nowhere is neither a run that was recorded",
+        f"{sync} --rollout-n 3 --seed 4": "--rollout-n, --seed: what made the samples stays as it was",
+        f"{sync} --from-step 99": "step 99 is not in .*, which holds steps 1 to 6",
+        f"{sync} --script nowhere.py": "--script nowhere.py: there is no such Python file",
+        f"{sync} --lr 7": "--lr must be above 0",
+        f"{sync} --from-step x": "argument --from-step: invalid int value: 'x'",
+    }
+    program = "import json, sys, replay\nfrom rl.errors import UserError\nassert 'losses' not in sys.modules\n"
+    program += "for words in json.loads(sys.argv[1]):\n  try: print(replay.read(words.split()).args)\n"
+    program += "  except UserError as error: print(error)"
+    how = {"cwd": ROOT, "env": environment(), "text": True, "capture_output": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(list(cases))], **how)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases), done.stderr
+    for line, message in zip(lines, cases.values(), strict=True):
+        assert re.search(message, line), line
+
+
+def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
+    class Late:
+        directory, steps = Path("record"), [5, 6, 7]
+
+    with pytest.raises(UserError, match=r"record begins with step 5, and .* has no whole checkpoint of step 4 or later"):
+        replay.begin(Late, tmp_path, 6)
