@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from rl.dist import Ranks
 from rl.errors import UserError
 from rl.router import row_of_routes
 from rl.sequence_parallel import part_of
+
+if TYPE_CHECKING:
+    from rl.batch_images import BatchImages
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class Batch:
     is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
     rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
     chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
+    images: "BatchImages | None" = None  # of its prompts, for a model that takes images
 
     @staticmethod
     def of(groups: list[Group]) -> "Batch":
@@ -234,6 +239,10 @@ class Batch:
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
 
+    def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
+        """What the model's forward takes of a packed row's images; nothing of a model without images."""
+        return self.images.inputs(lengths, after, groups, device) if self.images else {}
+
     def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
         """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
         return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
@@ -258,24 +267,27 @@ class MicroBatch:
         index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
         if not responses:
             layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
-            token = torch.zeros(1, dtype=torch.long)
-            return MicroBatch(layout.inputs(token), layout, nothing.to(device), nothing.to(device), nothing)
-        parts, after, prompt_of = [], [], {}  # the row's segments; prompt_of: group -> the segment that is its prompt
+            inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
+            return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing)
+        # The row's segments; prompt_of: group -> the segment that is its prompt; groups: of prompts their group, else -1.
+        parts, after, groups, prompt_of = [], [], [], {}
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
             if group not in prompt_of:
                 prompt_of[group] = len(parts)
                 parts.append(torch.from_numpy(batch.prompts[i].astype(np.int64)))
                 after.append(-1)
+                groups.append(group)
             parts.append(tokens)
             after.append(prompt_of[group])
+            groups.append(-1)
         layout = Packed([len(part) for part in parts], device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
         # a prompt's last token predicts its response's first
         predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
-        row, labels = layout.inputs(torch.cat(parts)), batch.token[index]
-        routes = row_of_routes(batch, responses)
-        return MicroBatch(row, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
+        inputs = layout.inputs(torch.cat(parts)) | batch.image_inputs([len(part) for part in parts], after, groups, device)
+        labels, routes = batch.token[index], row_of_routes(batch, responses)
+        return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
 
 
 def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:

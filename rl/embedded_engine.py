@@ -2,7 +2,7 @@
 
 Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
 `generate()` on a fixed batch, which this one outdoes, and it has no seed per request (benchmarks/results/engine.md).
-Left out: multi-modal prompts, prefix caching between groups, tensor parallelism. vLLM is the engine for those
+Left out: prefix caching between groups, tensor parallelism. vLLM is the engine for those
 (rl/engine_vllm.py).
 """
 
@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rl import vision_forward
 from rl.attention import check_supported
 from rl.device import is_accelerator
 from rl.engine import Output, Request
 from rl.engine_forward import has_fast_path, hidden_states
-from rl.forward_check import PROMPT, check_engine
+from rl.forward_check import Probe, check_engine
 from rl.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.pretrained import end_token_ids, load_config, load_weights
 from rl.router import Router, RouterArgs, as_record
 from rl.sampling import SlotSettings, sample
+from rl.vision import Images, takes_images
+from rl.vision_forward import RowImages, row_inputs
 
 
 @dataclass
@@ -46,6 +49,17 @@ class Running:
     def in_kv(self) -> tuple[int, ...]:
         """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
         return (*self.request.prompt_ids, *self.token_ids[:-1])
+
+    @property
+    def key(self) -> tuple:
+        """What the same keys and values come of: prompts of the same tokens may have other images."""
+        return (self.request.images.digest if self.request.images else None, *self.in_kv)
+
+    @property
+    def ahead(self) -> int:
+        """The distance of a token's rotary position from its place in the sequence: an image takes fewer than it has tokens."""
+        images = self.request.images
+        return images.next_position - len(self.request.prompt_ids) if images else 0
 
     def output(self, reason: str) -> Output:
         lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
@@ -73,7 +87,7 @@ class TransformersEngine:
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
     ):
-        check_supported(load_config(model_path, trust_remote_code), f"--model {model_path}", max_length)
+        check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
@@ -84,7 +98,7 @@ class TransformersEngine:
             max_num_batched_tokens,
         )
         self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
-        self.has_fast_path = has_fast_path(self.model)
+        self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
@@ -96,6 +110,7 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
+        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the place: the rotary position
         check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
@@ -116,8 +131,8 @@ class TransformersEngine:
         if self.running:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
-            token, position = self.token[:rows], self.position[:rows]
-            hidden = self._forward(token, position, layout)
+            token, position, ahead = self.token[:rows], self.position[:rows], self.ahead[:rows]
+            hidden = self._decode(token, position, ahead, layout)
             if self.records_routes:
                 for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
                     row.routes.append(routes)
@@ -171,20 +186,25 @@ class TransformersEngine:
 
     def _kv(self) -> KVCache:
         if self.cache is None:
-            self.cache = KVCache(self.model.config, self.max_num_seqs, self.max_length, self.dtype, self.device)
+            self.cache = self._new_cache(self.max_num_seqs, self.max_length)
         return self.cache
 
-    def _decode_all(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [S, L] -> logits [S, L - PROMPT, V] that predict all but the first PROMPT tokens: those are prefilled, the others
-        decoded one by one. For the check of the forward pass; uses a cache of its own."""
+    def _new_cache(self, slots: int, length: int) -> KVCache:
+        return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
+
+    def _decode_all(self, probe: Probe) -> torch.Tensor:
+        """Logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the others decoded one by one.
+        For the check of the forward pass; uses a cache of its own."""
+        ids, prompt = probe.ids, probe.prompt
         sequences, length = ids.shape
-        cache = KVCache(self.model.config, sequences, length, self.dtype, self.device)
-        layout = PrefillLayout([PROMPT] * sequences, list(range(sequences)), cache, self.device)
-        hidden = self._forward(ids[:, :PROMPT].flatten(), layout.position_ids, layout)
+        cache = self._new_cache(sequences, length)
+        layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
+        hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
         logits = [self.model.lm_head(hidden[layout.cu_seqlens[1:] - 1])]
-        for place in range(PROMPT, length - 1):
+        ahead = torch.full((sequences,), probe.images.next_position - prompt if probe.images else 0, device=self.device)
+        for place in range(prompt, length - 1):
             position = torch.full((sequences,), place, device=self.device)
-            hidden = self._forward(ids[:, place], position, DecodeLayout(position, place + 1, cache))
+            hidden = self._decode(ids[:, place], position, ahead, DecodeLayout(position, place + 1, cache))
             logits.append(self.model.lm_head(hidden))
         return torch.stack(logits, dim=1)
 
@@ -192,12 +212,28 @@ class TransformersEngine:
         """The largest position among the running requests, known on the host without asking the device."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
-    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
-        """token, position [T] -> hidden states [T, hidden]."""
+    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
+        """token [T] of whole sequences, each with its images -> hidden states [T, hidden]."""
+        if not self.takes_images:
+            return self._forward(token, layout.position_ids, layout)
+        inputs = row_inputs(layout.lengths, [-1] * len(images), images)
+        row = inputs["images"] if inputs["images"].files else None
+        return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
+
+    def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
+        """token, position, ahead [A], one of each sequence -> hidden states [A, hidden]."""
+        if self.takes_images:
+            position = (position + ahead).expand(3, 1, -1)
+        return self._forward(token, position, layout)
+
+    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
+        """token [T], position [T], of a model that takes images [3, 1, T] -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path:
             return hidden_states(self.model, token, position, layout)
+        if self.takes_images:
+            return vision_forward.hidden_states(self.model.model, layout, token[None], position, images)
         rows = {"input_ids": token[None], "position_ids": position[None]}
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
 
@@ -209,11 +245,12 @@ class TransformersEngine:
             row = Running.of(self.waiting[0])
             if groups and bool(row.token_ids) != bool(self.running[first].token_ids):
                 break
-            if row.in_kv not in groups and groups and tokens + len(row.in_kv) > self.max_num_batched_tokens:
+            key, length = row.key, len(row.in_kv)
+            if key not in groups and groups and tokens + length > self.max_num_batched_tokens:
                 break
-            tokens += len(row.in_kv) if row.in_kv not in groups else 0
+            tokens += length if key not in groups else 0
             slot = len(self.running)
-            groups.setdefault(row.in_kv, []).append(slot)
+            groups.setdefault(key, []).append(slot)
             self.waiting.popleft()
             self.running.append(row)
             random = np.random.Generator(np.random.Philox(row.request.seed))
@@ -221,18 +258,22 @@ class TransformersEngine:
             self.uniform[slot, : len(random)] = torch.from_numpy(random)
         if not groups:
             return []
-        hidden = self._prefill(list(groups), [slots[0] for slots in groups.values()])
+        hidden = self._prefill([slots[0] for slots in groups.values()])
         if self.records_routes:
-            routes_of = dict(zip(groups, self._routes([len(sequence) for sequence in groups]), strict=True))
+            lengths = [len(self.running[slots[0]].in_kv) for slots in groups.values()]
+            routes_of = dict(zip(groups, self._routes(lengths), strict=True))
             for row in self.running[first:]:
-                row.routes = row.routes or [routes_of[row.in_kv]]
+                row.routes = row.routes or [routes_of[row.key]]
         order = [i for i, slots in enumerate(groups.values()) for _ in slots]
         slots = [slot for slots in groups.values() for slot in slots]
         leader = torch.tensor([slots[0] for slots in groups.values() for _ in slots[1:]], dtype=torch.long)
         follower = torch.tensor([slot for slots in groups.values() for slot in slots[1:]], dtype=torch.long)
         if len(leader):
-            self._kv().copy_slots(leader.to(self.device), follower.to(self.device), max(map(len, groups)))
+            longest = max(len(self.running[slots[0]].in_kv) for slots in groups.values())
+            self._kv().copy_slots(leader.to(self.device), follower.to(self.device), longest)
         rows = self.running[first:]
+        if self.takes_images:
+            self.ahead[first : len(self.running)] = torch.tensor([r.ahead for r in rows]).to(self.device)
         if rows[0].token_ids:
             self.token[first : len(self.running)] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
             self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
@@ -242,11 +283,14 @@ class TransformersEngine:
         self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) - 1 for r in rows]).to(self.device)
         return self._sample(hidden[by_slot.to(self.device)], first)
 
-    def _prefill(self, sequences: list[tuple[int, ...]], slots: list[int]) -> torch.Tensor:
-        """Fills the slots' KV with the sequences; returns the hidden state of each one's last token [S, hidden]."""
+    def _prefill(self, slots: list[int]) -> torch.Tensor:
+        """Fills the slots' KV with what their requests are by now; returns the hidden state of each one's last token
+        [S, hidden]."""
+        rows = [self.running[slot] for slot in slots]
+        sequences = [row.in_kv for row in rows]
         layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
         ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
-        hidden = self._forward(ids, layout.position_ids, layout)
+        hidden = self._fill(ids, layout, [row.request.images for row in rows])
         return hidden[layout.cu_seqlens[1:] - 1]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
@@ -255,14 +299,14 @@ class TransformersEngine:
         return np.split(record, np.cumsum(lengths)[:-1])
 
     def _recompute_kv(self) -> None:
-        sequences = [r.in_kv for r in self.running]
+        lengths = [len(r.in_kv) for r in self.running]
         start = 0
-        while start < len(sequences):
+        while start < len(lengths):
             end, tokens = start, 0
-            while end < len(sequences) and (end == start or tokens + len(sequences[end]) <= self.max_num_batched_tokens):
-                tokens += len(sequences[end])
+            while end < len(lengths) and (end == start or tokens + lengths[end] <= self.max_num_batched_tokens):
+                tokens += lengths[end]
                 end += 1
-            self._prefill(sequences[start:end], list(range(start, end)))
+            self._prefill(list(range(start, end)))
             start = end
 
     def _sample(self, hidden: torch.Tensor, first: int) -> list[Output]:
@@ -308,6 +352,6 @@ class TransformersEngine:
         del self.running[left:]
         if holes:
             source, target = torch.tensor(movers).to(self.device), torch.tensor(holes).to(self.device)
-            for state in (self.position, self.token, self.uniform):
+            for state in (self.position, self.token, self.uniform, *([self.ahead] if self.takes_images else [])):
                 state[target] = state[source]
             self._kv().copy_slots(source, target, self._longest() + 1)

@@ -14,13 +14,16 @@ that is refused by the config and by what each layer asks of attention (rl/atten
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from rl.attention import ATTENTION, REMEDY, Packed
 from rl.errors import UserError
+from rl.vision import Images, positions, takes_images
+from rl.vision_forward import row_inputs
 
-PROMPT, RESPONSE = 8, 8  # tokens of the probe: one prompt with two responses
+PROMPT, RESPONSE = 8, 8  # tokens of the probe: one prompt with two responses; an image's come on top
 # Largest median difference of the tokens' log-probs. Right models differ by 1e-6 in fp32, and by up to 0.1 in bf16, mixtures of
 # experts more on some tokens; wrong ones by 0.1 to 5.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -39,37 +42,75 @@ SUSPECTS = {
 @torch.no_grad()
 def check_policy(policy, path: str) -> None:
     """Raises UserError if the learner's log-probs are not transformers'. policy: in fp32 on the CPU, not sharded."""
-    ids = probe(policy.model.config.get_text_config().vocab_size)
-    row = torch.cat([ids[0], ids[1, PROMPT:]])  # the prompt, the first response, the second one
-    first = torch.arange(PROMPT - 1, PROMPT + RESPONSE - 1)  # where the first response's tokens are predicted
+    probe = Probe.of(policy.model)
+    ids, prompt = probe.ids, probe.prompt
+    row = torch.cat([ids[0], ids[1, prompt:]])  # the prompt, the first response, the second one
+    first = torch.arange(prompt - 1, prompt + RESPONSE - 1)  # where the first response's tokens are predicted
     predict = torch.cat([first, first[:1], first[1:] + RESPONSE])
-    layout = Packed([PROMPT, RESPONSE, RESPONSE], after=[-1, 0, 0])
+    lengths, after = [prompt, RESPONSE, RESPONSE], [-1, 0, 0]
+    layout = Packed(lengths, after=after)
+    inputs = layout.inputs(row) | (row_inputs(lengths, after, [probe.images, None, None]) if probe.images else {})
 
     def ours() -> torch.Tensor:
-        return policy(layout.inputs(row), layout, predict, ids[:, PROMPT:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
+        return policy(inputs, layout, predict, ids[:, prompt:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
 
     with _all_cores():
-        _compare(ours, policy.model, ids, path, torch.float32)
+        _compare(ours, policy.model, probe, path, torch.float32)
 
 
 @torch.no_grad()
-def check_engine(forward: Callable[[torch.Tensor], torch.Tensor], model, path: str, dtype: torch.dtype) -> None:
-    """Raises UserError if the engine's logits are not transformers'. forward: ids [2, L] -> logits [2, RESPONSE, V] that
-    predict all but the first PROMPT tokens."""
-    ids = probe(model.config.get_text_config().vocab_size).to(model.device)
-    _compare(lambda: _log_probs(forward(ids), ids), model, ids, path, dtype)
+def check_engine(forward: Callable[["Probe"], torch.Tensor], model, path: str, dtype: torch.dtype) -> None:
+    """Raises UserError if the engine's logits are not transformers'. forward: probe -> logits [2, RESPONSE, V] that predict the
+    responses' tokens."""
+    probe = Probe.of(model)
+    _compare(lambda: _log_probs(forward(probe), probe), model, probe, path, dtype)
 
 
-def probe(vocabulary: int) -> torch.Tensor:
-    """Random token ids [2, L]: one prompt with two responses."""
-    generator = torch.Generator().manual_seed(0)  # a run's own random numbers stay what they are
-    ids = torch.randint(vocabulary, (2, PROMPT + RESPONSE), generator=generator)
-    ids[1, :PROMPT] = ids[0, :PROMPT]
-    return ids
+@dataclass(frozen=True)
+class Probe:
+    """One prompt with two responses."""
+
+    ids: torch.Tensor  # [2, L] random, on the model's device
+    prompt: int  # tokens of the prompt
+    images: Images | None = None  # an image in the prompt, if the model takes any
+    theirs: dict = field(default_factory=dict)  # what transformers' forward takes of it
+
+    @staticmethod
+    def of(model) -> "Probe":
+        config, generator = model.config, torch.Generator().manual_seed(0)  # a run's own random numbers stay what they are
+        ids = torch.randint(config.get_text_config().vocab_size, (2, PROMPT + RESPONSE), generator=generator)
+        ids[1, :PROMPT] = ids[0, :PROMPT]
+        if not takes_images(config):
+            return Probe(ids.to(model.device), PROMPT)
+        image, vision = config.image_token_id, config.vision_config
+        marks = {image, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+        ids[torch.isin(ids, torch.tensor(sorted(marks)))] = min(set(range(len(marks) + 1)) - marks)
+        merge, half = vision.spatial_merge_size, PROMPT // 2
+        ids = torch.cat([ids[:, :half], torch.full((2, 6), image), ids[:, half:]], dim=1)
+        grid = torch.tensor([[1, 2 * merge, 3 * merge]])
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.randn(int(grid.prod()), values, generator=generator)
+        of_prompt, following = positions(PROMPT + 6, [half], [(2, 3)])
+        images = Images(("probe",), grid, half + torch.arange(6), of_prompt, following, _Prepared(pixels, merge), (b"",))
+        theirs = {"pixel_values": torch.cat([pixels] * 2), "image_grid_thw": torch.cat([grid] * 2)}
+        theirs["mm_token_type_ids"] = (ids == image).int()
+        theirs = {name: tensor.to(model.device) for name, tensor in theirs.items()}
+        return Probe(ids.to(model.device), PROMPT + 6, images, theirs)
 
 
-def _compare(ours: Callable[[], torch.Tensor], model, ids: torch.Tensor, path: str, dtype: torch.dtype) -> None:
-    """ours() -> log-probs [2, RESPONSE] of the responses' tokens in ids [2, L]."""
+@dataclass(frozen=True)
+class _Prepared:
+    """An ImagePrep that has its pixels already."""
+
+    made: torch.Tensor
+    merge: int
+
+    def pixels(self, digest: str, source: bytes) -> torch.Tensor:
+        return self.made
+
+
+def _compare(ours: Callable[[], torch.Tensor], model, probe: Probe, path: str, dtype: torch.dtype) -> None:
+    """ours() -> log-probs [2, RESPONSE] of the responses' tokens."""
     try:
         found = ours()
     except UserError as error:  # from rl/attention.py
@@ -81,8 +122,10 @@ def _compare(ours: Callable[[], torch.Tensor], model, ids: torch.Tensor, path: s
         message = f"--model {path}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}"
         raise UserError(message) from error
     with _eager(model):
-        logits = model(input_ids=ids, use_cache=False).logits  # [2, L, V]
-    difference = float((found - _log_probs(logits[:, PROMPT - 1 : -1], ids)).abs().median())
+        logits = model(input_ids=probe.ids, use_cache=False, **probe.theirs).logits  # [2, L, V]
+    if probe.images:
+        model.model.rope_deltas = None  # what transformers keeps of the positions
+    difference = float((found - _log_probs(logits[:, probe.prompt - 1 : -1], probe)).abs().median())
     if not difference <= TOLERANCE[dtype]:  # NaN is a difference, too
         tolerance = f"{TOLERANCE[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
         raise UserError(
@@ -91,9 +134,9 @@ def _compare(ours: Callable[[], torch.Tensor], model, ids: torch.Tensor, path: s
         )
 
 
-def _log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """logits [2, RESPONSE, V], ids [2, L] -> log-probs [2, RESPONSE] of the responses' tokens, fp32."""
-    return logits.float().log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+def _log_probs(logits: torch.Tensor, probe: Probe) -> torch.Tensor:
+    """logits [2, RESPONSE, V] -> log-probs [2, RESPONSE] of the responses' tokens, fp32."""
+    return logits.float().log_softmax(-1).gather(2, probe.ids[:, probe.prompt :, None]).squeeze(2)
 
 
 @contextlib.contextmanager

@@ -191,9 +191,10 @@ class Generator:
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
         """Starts the prompt's responses, or lets them go on from what they are already."""
         self.working[key], ids = work, work.prompt.ids
-        requests = [Request((key, i), ids, sampling, request_seed(self.args.seed, key, i)) for i in range(work.n)]
+        images, seeds = work.prompt.images, [request_seed(self.args.seed, key, i) for i in range(work.n)]
+        requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
         if work.greedy:
-            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0))
+            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
         for request, before in zip_longest(requests, partial.responses if partial else ()):
             if before is None or not len(before.token_ids):
                 self.engine.add(request)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from rl import vision_forward
 from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
@@ -24,10 +25,11 @@ from rl.forward_check import check_policy
 from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
-from rl.pretrained import empty_model, load_config, load_weights
+from rl.pretrained import empty_model, layers, load_config, load_weights
 from rl.ranges import Range
 from rl.router import Router, RouterArgs
 from rl.sequence_parallel import gather_log_probs, share_sequences
+from rl.vision import takes_images
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
@@ -66,6 +68,8 @@ class LearnerArgs(RouterArgs):
     """AdamW's decay of the second moment."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
+    freeze_vision_tower: bool = False
+    """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
     grad_clip: Annotated[float, Range(above=0)] = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it."""
 
@@ -75,7 +79,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, router: Router | None = None):
         super().__init__()
-        self.model, self.router = model, router
+        self.model, self.router, self.takes_images = model, router, takes_images(model.config)
 
     def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
@@ -84,14 +88,19 @@ class Policy(nn.Module):
         """
         if self.router:
             self.router.begin(layout, routes, observe=torch.is_grad_enabled() and len(predict) > 0)
-        base = self.model.model(**inputs, use_cache=False, layout=layout)
-        hidden, head = base[0][0][predict], self.model.lm_head  # [n, hidden]
+        hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE
         )
         return log_prob, entropies if entropy == "loss" else entropies.detach()
+
+    def _hidden(self, inputs: dict, layout) -> torch.Tensor:
+        """[T, hidden]"""
+        if self.takes_images:
+            return vision_forward.hidden_states(self.model.model, layout, **inputs)
+        return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
 
     def _log_prob(self, hidden, labels, temperature: float, entropy: str):
         log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
@@ -113,6 +122,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if ranks.is_main else {}
     _without_dropout(model)
     model.requires_grad_(trainable)
+    if args.freeze_vision_tower:
+        model.model.visual.requires_grad_(False)
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, Router.of(model, args)).train(trainable)
@@ -124,7 +135,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    for layer in model.model.layers:
+    for layer in layers(model):
         fully_shard(layer, **shard)
     fully_shard(policy, **shard)
     for module in policy.modules():
@@ -181,9 +192,11 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        named = self.policy.model.named_parameters()
+        self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         betas = (args.adam_beta1, args.adam_beta2)
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
+            self._trained.values(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
         )
         # As in verl, the rate is one for all optimizer steps of a training step.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -271,7 +284,7 @@ class Learner:
         not stepped yet; a checkpoint is read into them in place."""
         self.policy.reshard()
         out = {}
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in self._trained.items():
             state = self.optimizer.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)

@@ -16,6 +16,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -28,9 +29,12 @@ from rl.attention import ATTENTION, check_supported
 from rl.errors import UserError
 from rl.progress import waiting
 from rl.sequence_parallel import check_heads
+from rl.vision import FAMILIES, takes_images
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")  # that the learner and the embedded engine use
+# that the learner and the embedded engine use
+MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
 HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
@@ -82,8 +86,9 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
     config, where = load_config(path, args.trust_remote_code), f"--model {path}"
     _check_modules(config, where, args.trust_remote_code)
-    _check_lengths(config, args)
     check_heads(config, args.sequence_parallel)
+    config = config.get_text_config()
+    _check_lengths(config, args)
     check_supported(config, where, args.max_prompt_length + args.max_response_length)
     _check_tokenizer(config, tokenizer, where)
     _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), config, tokenizer, where)
@@ -106,12 +111,15 @@ def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
 
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:
     """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused."""
+    if takes_images(config) and config.model_type not in FAMILIES:
+        raise UserError(f"{where}: of the models that take images there are {', '.join(FAMILIES)}, not {config.model_type}.")
     try:
         model = empty_model(config, trust_remote_code)
     except Exception as error:  # an unknown class, no support for an attention of our own, or whatever remote code raises
         raise UserError(f"{where}: transformers cannot make a causal language model of it ({_reason(error)}).") from None
     names = {name for name, _ in model.named_modules()}
-    if missing := [name for name in MODULES if name not in names]:
+    needed = MODULES_WITH_IMAGES if takes_images(config) else MODULES
+    if missing := [name for name in needed if name not in names]:
         raise UserError(
             f"{where}: {type(model).__name__} has no {' and no '.join(missing)}, which training needs. Take a decoder that is "
             "laid out like Llama (Llama, Qwen2, Qwen2.5, Qwen3, Mistral, OLMo-2, ...)."
@@ -120,9 +128,25 @@ def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool
 
 def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: no weights and no memory."""
-    options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    options = {"attn_implementation": _attention(config), "trust_remote_code": trust_remote_code, "dtype": torch.float32}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)
+        return _auto_class(config).from_config(config, **options)
+
+
+def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers, of the vision tower too: what is sharded and recomputed apart."""
+    if takes_images(model.config):
+        return [*model.model.visual.blocks, *model.model.language_model.layers]
+    return [*model.model.layers]
+
+
+def _auto_class(config: PretrainedConfig) -> type:
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def _attention(config: PretrainedConfig) -> str | dict[str, str]:
+    """A vision tower attends within each image, by transformers' own means."""
+    return {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -195,10 +219,11 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
     logging.set_verbosity_error()  # transformers' table of missing weights would stand beside our message
     try:
         with waiting(f"loading {path}", show=say):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            config = load_config(path, trust_remote_code)
+            model, info = _auto_class(config).from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=_attention(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in `info`, and refused below

@@ -150,6 +150,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
     prep = ImagePrep.of(path, config, args)
+    if args.freeze_vision_tower and not prep:
+        raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     prompts = PromptDataset(args.train_files, "train", tokenizer, args, prep)
     val_prompts = PromptDataset(args.val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
     check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)

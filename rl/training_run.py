@@ -7,6 +7,7 @@ from typing import NoReturn, Protocol
 
 from rl import checkpoint, dist
 from rl.batch import Batch, Group
+from rl.batch_images import BatchImages
 from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
@@ -69,6 +70,7 @@ class TrainingRun:
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
         batch = Batch.of(groups)
+        batch.images = BatchImages.of(self.job.prompts, self.job.order, groups)
         if self._begun == self.done:
             batch.check_scored()
         self._begun += 1

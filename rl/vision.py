@@ -14,6 +14,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +63,11 @@ class Images:
         """Of all of them: hex, 128 bits."""
         return xxhash.xxh3_128_hexdigest(" ".join(self.digests).encode())
 
+    @functools.cached_property
+    def token_counts(self) -> list[int]:
+        """Image tokens of each."""
+        return (self.grid.prod(1) // self.prep.merge**2).tolist()
+
     @property
     def pixels(self) -> Tensor:
         """[patches, values of a patch] fp32 on the CPU, for the vision tower. Prepared now unless it is still kept. Raises
@@ -96,7 +102,7 @@ class ImagePrep:
         _check_sizes(self.processor, config, path)
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()  # pixels by digest, the last used at the end
+        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the last used at the end
         self._lock = threading.Lock()
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
@@ -146,17 +152,29 @@ class ImagePrep:
         return out["pixel_values"], out["image_grid_thw"]
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
-        """One image's pixels [patches, values of a patch], from those kept if they are there. From any thread."""
+        """One image's pixels [patches, values of a patch]: those kept, or that another thread is making, if there are any."""
         with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-                return self._kept[digest]
-        made, _ = self.prepare([source])
+            is_new = digest not in self._kept
+            made = self._kept.setdefault(digest, Future())
+            self._kept.move_to_end(digest)
+        if is_new:
+            try:
+                made.set_result(self.prepare([source])[0])
+            except BaseException as error:
+                made.set_exception(error)
+            self._forget()
+        return made.result()
+
+    def _forget(self) -> None:
+        """Drops what failed, and beyond KEPT_BYTES what was not used for longest."""
         with self._lock:
-            self._kept[digest] = made
-            while len(self._kept) > 1 and sum(of.nbytes for of in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
-        return made
+            made = {digest: future for digest, future in self._kept.items() if future.done()}
+            sizes = {digest: 0 if future.exception() else future.result().nbytes for digest, future in made.items()}
+            too_many = sum(sizes.values()) - KEPT_BYTES
+            for digest, size in sizes.items():
+                if not size or too_many > 0:
+                    del self._kept[digest]
+                    too_many -= size
 
 
 def _check_count(places: int, given: int) -> None:

@@ -1,0 +1,130 @@
+"""Images in prompts: positions and packed rows against transformers' own, whatever stands in the row; rows that are bad."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import make_group
+from tiny_vlm import picture, row, save_vlm
+
+from rl.batch import Batch, Group, MicroBatch
+from rl.batch_images import BatchImages
+from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.learner import Policy
+from rl.pretrained import load_config, load_tokenizer, load_weights
+from rl.vision import ImagePrep, positions
+
+KINDS = ["qwen2.5-vl", "qwen3-vl"]
+ROWS = [
+    row("<image>How many?", [picture(120, 90, 0)]),
+    row("See <image> and <image>: equal?", [picture(64, 200, 1), picture(130, 70, 2)]),
+    row("No picture here.", []),
+    row("<image>How many?", [picture(120, 90, 3)]),  # the first one's ids, another image
+    row("Again <image>.", [picture(120, 90, 0)]),  # the first one's image
+]
+
+
+@pytest.fixture(scope="module")
+def vlms(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("vlms")
+    return {kind: save_vlm(kind, root / kind, max_pixels=2**14) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rows") / "a.parquet"
+    Dataset.from_list(ROWS).to_parquet(path)
+    return str(path)
+
+
+def dataset(model: str, *files: str, **flags) -> PromptDataset:
+    args = DataArgs(**{"max_prompt_length": 400} | flags)
+    return PromptDataset(files, "train", load_tokenizer(model), args, ImagePrep.of(model, load_config(model), args))
+
+
+def inputs_of(model, prompt, response=()) -> dict:
+    """What transformers' forward takes of a prompt and a response to it: it finds places and positions by itself."""
+    ids = torch.tensor([[*prompt.ids, *response]])
+    out = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids)}
+    if prompt.images:
+        out["mm_token_type_ids"][0, : len(prompt.ids)] = (ids[0, : len(prompt.ids)] == model.config.image_token_id).int()
+        out |= {"pixel_values": prompt.images.pixels, "image_grid_thw": prompt.images.grid}
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_transformers(vlms, rows, kind):
+    model = load_weights(vlms[kind], torch.float32)
+    for prompt in dataset(vlms[kind], rows):
+        of = inputs_of(model, prompt, [9, 9, 9])
+        expected, delta = model.model.get_rope_index(
+            of["input_ids"], mm_token_type_ids=of["mm_token_type_ids"], image_grid_thw=of.get("image_grid_thw")
+        )
+        found, following = (prompt.images.positions, prompt.images.next_position) if prompt.images else (None, None)
+        if found is None:
+            found, following = positions(len(prompt.ids), [], [])
+        behind = (following + torch.arange(3)).expand(3, -1)
+        assert torch.equal(torch.cat([found, behind], dim=1), expected[:, 0])
+        assert following == len(prompt.ids) + int(delta)
+
+
+def make_batch(prompts: PromptDataset, special: list[int], n: int = 2) -> Batch:
+    """A batch with n responses to each row, of random tokens and of those in `special`."""
+    rng, groups = np.random.default_rng(0), []
+    for ticket, prompt in enumerate(prompts):
+        group = make_group(ticket, list(rng.integers(4, 9, n)), rng=rng)
+        for response in group.responses:
+            response.token_ids[1:3] = special
+        digest = prompt.images.digest if prompt.images else ""
+        groups.append(Group(ticket, np.array(prompt.ids, np.int32), "demo", group.responses, images=digest))
+    batch = Batch.of(groups)
+    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
+    return batch
+
+
+def reference(model, prompt, tokens: list[int]) -> torch.Tensor:
+    """transformers' log-probs of the response, one sequence at a time. It cannot take an image token that was sampled, so the
+    ids' embeddings are made first and the images' put in by place."""
+    of = inputs_of(model, prompt, tokens)
+    ids = of.pop("input_ids")
+    base = model.model
+    position_ids, _ = base.get_rope_index(ids, of["mm_token_type_ids"], of.get("image_grid_thw"))
+    embeds, extra = base.get_input_embeddings()(ids), {}
+    if prompt.images:
+        features = base.get_image_features(of["pixel_values"], of["image_grid_thw"], return_dict=True)
+        mask = of["mm_token_type_ids"].bool()
+        embeds = embeds.masked_scatter(mask[..., None], torch.cat(features.pooler_output))
+        if hasattr(features, "deepstack_features"):
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": [torch.cat(f) for f in features.deepstack_features]}
+    hidden = base.language_model(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, **extra)[0]
+    logits = model.lm_head(hidden[0, len(prompt.ids) - 1 : -1])
+    return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_have_the_log_probs_and_gradients_of_transformers(vlms, rows, kind):
+    """Prompts shared by their responses, 0, 1 and 2 images, one image in two prompts, equal ids with other images, and
+    responses that hold image and video tokens; in one micro-batch and in several, of which some have no image."""
+    prompts = dataset(vlms[kind], rows)
+    config = load_config(vlms[kind])
+    batch = make_batch(prompts, [config.image_token_id, config.video_token_id])
+    from transformers import AutoModelForImageTextToText
+
+    theirs = AutoModelForImageTextToText.from_pretrained(vlms[kind], attn_implementation="eager").double()
+    weight = torch.randn(len(batch.token), generator=torch.Generator().manual_seed(0))
+    tokens = batch.token.split(batch.lengths.tolist())
+    expected = torch.cat([reference(theirs, prompts[i // 2], of_one.tolist()) for i, of_one in enumerate(tokens)])
+    (expected * weight).sum().backward()
+    policy = Policy(load_weights(vlms[kind], torch.float64))
+    for cuts in ([range(10)], [range(4), range(4, 6), range(6, 10)]):
+        policy.zero_grad()
+        for cut in cuts:
+            micro = MicroBatch.of(batch, list(cut), torch.device("cpu"))
+            log_prob, _ = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
+            torch.testing.assert_close(log_prob, expected[micro.index].float(), atol=2e-6, rtol=2e-6)
+            (log_prob * weight[micro.index]).sum().backward()
+        for (name, ours), (same_name, of_theirs) in zip(
+            policy.model.named_parameters(), theirs.named_parameters(), strict=True
+        ):
+            assert name == same_name and ours.grad is not None
+            assert float((ours.grad - of_theirs.grad).norm()) <= 2e-6 * max(1.0, float(of_theirs.grad.norm())), name
