@@ -4,9 +4,6 @@
 #
 #   MASTER=<first node> NODE_RANK=<n> examples/grpo_qwen3_vl_8b_geo3k_async.sh [further flags]   # on each node
 #
-# Refused today: the run ends at once with `error: --model ...: transformers cannot make a causal language model of it`, whatever
-# the flags. They are complete and checked; what is missing is a learner for models that take images, and images in prompts.
-#
 # Hardware: 32 devices of 80 GB on 4 nodes of 8 (DEVICE=npu: 2 nodes of 16, 64 GB). By count, not measured: 8.8B parameters x 16
 # bytes over 16 learners is 9 GB each, the reference policy 2 GB. Every node both generates and learns: verl's 16 + 16 are here
 # 4 + 4 on each node (NPU: 8 + 8).

@@ -112,7 +112,9 @@ def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:
     """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused."""
     if takes_images(config) and config.model_type not in FAMILIES:
-        raise UserError(f"{where}: of the models that take images there are {', '.join(FAMILIES)}, not {config.model_type}.")
+        raise UserError(
+            f"{where}: it takes images, and is a {config.model_type}. Of such models {', '.join(FAMILIES)} can be trained."
+        )
     try:
         model = empty_model(config, trust_remote_code)
     except Exception as error:  # an unknown class, no support for an attention of our own, or whatever remote code raises

@@ -175,7 +175,7 @@ OTHERS = {
     "MptConfig": "MptForCausalLM has no",
     "MambaConfig": "MambaForCausalLM has no",
     "T5Config": "transformers cannot make a causal language model of it",
-    "Qwen2VLConfig": "transformers cannot make a causal language model of it",
+    "Qwen2VLConfig": "it takes images, and is a qwen2_vl",
     "CLIPConfig": "transformers cannot make a causal language model of it",
 }
 
