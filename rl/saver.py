@@ -42,6 +42,7 @@ from rl.checkpoint import (
 )
 from rl.device import HOST_BACKEND
 from rl.errors import Stopped, UserError
+from rl.hub_names import hub_names
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.run import Origin, Run
@@ -73,10 +74,11 @@ class Saver:
         named = dict(learner.policy.model.named_parameters())
         record = json.dumps({name: _block(parameter) for name, parameter in named.items()}).encode()
         self._blocks: list[dict[str, Block]] = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(record)]
-        self._shapes, self._dtype = {name: p.shape for name, p in named.items()}, learner.config.dtype or torch.float32
+        self._dtype = learner.config.dtype or torch.float32
         self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
-            {name: torch.empty(shape, dtype=self._dtype, device="meta") for name, shape in self._shapes.items()}
+            {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
         )
+        self._parts = hub_names(learner.policy.model) if learner.ranks.is_main else {}
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
         self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
@@ -236,7 +238,7 @@ class Saver:
             written |= of_rank
         stream = self._stream_model(tensors)
         if ranks.is_main:
-            error = _attempt(lambda: written.update(write_model(work, self._plan, self._shapes, self._dtype, stream)))
+            error = _attempt(lambda: written.update(write_model(work, self._plan, self._parts, self._dtype, stream)))
         for _ in stream:
             pass  # where writing failed, too: the others still send
         if ranks.is_main and not error:

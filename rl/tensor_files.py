@@ -14,6 +14,8 @@ import torch
 import xxhash
 from huggingface_hub import StateDictSplit
 
+from rl.hub_names import Parts
+
 PIECE_BYTES = 16 << 20
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -73,19 +75,21 @@ def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 def write_model(
     directory: Path,
     plan: StateDictSplit,
-    shapes: dict[str, Sequence[int]],
+    parts: dict[str, Parts],
     dtype: torch.dtype,
     stream: Iterator[torch.Tensor],
 ) -> dict[str, tuple[int, str]]:
-    """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. Returns
-    (size, checksum) of each file."""
+    """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. parts: the
+    names and shapes under which the files have each tensor. Returns (size, checksum) of each file."""
     written = {}
     for name, tensors in plan.filename_to_tensors.items():
-        file = TensorFile(directory / name, [(tensor, dtype, shapes[tensor]) for tensor in tensors], {"format": "pt"})
+        entries = [(part, dtype, shape) for tensor in tensors for part, shape in parts[tensor]]
+        file = TensorFile(directory / name, entries, {"format": "pt"})
         while file.left:
             file.write(next(stream))
         written[name] = file.close()
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        files = {part: file for tensor, file in plan.tensor_to_filename.items() for part, _ in parts[tensor]}
+        index = {"metadata": plan.metadata, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return written
