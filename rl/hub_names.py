@@ -15,8 +15,8 @@ Parts = list[tuple[str, torch.Size]]  # (name, shape), end to end
 
 
 def hub_names(model: nn.Module) -> dict[str, Parts]:
-    """Each parameter's name in memory -> what its elements are on the hub, in their order. model: transformers'. What is not just
-    cut there, but transposed, say, keeps name and shape: transformers reads either."""
+    """Each parameter's name in memory -> what its elements are on the hub, in their order. model: transformers'. What is not
+    just cut there, but transposed, say, keeps name and shape: transformers reads either."""
     model._weight_conversions = None  # those of the files that it was read from; without them it takes the hub's
     return {name: _parts(model, name, parameter.shape) for name, parameter in model.named_parameters()}
 
