@@ -1,0 +1,229 @@
+"""An accelerator that is not there: our own code runs on it, every shape, precision and device is checked, nothing is computed.
+
+Tensors on the fake device are PyTorch's FakeTensors. The host stays real: what is computed there (packing, advantages, the
+schedule of a batch) is computed, and a tensor that was left on the host by mistake meets one of the device and raises, as it
+would on the machine. What is read back from the device has forgotten its values: it is zeros.
+
+    ranks = start(16)               # once, in a process of its own: it renames a device for good
+    with FakeDevice():
+        learner = Learner(path, args, ranks, ...)
+
+The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda" tensor
+of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells the two
+apart here, its attention. Left out: time, values, and kernels of a maker's own package.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.distributed
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorDeviceMismatchError, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from rl import attention, weights
+from rl.dist import Ranks
+
+aten = torch.ops.aten
+
+
+class _Stream:
+    """A queue of work on the device that is always empty."""
+
+    def __init__(self, *_, **__): ...
+
+    def wait_stream(self, _stream): ...
+
+    def wait_event(self, _event): ...
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self): ...
+
+
+class _Event:
+    def __init__(self, *_, **__): ...
+
+    def record(self, _stream=None):
+        return self
+
+    def wait(self, _stream=None): ...
+
+    def synchronize(self): ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Module:
+    """What PyTorch asks of torch.npu."""
+
+    Stream, Event = _Stream, _Event
+
+    def is_initialized(self):
+        return True
+
+    def is_available(self):
+        return True
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def manual_seed_all(self, _seed): ...
+
+    def device_count(self):
+        return 1
+
+    def current_device(self):
+        return 0
+
+    def set_device(self, _index): ...
+
+    def current_stream(self, _device=None):
+        return _Stream()
+
+    def stream(self, _stream):
+        return contextlib.nullcontext()
+
+    def synchronize(self, _device=None): ...
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+    def get_device_name(self, _device=None):
+        return "fake"
+
+
+def start(world_size: int = 1, varlen: bool = False) -> Ranks:
+    """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
+    process. varlen: the device has attention over packed sequences in half precision, as CUDA has."""
+    if varlen:
+        attention.has_varlen_attention = lambda query: query.dtype in (torch.float16, torch.bfloat16)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _fsdp_init._move_states_to_device = _move_states_to_device
+    _setup_privateuseone_for_python_backend("npu", backend_module=_Module())
+    weights.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
+        setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask
+    torch.distributed.Backend.backend_capability["fake"].append("npu")
+    torch.distributed.init_process_group("cpu:fake,npu:fake", rank=0, world_size=world_size, store=FakeStore())
+    return Ranks(0, world_size, 0, torch.device("npu", 0))
+
+
+def _move_states_to_device(params, buffers, device: torch.device) -> None:
+    """FSDP's own sets `tensor.data`, which a real tensor cannot do with a fake one."""
+    for tensor in (*params, *buffers):
+        if tensor.device.type not in (device.type, "meta"):
+            with torch.no_grad():
+                moved = tensor.to(device)
+            moved.requires_grad_(tensor.requires_grad)
+            moved._is_param = isinstance(tensor, torch.nn.Parameter)
+            torch.utils.swap_tensors(tensor, moved)
+
+
+class FakeDevice(TorchDispatchMode):
+    """While it is entered, tensors on the device are fake. It holds for one thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.fake = FakeTensorMode()
+        self._host_too = False
+
+    def __enter__(self):
+        self._lifted_before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then seen on its way to the device
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch._C._set_only_lift_cpu_tensors(self._lifted_before)
+        return super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def host_too(self):
+        """In here tensors that are made in host memory are fake as well, and later what is computed from them."""
+        before, self._host_too = self._host_too, True
+        try:
+            yield
+        finally:
+            self._host_too = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not OWN.issuperset(types):
+            return NotImplemented  # DTensors and their like come back with the tensors that they hold
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        fakes = sum(isinstance(x, FakeTensor) for x in tensors)
+        if func in PINNING:
+            return PINNING[func](*args, **kwargs)
+        kwargs.pop("pin_memory", None)
+        if not fakes and not self._makes_fake(tensors, kwargs):
+            return func(*args, **kwargs)
+        if func in READ:
+            return READ[func](*args, **kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
+            halves = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+            return func(*halves, **kwargs).float()
+        if fakes < len(tensors):
+            if func._schema.is_mutable and any(not isinstance(x, FakeTensor) for x in self._mutated(func, args, kwargs)):
+                return self._into_host(func, args, kwargs, tensors)
+            args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
+        if func.namespace == "torch_attn" and len({x.device for x in tensors}) > 1:  # whose fake does not look
+            raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
+        with self.fake:
+            return func(*args, **kwargs)
+
+    def _stand_in(self, x: torch.Tensor) -> FakeTensor:
+        """A fake of a real tensor, for an operator that has to do with the device."""
+        if isinstance(x, FakeTensor):
+            return x
+        with self.fake:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+    def _into_host(self, func, args, kwargs, tensors: list[torch.Tensor]):
+        """Writes into a real tensor what was computed on the device, or from what was."""
+        for x in tensors:
+            if x.device.type != "cpu" and func not in COPIES:
+                raise FakeTensorDeviceMismatchError(func, torch.device("cpu"), x.device)
+        args, kwargs = tree_map_only(FakeTensor, _forgotten, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _makes_fake(self, tensors: list[torch.Tensor], kwargs: dict) -> bool:
+        device = kwargs.get("device")
+        if device is None:
+            return self._host_too and not tensors
+        kind = torch.device(device).type
+        return kind == "npu" or (self._host_too and kind == "cpu")
+
+    @staticmethod
+    def _mutated(func, args, kwargs) -> list[torch.Tensor]:
+        """The tensors that an operator writes into."""
+        out = []
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                out += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+        return out
+
+
+OWN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+COPIES = {aten.copy_.default, aten._foreach_copy_.default}
+PINNING = {
+    aten.is_pinned.default: lambda x, device=None: not isinstance(x, FakeTensor) or x.device.type == "cpu",
+    aten._pin_memory.default: lambda x, device=None: x.clone(),
+}
+
+
+READ = {  # what depends on values
+    aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
+    aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
+}
+
+
+def _forgotten(x: torch.Tensor) -> torch.Tensor:
+    """What the host reads from the device."""
+    return torch.zeros(x.shape, dtype=x.dtype)

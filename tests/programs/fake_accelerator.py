@@ -1,0 +1,155 @@
+"""Started by test_fake_accelerator.py: our own code on fake devices, each case in a fork of this process.
+
+python fake_accelerator.py '{"models": {"qwen3": DIRECTORY}, "cases": [NAME, ...], "mutants": [[FILE, NUMBER, [CASE, ...]], ...]}'
+
+Prints a line of JSON: case -> "" or its error; a mutant, "FILE NUMBER", has one place of our code that puts something on a device
+taken out (tests/mutants.py), and the first error of its cases.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch.distributed import HashStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from helpers import make_group
+from mutants import mutate
+
+import train_async
+import train_one_step_off
+import train_sync
+from rl import device, learner, log_probs, weights
+from rl.batch import Batch
+from rl.dist import Split
+from rl.embedded_engine import TransformersEngine
+from rl.engine import Request, SamplingParams
+from rl.kl_control import KLControl
+from rl.learner import Learner
+from rl.plan.fake_device import FakeDevice, start
+from rl.timers import Timers
+from rl.weights import Publisher, Subscriber
+
+SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
+
+
+class Bridge:
+    """Broadcasts on the device that arrive at once."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def broadcast(self, tensor: torch.Tensor) -> "Bridge":
+        assert tensor.device == self.device and tensor.is_contiguous()
+        return self
+
+    def wait(self) -> None: ...
+
+
+def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_once=None, varlen=False, **flags) -> None:
+    """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
+    publish, and what a checkpoint holds."""
+    place, script = start(ranks, varlen), SCRIPTS[script]
+    learner.LOGITS_AT_ONCE = logits_at_once or learner.LOGITS_AT_ONCE
+    args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
+    with FakeDevice():
+        assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
+        model = Learner(path, args, place, 10, with_reference=args.needs_reference)
+        model.ranks = dataclasses.replace(place, rank=rank)  # whose micro-batches it takes
+        batch = Batch.of([make_group(t, [3, 9, 5, 7] * 2) for t in range(2)])
+        metrics = script.learn(args, model, KLControl(args), batch, Timers())
+        metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
+        assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
+        home = torch.device("cpu") if args.param_offload else place.device
+        tensors = model.state_tensors()
+        assert len(tensors) == 3 * len(list(model.policy.parameters()))
+        assert {tensor.device for tensor in tensors.values()} == {home}
+        assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
+        model.state(), model.rank_state()
+        publish(model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(place.device)))
+
+
+def publish(model: Learner, split: Split) -> None:
+    publisher = Publisher(model, split, torch.bfloat16)
+    publisher.publish(0)
+    publisher.wait()
+
+
+def generate(path: str, dtype=torch.float32, truncates=True, varlen=False) -> None:
+    """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests."""
+    place = start(varlen=varlen)
+    with FakeDevice():
+        store, bridge = HashStore(), Bridge(place.device)
+        engine = TransformersEngine(path, 32, 4, 16, dtype, place.device, end_tokens={1})
+        plan = weights.Plan(
+            [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
+        )
+        store.set("weights/plan", plan.to_json())
+        subscriber = Subscriber(Split("generator", place, 1, 1, 0, 1, store, bridge), engine)
+        subscriber.receive(0)
+        for number in range(6):
+            sampling = SamplingParams(number % 2, 0.9 if truncates else 1.0, 5 if truncates else -1, max_tokens=2 + number)
+            engine.add(Request(number, [2, 3, 4 + number // 2], sampling, seed=number))
+        done = engine.step()
+        table = torch.zeros(1 + len(plan.names), dtype=torch.long, device=place.device)
+        subscriber._new = lambda size: table if size == len(table) else torch.empty(size, dtype=dtype, device=place.device)
+        engine.version = -1
+        subscriber.receive(0, recompute_kv=True)
+        while engine.num_unfinished:
+            done += engine.step()
+        assert sorted(len(output.token_ids) for output in done) == [2, 3, 4, 5, 6, 7]
+        assert engine.cache.data.device == place.device
+        engine.sleep()
+
+
+CASES = {  # a new kind of model is a line more
+    "one rank": lambda m: learn(m["qwen2-tied"]),
+    "many ranks": lambda m: learn(
+        m["qwen3"], 4, 0, "one step off", 160, True, dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1
+    ),
+    "offload": lambda m: learn(
+        m["qwen2-untied"], 2, 1, "async", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
+    ),
+    "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
+    "engine": lambda m: generate(m["qwen2-tied"]),
+    # the rest are of the slow tests
+    "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
+    "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
+    "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, True, dtype="bfloat16", param_offload=True),
+    "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, varlen=True),
+    "engine, experts": lambda m: generate(m["moe"]),
+}
+
+
+def in_fork(act) -> str:
+    """What goes wrong in it, in its last line; "" if nothing does."""
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.dup2(writer, 2)  # a fault in a backward pass ends the process: it is what was printed
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException as error:
+            traceback.print_exc()
+            print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        os._exit(code)
+    os.close(writer)
+    with open(reader) as lines:
+        said = lines.read()
+    _, status = os.waitpid(pid, 0)
+    return said if status else ""
+
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    models = wanted["models"]
+    report = {name: in_fork(lambda name=name: CASES[name](models)) for name in wanted["cases"]}
+    for file, number, cases in wanted["mutants"]:
+        tries = (in_fork(lambda f=file, n=number, c=case: (mutate(f, n), CASES[c](models))) for case in cases)
+        report[f"{file} {number}"] = next(filter(None, tries), "")
+    print(json.dumps(report))

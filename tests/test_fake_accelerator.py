@@ -1,0 +1,84 @@
+"""An accelerator on a machine without one: our own code on a device that knows shapes, precisions and places, and no values.
+
+A tensor that is left on the host must fail here. To show it, each place of our code that puts something on the device is taken
+out in turn (tests/mutants.py), and the cases below must notice.
+"""
+
+import json
+import re
+
+import pytest
+from helpers import run_script
+from mutants import places
+
+PROGRAM = "tests/programs/fake_accelerator.py"
+CASES = ["many ranks", "offload", "engine"]
+SLOW = ["one rank", "experts", "a rank without work", "chunks", "experts, bf16", "engine, CUDA's attention", "engine, experts"]
+NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
+    "rl/learner.py": ["offload"],
+    "rl/batch.py": ["one rank", "a rank without work"],
+    "rl/attention.py": ["one rank", "many ranks"],
+    "rl/log_probs.py": ["chunks"],
+    "rl/embedded_engine.py": ["engine"],
+    "rl/kv_cache.py": ["engine"],
+    "rl/sampling.py": ["engine"],
+    "rl/weights.py": ["one rank", "engine"],
+}
+ALLOWED = {  # what a real device takes from the host as well, by name of the function
+    # FSDP moves the inputs of the whole model
+    "Packed.inputs": "row[None]",
+    # moved before or after, or made on the host on purpose
+    "Learner.weights": "parameter|whole",
+    "_spread_buffers": "torch.empty_like",
+    # indices may lie on the host
+    "MicroBatch.of": "nothing|torch.cat",
+    "PrefillLayout.__init__": "torch.tensor",
+    "DecodeLayout.__init__": r"torch.arange\(len",
+    "TransformersEngine._free": "torch.tensor",
+    # so may indices, and what is copied into a slice
+    "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",
+}
+QUICK = [("rl/batch.py", "Batch.select"), ("rl/kv_cache.py", "KVCache.__init__")]
+
+
+def mutants() -> list[tuple[str, int, str]]:
+    """(file, number, function) of each place that must not be taken out."""
+    return [
+        (file, number, name)
+        for file in NOTICED_BY
+        for number, (name, _, text) in enumerate(places(file))
+        if not (name in ALLOWED and re.match(ALLOWED[name], text))
+    ]
+
+
+def run(models: dict[str, str], cases: list[str], wanted: list[tuple[str, int, str]]) -> dict[str, str]:
+    changed = [[file, number, NOTICED_BY[file]] for file, number, _ in wanted]
+    done = run_script(PROGRAM, json.dumps({"models": models, "cases": cases, "mutants": changed}), timeout=280)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(report: dict[str, str], cases: list[str], wanted: list[tuple[str, int, str]]) -> None:
+    assert {name: said for name in cases if (said := report.pop(name))} == {}
+    assert len(report) == len(wanted)
+    assert [
+        name for name, said in report.items() if not re.search("two devices|same device|device type|AssertionError", said)
+    ] == []
+
+
+def test_our_code_runs_on_an_accelerator(models):
+    wanted = [mutant for mutant in mutants() if (mutant[0], mutant[2]) in QUICK]
+    assert len(wanted) == len(QUICK)
+    check(run(models, CASES, wanted), CASES, wanted)
+
+
+@pytest.mark.slow
+def test_the_rest_of_it(models):
+    check(run(models, SLOW, []), SLOW, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", NOTICED_BY)
+def test_what_is_left_on_the_host_is_noticed(models, file):
+    wanted = [mutant for mutant in mutants() if mutant[0] == file]
+    assert wanted
+    check(run(models, [], wanted), [], wanted)
