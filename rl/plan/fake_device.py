@@ -8,13 +8,12 @@ would on the machine. What is read back from the device has forgotten its values
     with FakeDevice():
         learner = Learner(path, args, ranks, ...)
 
-The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda" tensor
-of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells the two
-apart here, its attention. Left out: time, values, and kernels of a maker's own package.
+The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda"
+tensor of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells
+the two apart here, its attention. Left out: time, values, and kernels of a maker's own package.
 """
 
 import contextlib
-import math
 
 import torch
 import torch.distributed
@@ -25,8 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from rl import attention, weights
+from rl.device import is_accelerator
 from rl.dist import Ranks
 
+KIND = "npu"
 aten = torch.ops.aten
 
 
@@ -106,13 +107,13 @@ def start(world_size: int = 1, varlen: bool = False) -> Ranks:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
-    _setup_privateuseone_for_python_backend("npu", backend_module=_Module())
+    _setup_privateuseone_for_python_backend(KIND, backend_module=_Module())
     weights.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
     for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
         setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask
-    torch.distributed.Backend.backend_capability["fake"].append("npu")
-    torch.distributed.init_process_group("cpu:fake,npu:fake", rank=0, world_size=world_size, store=FakeStore())
-    return Ranks(0, world_size, 0, torch.device("npu", 0))
+    torch.distributed.Backend.backend_capability["fake"].append(KIND)
+    torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
+    return Ranks(0, world_size, 0, torch.device(KIND, 0))
 
 
 def _move_states_to_device(params, buffers, device: torch.device) -> None:
@@ -187,7 +188,7 @@ class FakeDevice(TorchDispatchMode):
     def _into_host(self, func, args, kwargs, tensors: list[torch.Tensor]):
         """Writes into a real tensor what was computed on the device, or from what was."""
         for x in tensors:
-            if x.device.type != "cpu" and func not in COPIES:
+            if is_accelerator(x.device) and func not in COPIES:
                 raise FakeTensorDeviceMismatchError(func, torch.device("cpu"), x.device)
         args, kwargs = tree_map_only(FakeTensor, _forgotten, (args, kwargs))
         return func(*args, **kwargs)
@@ -196,8 +197,8 @@ class FakeDevice(TorchDispatchMode):
         device = kwargs.get("device")
         if device is None:
             return self._host_too and not tensors
-        kind = torch.device(device).type
-        return kind == "npu" or (self._host_too and kind == "cpu")
+        device = torch.device(device)
+        return device.type == KIND or (self._host_too and not is_accelerator(device))
 
     @staticmethod
     def _mutated(func, args, kwargs) -> list[torch.Tensor]:
@@ -213,7 +214,7 @@ class FakeDevice(TorchDispatchMode):
 OWN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 COPIES = {aten.copy_.default, aten._foreach_copy_.default}
 PINNING = {
-    aten.is_pinned.default: lambda x, device=None: not isinstance(x, FakeTensor) or x.device.type == "cpu",
+    aten.is_pinned.default: lambda x, device=None: not is_accelerator(x.device),
     aten._pin_memory.default: lambda x, device=None: x.clone(),
 }
 

@@ -1,9 +1,9 @@
 """Started by test_fake_accelerator.py: our own code on fake devices, each case in a fork of this process.
 
-python fake_accelerator.py '{"models": {"qwen3": DIRECTORY}, "cases": [NAME, ...], "mutants": [[FILE, NUMBER, [CASE, ...]], ...]}'
+python fake_accelerator.py '{"models": {"qwen3": PATH}, "cases": [NAME, ...], "mutants": [[FILE, NUMBER, [NAME, ...]], ...]}'
 
-Prints a line of JSON: case -> "" or its error; a mutant, "FILE NUMBER", has one place of our code that puts something on a device
-taken out (tests/mutants.py), and the first error of its cases.
+Prints a line of JSON: case -> "" or its error. A mutant, "FILE NUMBER", is our code without one place that puts something on a
+device (tests/mutants.py): the first error of the cases named.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from mutants import mutate
 import train_async
 import train_one_step_off
 import train_sync
-from rl import device, learner, log_probs, weights
+from rl import device, learner, weights
 from rl.batch import Batch
 from rl.dist import Split
 from rl.embedded_engine import TransformersEngine
