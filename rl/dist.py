@@ -29,6 +29,7 @@ class Ranks:
     local_rank: int
     device: torch.device
     sequence_parallel: int = 1  # neighbours that share the sequences of a micro-batch (rl/sequence_parallel.py)
+    expert_parallel: int = 1  # neighbours that share the experts (rl/experts.py)
 
     @property
     def is_main(self) -> bool:
@@ -55,6 +56,15 @@ class Ranks:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         show_group("the ranks of a sequence", mesh.get_group("sequence"))
         show_group("the groups of a sequence's ranks", mesh.get_group("data"))
+        return mesh
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """All ranks as "shard" by "expert". A collective when it is first asked for."""
+        shape, names = (self.world_size // self.expert_parallel, self.expert_parallel), ("shard", "expert")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        show_group("the ranks of the experts", mesh.get_group("expert"))
+        show_group("the ranks of the same experts", mesh.get_group("shard"))
         return mesh
 
     @property

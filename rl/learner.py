@@ -14,13 +14,13 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rl import vision_forward
 from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
+from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
 from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
@@ -29,6 +29,7 @@ from rl.pretrained import empty_model, layers, load_config, load_weights
 from rl.ranges import Range
 from rl.router import Router, RouterArgs
 from rl.sequence_parallel import gather_log_probs, share_sequences
+from rl.sharded_weights import spread
 from rl.vision import takes_images
 from rl.watchdog import progress
 
@@ -52,6 +53,8 @@ class LearnerArgs(RouterArgs):
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     so many times --ppo-max-token-len-per-gpu tokens."""
+    expert_parallel: Annotated[int, Range(at_least=1)] = 1
+    """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
@@ -135,6 +138,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
+    if ranks.expert_parallel > 1:
+        divide_experts(model, ranks, shard)
     for layer in layers(model):
         fully_shard(layer, **shard)
     fully_shard(policy, **shard)
@@ -144,9 +149,10 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
             module.set_force_sum_reduction_for_comms(True)
 
     policy.to_empty(device="cpu" if offload else ranks.device)
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
-    set_model_state_dict(policy, {f"model.{k}": v for k, v in full_weights.items()}, options=broadcast)
+    spread(full_weights, model, ranks)
     _spread_buffers(policy, buffers, ranks)
+    if ranks.expert_parallel > 1:
+        fetch_ahead(layers(model))
     return policy
 
 
@@ -186,7 +192,7 @@ class Learner:
     ):
         self.args, self.temperature = args, temperature
         self.config = load_config(path, trust_remote_code)
-        self.ranks = ranks = share_sequences(ranks, args.sequence_parallel)
+        self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
         self.reference = None
         if with_reference:
@@ -233,8 +239,11 @@ class Learner:
     def step(self) -> dict[str, float]:
         """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
         the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.args.grad_clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if self.ranks.expert_parallel > 1:
+            norm = clip_grad_norm(self.policy.parameters(), self.args.grad_clip, self.ranks.device)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.args.grad_clip)
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         lr = self.schedule.get_last_lr()[0]
         if torch.isfinite(torch.tensor(norm)):
             self.optimizer.step()
