@@ -56,6 +56,7 @@ class Packed:
         self.gather_index = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as indices into the row
         self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
+        self.tokens = len(scatter)  # T
         self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
         self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 

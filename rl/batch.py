@@ -260,6 +260,11 @@ class MicroBatch:
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/router.py)
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
 
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the row on this rank, but for padding behind them; 0 for a rank without work."""
+        return self.layout.tokens if len(self.index) else 0
+
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> "MicroBatch":
         """The given responses with their prompts. An empty list gives one sequence of one token with nothing to

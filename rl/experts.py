@@ -60,7 +60,12 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
     mesh, shard = ranks.expert_mesh["expert"], shard | {"mesh": ranks.expert_mesh["shard"]}
     if policy := shard.get("mp_policy"):
         shard["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)  # weights of experts may be fp32
-    for experts in list(experts_of(model)):
+    if not (found := list(experts_of(model))):
+        raise UserError(
+            f"--expert-parallel {ranks.expert_parallel}: {type(model).__name__} does not hold its experts as "
+            f"{' and '.join(sorted(NAMES))}, which alone are divided here. Leave the flag out."
+        )
+    for experts in found:
         own = experts.num_experts // ranks.expert_parallel
         plain = copy.copy(experts)  # computes with the tensors that it is given
         plain._parameters, plain.num_experts = {}, own
@@ -73,8 +78,8 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
 
 
 def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor):
-    """What all experts of a layer make of hidden [t, d], by index and weight [t, K] of each token's: [t, d]. `plain` is a copy of
-    the module without parameters, for this rank's experts. A collective of the group."""
+    """What all experts of a layer make of hidden [t, d], by index and weight [t, K] of each token's: [t, d]. `plain` is a copy
+    of the module without parameters, for this rank's experts. A collective of the group."""
     own = copy.copy(plain)
     own.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
     return _dispatch(own, group, hidden, index, weight)

@@ -84,13 +84,14 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.router, self.takes_images = model, router, takes_images(model.config)
 
-    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None):
+    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes: see rl/router.py.
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
+        rl/router.py.
         """
         if self.router:
-            self.router.begin(layout, routes, observe=torch.is_grad_enabled() and len(predict) > 0)
+            self.router.begin(layout, routes, observe if torch.is_grad_enabled() else 0)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
@@ -220,7 +221,8 @@ class Learner:
     def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
         routes = micro.routes if model is self.policy else None
-        own = model(micro.inputs, micro.layout, micro.predict, micro.labels, self.temperature, entropy, routes)
+        what = (micro.predict, micro.labels, self.temperature, entropy, routes, micro.real_tokens)
+        own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()

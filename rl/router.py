@@ -62,9 +62,9 @@ class Router:
         self._sums = [0.0] * 4  # since the last report: see `metrics`
         self._differs: torch.Tensor | None = None  # [T] tokens that went elsewhere in a layer so far
 
-    def begin(self, layout, routes: torch.Tensor | None = None, observe: bool = False) -> None:
+    def begin(self, layout, routes: torch.Tensor | None = None, observe: int = 0) -> None:
         """Announces a forward pass. layout: what the model's forward gets under that name; routes: to be replayed, [T, L, K],
-        UNKNOWN in rows that choose freely; observe: count for the metrics."""
+        UNKNOWN in rows that choose freely; observe: how many of the first rows are counted for the metrics."""
         self._entered = self._layout = layout
         self._chosen = [None] * len(self.gates)
         self._routes, self._observes, self._differs = routes, observe, None
@@ -105,7 +105,8 @@ class Router:
             experts = torch.where(recorded[:, :1] == UNKNOWN, own, recorded)
         self._chosen[number] = experts
         if self._observes:
-            self._observe(number, probs, own, experts)
+            counted = slice(self._observes)
+            self._observe(number, probs[counted], own[counted], experts[counted])
         return experts
 
     # -- metrics
@@ -122,7 +123,7 @@ class Router:
         self._differs = elsewhere if self._differs is None else self._differs | elsewhere
         if number == len(self.gates) - 1:
             self._sums[2] += self._differs.sum()
-            self._sums[3] += (self._routes[:, 0, 0] != UNKNOWN).sum()
+            self._sums[3] += (self._routes[: len(experts), 0, 0] != UNKNOWN).sum()
 
     def metrics(self) -> dict[str, float]:
         """The moe/* of docs/metrics.md: the observed forward passes since the last call, of all ranks. A collective."""

@@ -63,9 +63,9 @@ class Piece:
     def __init__(self, row: Packed, ranks: Ranks):
         self.row, self.longest = row, row.longest
         self.sharing, self.group = ranks.sequence_parallel, ranks.sequence_mesh.get_group("sequence")
-        self.tokens = len(row.position_ids)  # T
-        self.size = -(-self.tokens // self.sharing)  # t
+        self.size = -(-row.tokens // self.sharing)  # t
         self.begin = ranks.rank % self.sharing * self.size
+        self.tokens = min(max(row.tokens - self.begin, 0), self.size)  # without padding
 
     def of(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
         """[T, ...] -> [t, ...]: the rank's own, `padding` where the row has ended."""
@@ -79,9 +79,9 @@ class Piece:
             key, value = (x.repeat_interleave(self.sharing // kv, dim=1) for x in (key, value))
         by_rank = [x.unflatten(1, (self.sharing, -1)).transpose(0, 1) for x in (query, key, value)]  # [ranks, t, heads, D]
         heads = [x.shape[2] for x in by_rank]
-        whole = self._trade(torch.cat(by_rank, 2).flatten(0, 1))[: self.tokens]  # [T, this rank's heads, D]
+        whole = self._trade(torch.cat(by_rank, 2).flatten(0, 1))[: self.row.tokens]  # [T, this rank's heads, D]
         out = self.row.attend(layer, *whole.split(heads, 1), scaling)
-        out = F.pad(out, (0, 0, 0, 0, 0, self.sharing * self.size - self.tokens))
+        out = F.pad(out, (0, 0, 0, 0, 0, self.sharing * self.size - self.row.tokens))
         return self._trade(out).unflatten(0, (self.sharing, -1)).transpose(0, 1).flatten(1, 2)
 
     def _trade(self, x: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,11 @@ def assert_taught_the_same(found: dict, alone: dict) -> None:
         first, *later = map(relative, of_case["gradients"], expected["gradients"])
         assert first < 2e-6 and max(later, default=0) < 2e-5, name
         assert relative(of_case["weights"], expected["weights"]) < 1e-5, name
-        assert of_case["metrics"] == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6, nan_ok=True), name
+        assert without_routers(of_case) == pytest.approx(without_routers(expected), rel=2e-5, abs=2e-6, nan_ok=True), name
         norm = expected["metrics"]["actor/grad_norm"]
         assert norm > 1e-3 and of_case["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=4e-6), name
+
+
+def without_routers(of_case: dict) -> dict:
+    """The metrics but for moe/*: they count a prompt in every micro-batch that it is in, and hang on how the batch is cut."""
+    return {name: value for name, value in of_case["metrics"].items() if not name.startswith("moe/")}

@@ -36,6 +36,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks) -> dict:
     learner.step, rng = recorded, np.random.default_rng(0)
     groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
     metrics = train_sync.learn(args, learner, KLControl(args), Batch.of(groups), Timers())
+    metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
     return {"gradients": gradients, "metrics": metrics, "weights": weights}
 

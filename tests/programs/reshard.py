@@ -1,0 +1,42 @@
+"""Started by test_experts.py: a learner takes a step, or goes on from a checkpoint, and saves, whatever the layout of ranks.
+
+torchrun ... reshard.py MODEL FLAGS(JSON) FROM|- OUT    OUT/step_000001 and OUT/tensors.safetensors: weights and moments, whole
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import save_file
+
+from rl import checkpoint, process, saver
+from rl.checkpoint import CheckpointArgs
+from rl.learner import Learner, LearnerArgs
+
+
+def main(ranks) -> None:
+    model, flags, came_from, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    learner = Learner(model, LearnerArgs(**flags), ranks, total_steps=10)
+    if came_from == "-":
+        torch.manual_seed(ranks.rank)
+        for parameter in learner.policy.parameters():
+            parameter.grad = torch.empty_like(parameter)
+            parameter.grad.to_local().normal_()
+        learner.step()
+    else:
+        checkpoint._load_tensors(Path(came_from), learner)
+    whole = {name: tensor.full_tensor() for name, tensor in learner.state_tensors().items()}
+    run = SimpleNamespace(dir=out, total_steps=9, say=print)
+    writer = saver.Saver(
+        CheckpointArgs(), run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None
+    )
+    writer.save(1, {})
+    writer.wait()
+    assert not writer.error, writer.error
+    if ranks.is_main:
+        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, out / "tensors.safetensors")
+
+
+process.run(main)
