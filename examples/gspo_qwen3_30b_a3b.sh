@@ -10,9 +10,9 @@
 # Hardware: 16 devices of 64 GB or more. By count, not measured: 30.5B parameters x 16 bytes over 16 learners is 31 GB each, in host
 # memory; an engine of 4 devices holds 61 GB of weights. The first rank reads the model in fp32: 122 GB more of host memory.
 #
-# What is missing today: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine of
-# 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), an engine is 4 ranks, and nothing of this size
-# has been run. verl's gspo aggregates as seq-mean-token-mean whatever its loss_agg_mode says (token-mean in this run).
+# What is another thing here: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine
+# of 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), the 8 of a node share experts, an engine is
+# 4 ranks, and nothing of this size has been run. verl's gspo aggregates as seq-mean-token-mean whatever its loss_agg_mode says (token-mean in this run).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/dapo-math}
@@ -27,7 +27,7 @@ torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --clip-ratio-c 10.0 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 \
+  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 --expert-parallel 8 \
   --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.8 --max-num-batched-tokens 10240 \
   --total-training-steps 300 --no-val-before-train --test-freq 0 --save-freq 0 \
   --experiment-name gspo-qwen3-30b-a3b \

@@ -57,7 +57,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     else:
         assert 0 < args.generators < ranks and args.generators % args.rollout_tp == 0
     learners = nodes * (ranks - getattr(args, "generators", 0))
-    assert learners % args.sequence_parallel == 0
+    assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
     assert args.ppo_max_token_len_per_gpu * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
     assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
 
@@ -126,7 +126,7 @@ VERL = {
         "max_response_length": 8192, "truncation": "left", "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
         "clip_ratio_c": 10, "use_kl_loss": False, "lr": 1e-6, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 4,
         "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 10240, "overlong_buffer_len": 4096,
-        "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True,
+        "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True, "expert_parallel": 8,
     },
 }
 for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"):

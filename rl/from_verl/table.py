@@ -109,9 +109,11 @@ TABLE: dict[str, list[Row]] = {
         missing(
             "A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
             "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
-            "A.*.megatron.expert_model_parallel_size=1 A.*.megatron.expert_tensor_parallel_size=1",
-            "the model is sharded over all learners (FSDP2); there is no other parallelism",
+            "A.*.megatron.expert_tensor_parallel_size=1",
+            "the model is sharded over all learners (FSDP2); sequences and experts alone can be divided besides",
         ),
+        to("A.actor.megatron.expert_model_parallel_size=1", "--expert-parallel"),
+        unneeded("A.ref.megatron.expert_model_parallel_size", "`--expert-parallel` goes for the reference policy, too"),
         missing("A.model.lora_rank=0 A.model.lora.rank=0 A.model.lora_adapter_path=null", "LoRA"),
         missing("A.model.enable_activation_offload=False A.model.tiled_mlp.enabled=False", "not for activations"),
         missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
