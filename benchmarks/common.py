@@ -183,6 +183,12 @@ def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) ->
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 
 
+def fifty_milliseconds(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    """A reward that takes its time, without a core's work."""
+    time.sleep(0.05)
+    return share_of_digits(data_source, solution_str, ground_truth)
+
+
 def random_model(path: str, hidden: int, layers: int, vocabulary: int, tied: bool = False, kv_heads: int | None = None) -> int:
     """Saves a random Qwen2 model whose end token (id 1) is one of `vocabulary` about equally likely ones, so that responses
     have geometric lengths of about that mean, and a tokenizer of one token a character. Returns its parameters."""

@@ -30,8 +30,8 @@ from rl.host import cpu_name
 from rl.kl_control import KLControl
 from rl.plan.engine import Engine
 from rl.plan.engine import Group as Counted
-from rl.plan.fit import nonnegative
-from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes, from_dict
+from rl.plan.fit import fit_engine, fit_learner
+from rl.plan.service_times import EngineTimes, ServiceTimes, from_dict
 from rl.plan.workload import Drawn
 from rl.scoring import Score, ScoringPool
 from rl.setup import Job, make_learner, set_up
@@ -115,7 +115,7 @@ class EngineMeter:
             add(dataclasses.replace(request, sampling=sampling))
 
         generator.engine.add = add_of_a_length
-        self.rows: list[tuple] = []  # of each step: running, context, prefill (calls, tokens, rows), ended, seconds
+        self.rows: list[tuple] = []  # as fit_engine takes them
         self.ticket = 0
 
     def round(self, tickets: int, keep: bool) -> None:
@@ -136,30 +136,6 @@ class EngineMeter:
             ended = len(shadow.end(1)) if shadow.running else 0
             if keep and held[0]:
                 self.rows.append((*held, ended, seconds))
-
-    def fit(self, slots: int, padded: bool) -> EngineTimes:
-        data = np.array(self.rows, dtype=float)
-        running, context, calls, tokens, started, ended, seconds = data.T
-        most = int(running.max())
-        knots = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if k < most} | {most})
-        hats = np.stack([np.interp(running, knots, one) for one in np.eye(len(knots))], axis=1)
-        columns = np.column_stack([hats, context, calls, tokens, started, ended])
-        found = nonnegative(columns, seconds)
-        usual = seconds < 3 * np.maximum(columns @ found, 1e-6)  # a step that something else held up says nothing of the next
-        found = nonnegative(columns[usual], seconds[usual])
-        heights = found[: len(knots)]
-        seen = [i for i, hat in enumerate(hats[usual].T) if hat.sum() >= 1]  # knots that steps were near to
-        per_context, call, token, row, finish = found[len(knots) :]
-        return EngineTimes(
-            running=tuple(knots[i] for i in seen),
-            seconds=tuple(float(heights[i]) for i in seen),
-            context_token=float(per_context),
-            padded=padded,
-            prefill=float(call),
-            prefill_token=float(token),
-            prefill_row=float(row),
-            finish=float(finish),
-        )
 
 
 def scoring_seconds(args, pool: ScoringPool, prompts: list[Prompt]) -> float:
@@ -186,7 +162,7 @@ class LearnerMeter:
         self.script, self.args, self.job, self.lengths = script, args, job, lengths
         self.learner, self.kl_control = make_learner(args, job, ranks), KLControl(args)
         self.run = TrainingRun(args, job, self.learner, dist.launch().world_size, kl_control=self.kl_control)
-        self.rows: list[tuple] = []  # of each step: updates, distinct tokens, squared lengths, seconds
+        self.rows: list[tuple] = []  # as fit_learner takes them
         self.step = self.ticket = 0
 
     def round(self, prompts: int, keep: bool) -> None:
@@ -201,18 +177,6 @@ class LearnerMeter:
         if keep:
             updates = args.ppo_epochs * -(-prompts // args.prompts_per_update)
             self.rows.append((updates, batch.distinct_tokens(), sum(n * n for n in batch.total_lengths()), seconds))
-
-    def fit(self, ranks: int) -> LearnerTimes:
-        updates, tokens, squares, seconds = np.array(self.rows, dtype=float).T
-        columns = np.column_stack([np.ones(len(updates)), updates, tokens / ranks, squares / ranks])
-        if len(set(updates)) == 1:
-            columns[:, 1] = 0  # no telling an update from a step
-        usual = np.ones(len(seconds), bool)
-        for _ in range(2):
-            found = nonnegative(columns[usual], seconds[usual])
-            usual = seconds < 2 * np.maximum(columns @ found, 1e-6)
-        step, update, token, square = map(float, found)
-        return LearnerTimes(step=step, update=update, token=token, square=square)
 
     def _group(self, ticket: int) -> Group:
         random = np.random.default_rng(ticket)
@@ -275,9 +239,11 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     share = [learning._group(ticket) for ticket in range(-(-args.prompts_per_step // ranks.world_size))]
     gather = timed(lambda: gather_groups(share))
     pool.close()
-    times = meter.fit(args.max_num_seqs, engine.shares_memory)
+    times = fit_engine(meter.rows, engine.shares_memory)
     times = dataclasses.replace(times, receive=update, score=score, score_workers=args.reward_workers)
-    return ServiceTimes(times, learning.fit(ranks.world_size), source(f"{ranks.world_size} colocated ranks"), gather)
+    return ServiceTimes(
+        times, fit_learner(learning.rows, ranks.world_size), source(f"{ranks.world_size} colocated ranks"), gather
+    )
 
 
 def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
@@ -305,7 +271,7 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
             started = time.perf_counter()
             subscriber.receive(version)
             seconds.append(time.perf_counter() - started)
-        times = meter.fit(args.max_num_seqs, engine.shares_memory)
+        times = fit_engine(meter.rows, engine.shares_memory)
         receive = float(np.median(seconds))
         times = dataclasses.replace(times, receive=receive, score=score, score_workers=args.reward_workers)
         if parts.ranks.is_main:
@@ -325,7 +291,7 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
         control.update(version=version)
         seconds.append(time.perf_counter() - started)
     publisher.wait()
-    times = dataclasses.replace(learning.fit(parts.learners), publish=float(np.median(seconds)))
+    times = dataclasses.replace(fit_learner(learning.rows, parts.learners), publish=float(np.median(seconds)))
     engine = json.loads(store.get("calibrated/times"))
     where = source(f"{parts.generators} generators beside {parts.learners} learners")
     return from_dict({"engine": engine, "learner": dataclasses.asdict(times), "source": where})

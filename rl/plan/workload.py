@@ -31,7 +31,7 @@ class Drawn:
     prompt: int = 0  # tokens of a prompt
     flat: float = 0.0
     seed: int = 0
-    _blocks: dict[int, tuple[list[list[int]], list[bool]]] = field(default_factory=dict, repr=False)
+    _blocks: dict[int, tuple[list[list[int]], list[bool]]] = field(default_factory=dict, repr=False, init=False, compare=False)
 
     def group(self, ticket: int) -> tuple[int, list[int], bool]:
         block, place = divmod(ticket, BLOCK)
