@@ -11,6 +11,8 @@ from rl.errors import UserError
 from rl.report.logs import load
 
 BLOCK = 1024  # tickets drawn at once
+LENGTH, LONGEST, PROMPT_LENGTH = "response_length/mean", "response_length/max", "prompt_length/mean"
+CLIPPED = "response_length/clip_ratio"
 
 
 class Workload(Protocol):
@@ -67,17 +69,15 @@ def lengths_like(text: str, n: int, longest: int, prompt: int) -> Drawn:
 def _of_run(path: Path, n: int, longest: int) -> Drawn:
     """Lengths with the run's mean, and its longest or cut share."""
     log = load(path)
-    rows = [row for row in log.rows if {"response_length/mean", "response_length/max", "prompt_length/mean"} <= row.keys()]
+    rows = [row for row in log.rows if {LENGTH, LONGEST, PROMPT_LENGTH} <= row.keys()]
     rows = rows[len(rows) // 2 :]
     if not rows:
         raise UserError(f"--response-lengths {path}: no step of this run has recorded its lengths.")
-    mean, most, prompt, cut = (
-        float(np.mean([row.get(name, 0.0) for row in rows]))
-        for name in ("response_length/mean", "response_length/max", "prompt_length/mean", "response_length/clip_ratio")
-    )
+    mean, prompt, cut = (float(np.mean([row.get(name, 0.0) for row in rows])) for name in (LENGTH, PROMPT_LENGTH, CLIPPED))
+    most = float(np.mean([np.log(row[LONGEST]) for row in rows])) - np.log(mean)
     responses = log.responses_per_step or 100
-    beyond = max(cut, 1 / (responses + 1))  # the share of responses that are about as long as the longest
-    z = max(1e-6, NormalDist().inv_cdf(1 - min(beyond, 0.5)))
-    # log(most) = log(mean) - sigma^2 / 2 + sigma * z
-    sigma = z - max(0.0, z * z - 2 * np.log(max(1.0, most / mean))) ** 0.5
+    # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of so many (Blom)
+    rank = 1 - cut if cut * responses > 1 else (responses - 0.375) / (responses + 0.25)
+    z = max(0.0, NormalDist().inv_cdf(rank))
+    sigma = z - max(0.0, z * z - 2 * max(0.0, most)) ** 0.5
     return Drawn(n, mean, float(sigma), longest, round(prompt))
