@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import losses
 from rl import dist, flags, process
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.channel import ControlBlock, Outbox, open_ring
+from rl.channel import ControlBlock, Outbox
 from rl.generator import make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
@@ -140,7 +140,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     """A generator's life: take new weights, start what the schedule lets start, step the engine, send what is finished."""
     generator = make_generator(args, job, split.ranks, ScoringPool(args))
     engine, shared = generator.engine, generator.shared
-    outbox = Outbox(open_ring(split, args.ring_mb), split)
+    outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine)
     tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step)
     validated, snapshot, validating = int(split.store.get("validated")), 0, False

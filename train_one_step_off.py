@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import losses
 from rl import dist, flags, process
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.channel import ControlBlock, Outbox, open_ring
+from rl.channel import ControlBlock, Outbox, SplitArgs
 from rl.generator import Generator, gather_groups, make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
-from rl.schedule import SplitArgs
 from rl.scoring import ScoringPool
 from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
 from rl.stream import Batches
@@ -152,7 +151,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 def generate(args: Args, split: dist.Split, job: Job) -> None:
     """A generator's life: batch k (from 0) with the weights of version k - 1, the newest that are ready when it begins."""
     generator = make_generator(args, job, split.ranks, ScoringPool(args))
-    outbox = Outbox(open_ring(split, args.ring_mb), split)
+    outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, generator.engine)
     start = json.loads(split.store.get("start"))
     ticket = start["ticket"]

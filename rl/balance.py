@@ -3,11 +3,12 @@
 BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than the one; both wait longer than the other
 
 
-def advice(generators: int, learners: int, nodes: int, generators_idle: float, learners_idle: float) -> str:
+def advice(generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float) -> str:
     """Who waited, and the split of the job's ranks that would balance them, in one sentence.
 
-    generators, learners: ranks of the whole job; every node is split alike. *_idle: share of the time in which a rank of that
-    role waited for the other role, 0 to 1. A role's work is its ranks times the share in which they did not wait.
+    generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle: share
+    of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
+    which they did not wait.
     """
     told = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:
@@ -17,9 +18,11 @@ def advice(generators: int, learners: int, nodes: int, generators_idle: float, l
     ranks = generators + learners
     work = generators * (1 - generators_idle), learners * (1 - learners_idle)
     exact = ranks * work[0] / sum(work)  # generators, if ranks could be divided
-    best = nodes * min(ranks // nodes - 1, max(1, round(exact / nodes)))
+    best = (nodes or 1) * min(ranks // (nodes or 1) - 1, max(1, round(exact / (nodes or 1))))
     rough = f"{exact:.1f} to {ranks - exact:.1f}"
     if best == generators:
         return f"{told}: {generators} to {learners} is the best split of {ranks} ranks ({rough} would balance exactly)"
-    flag = f"--generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")
-    return f"{told}: {best} to {ranks - best} would balance {ranks} ranks better ({rough} exactly): {flag}"
+    better = f"{told}: {best} to {ranks - best} would balance {ranks} ranks better ({rough} exactly)"
+    if nodes is None:
+        return f"{better}: change --generators on some of the nodes"
+    return f"{better}: --generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")

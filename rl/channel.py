@@ -6,17 +6,21 @@ learner tells all generators.
 """
 
 import json
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from typing import Annotated
 
 from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.dist import Split
 from rl.errors import UserError
+from rl.ranges import Range
+from rl.relay import Forwarder, Receiver
 from rl.ring import RecordTooLarge, Ring, RingTimeout
 from rl.scoring import ScoringPool
 from rl.timers import Timers
@@ -24,20 +28,47 @@ from rl.timers import Timers
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 
 
-def open_ring(split: Split, megabytes: int) -> Ring | None:
-    """This node's ring: its first learner makes it, its generators join. None on other learners, who get their samples from
-    the first."""
-    key = f"ring/{split.node}"
-    if split.role == "generator":
-        with watchdog.doing("the first learner to make the ring"):
-            ring = Ring.attach(split.store.get(key).decode())
-    elif split.ranks.rank % (split.learners // split.nodes):
-        return None
-    else:
+@dataclass
+class SplitArgs:
+    """The split of the ranks into generators and learners."""
+
+    generators: Annotated[int, Range(at_least=0)] = 1
+    """Ranks of this node that generate; the others learn. Nodes may differ: 0 for one that only learns, all of its ranks for
+    one that only generates."""
+    ring_mb: Annotated[int, Range(at_least=1)] = 256
+    """Shared memory for the samples on their way to the learners, in MiB on each node."""
+    cluster_key: str | None = None
+    """File with a secret that all nodes hold, by which those that only generate send samples to those that learn. Without it
+    torchrun's store holds one, open to the network that the job trusts."""
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        if self.ring_mb > memory:
+            raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
+
+
+def _open_ring(split: Split, megabytes: int) -> Ring | None:
+    """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
+    join. None on other learners, who get their samples from the first, and where nothing would come through it."""
+    key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
+    if makes and (split.here.generators or _sends_to(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
+    elif split.role == "generator":
+        with watchdog.doing("the first rank of this node to make the ring"):
+            ring = Ring.attach(split.store.get(key).decode())
+    else:
+        return None
     watchdog.show("ring", ring.state)
     return ring
+
+
+def _sends_to(split: Split) -> list[int]:
+    """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
+    learning = [number for number, node in enumerate(split.nodes) if node.learners]
+    generating = [number for number, node in enumerate(split.nodes) if not node.learners]
+    return [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
 
 
 @dataclass(frozen=True)
@@ -111,8 +142,11 @@ class Outbox:
     """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
     makes room waits for just that."""
 
-    def __init__(self, ring: Ring, split: Split):
-        self.ring, self.rank = ring, split.ranks.rank
+    def __init__(self, args: SplitArgs, split: Split):
+        self.ring, self.split = _open_ring(split, args.ring_mb), split
+        self._forwarder = None
+        if split.is_first_here and not split.here.learners:
+            self._forwarder = Forwarder(self.ring, split.store, split.node, args.cluster_key)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
@@ -154,9 +188,18 @@ class Outbox:
             while self._queue:
                 time.sleep(1e-3)
                 self.flush()
+            place = f"handed_over/{self.split.node}"
+            handed_over = self.split.store.add(place, 1)
+            while self._forwarder and handed_over < self.split.here.generators:
+                time.sleep(1e-2)
+                handed_over = self.split.store.add(place, 0)
+            if self._forwarder:
+                self._forwarder.wait(self.ring.counts["written"])
 
     def flush(self) -> None:
         """Hands over what there is room for. Raises UserError for a record for which there never will be."""
+        if self._forwarder:
+            self._forwarder.check()
         while self._queue:
             try:
                 self.ring.put(*self._queue[0], timeout=0)
@@ -169,7 +212,7 @@ class Outbox:
         watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
-        self._send(kind, json.dumps({"rank": self.rank, **content}).encode())
+        self._send(kind, json.dumps({"rank": self.split.ranks.rank, **content}).encode())
 
     def _send(self, kind: bytes, body: bytes) -> None:
         self._queue.append((kind, body))
@@ -179,8 +222,10 @@ class Outbox:
 class Inbox:
     """The learners' end: what has come in on any node, the same on every learner and in the same order."""
 
-    def __init__(self, ring: Ring | None, split: Split):
-        self.ring, self.generators = ring, split.generators
+    def __init__(self, args: SplitArgs, split: Split):
+        self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
+        senders = _sends_to(split) if self.ring else []
+        self._receiver = Receiver(self.ring, split.store, senders, args.cluster_key) if senders else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
@@ -193,6 +238,8 @@ class Inbox:
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
         records, wait = [], seconds
+        if self._receiver:
+            self._receiver.check()
         with watchdog.doing("a record in the ring"):
             while self.ring:
                 try:

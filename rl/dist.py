@@ -80,6 +80,27 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Node:
+    """One machine of the job."""
+
+    host: str
+    first: int  # the lowest of its ranks
+    size: int  # how many it has
+    generators: int  # of them: its last ranks
+
+    @property
+    def learners(self) -> int:
+        return self.size - self.generators
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
+
+
+@dataclass(frozen=True)
 class Split:
     """This process's place in a job whose ranks are split: `ranks` counts within its role, and the default process group holds
     that role alone (vLLM makes groups out of the default group, by calls that learners would never join)."""
@@ -88,14 +109,23 @@ class Split:
     ranks: Ranks
     learners: int
     generators: int
-    node: int
-    nodes: int
+    nodes: list[Node]
+    node: int  # which of them this is
     store: dist.Store  # shared by all ranks of the job
     bridge: "Bridge | None"  # the first learner and all generators; None on other learners
 
     @property
     def name(self) -> str:
         return f"{self.role} {self.ranks.rank}"
+
+    @property
+    def here(self) -> Node:
+        return self.nodes[self.node]
+
+    @property
+    def is_first_here(self) -> bool:
+        """True on the first rank of its role on this node."""
+        return self.ranks.local_rank == (0 if self.role == "learner" else self.here.learners)
 
 
 @dataclass(frozen=True)
@@ -117,23 +147,6 @@ class Launch:
 def launch() -> Launch:
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
     return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the job."""
-
-    host: str
-    first: int  # the lowest of its ranks
-    size: int  # how many it has
-    generators: int  # of them
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.size)
-
-    def __str__(self) -> str:
-        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
 
 
 _nodes: list[Node] = []
@@ -174,8 +187,8 @@ def init(hang_timeout: float = 0) -> Ranks:
 
 
 def init_split(generators: int, hang_timeout: float = 0) -> Split:
-    """Joins this rank's role: on each node the last `generators` ranks generate, the others learn. Raises UserError where
-    that leaves a role empty. hang_timeout: of the watchdog, in seconds; 0 for none."""
+    """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
+    UserError where the job has no generator or no learner. hang_timeout: of the watchdog, in seconds; 0 for none."""
     here, timeout = launch(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     _watch(f"rank {here.rank}", hang_timeout)
@@ -183,29 +196,29 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     with watchdog.doing("all nodes to come"):
         _meet(store, generators)
     _check_split(nodes())
-    node, learners = here.first // here.local_world_size, here.local_world_size - generators
-    is_learner = here.local_rank < learners
-    role, first, per_node = ("learner", 0, learners) if is_learner else ("generator", learners, generators)
-    ranks = Ranks(node * per_node + here.local_rank - first, len(nodes()) * per_node, here.local_rank, own_device)
-    watchdog.rename(f"{role} {ranks.rank}")
+    number = [node.first for node in nodes()].index(here.first)
+    node, before = nodes()[number], nodes()[:number]
+    learners, all_generators = sum(n.learners for n in nodes()), sum(n.generators for n in nodes())
+    if here.local_rank < node.learners:
+        role, rank, size = "learner", sum(n.learners for n in before) + here.local_rank, learners
+    else:
+        role, size = "generator", all_generators
+        rank = sum(n.generators for n in before) + here.local_rank - node.learners
+    ranks = Ranks(rank, size, here.local_rank, own_device)
+    watchdog.rename(f"{role} {rank}")
     with watchdog.doing(f"all {role}s to join"):
-        dist.init_process_group(
-            device.backend(own_device),
-            store=dist.PrefixStore(role, store),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=timeout,
-        )
+        own_store = dist.PrefixStore(role, store)
+        dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
-    bridge, all_generators = None, len(nodes()) * generators
+    bridge = None
     if role == "generator" or ranks.is_main:
-        place = 0 if role == "learner" else 1 + ranks.rank
+        place = 0 if role == "learner" else 1 + rank
         with watchdog.doing("the bridge's ranks to join"):
             bridge_store = dist.PrefixStore("bridge", store)
             bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + all_generators, own_device, timeout))
         show_group("the bridge", bridge.group)
     _heed_sigterm(store)
-    return Split(role, ranks, len(nodes()) * learners, all_generators, node, len(nodes()), store, bridge)
+    return Split(role, ranks, learners, all_generators, nodes(), number, store, bridge)
 
 
 def _meet(store: dist.Store, generators: int) -> None:
@@ -235,18 +248,17 @@ def _meet(store: dist.Store, generators: int) -> None:
 
 
 def _check_split(nodes: list[Node]) -> None:
-    """Raises UserError, the same on all ranks, where a node has no learner or no generator, or the nodes differ."""
-    node = nodes[0]
-    if len({(node.size, node.generators) for node in nodes}) > 1:
-        raise UserError(
-            f"the nodes differ: {'; '.join(map(str, nodes))}. Start each with the same --nproc-per-node and --generators."
-        )
-    if not 0 < node.generators < node.size:
-        raise UserError(
-            f"--generators {node.generators} of {node.size} ranks per node leaves no "
-            f"{'learner' if node.generators else 'generator'}: start at least two with "
-            "`torchrun --standalone --nproc-per-node 2 ...`."
-        )
+    """Raises UserError, the same on all ranks, where a node has fewer ranks than generators, or the job lacks a role."""
+    for node in nodes:
+        if node.generators > node.size:
+            raise UserError(f"--generators {node.generators}: {node.host} has {node.size} ranks. Lower it there.")
+    for role in ("learners", "generators"):
+        if not sum(getattr(node, role) for node in nodes):
+            remedy = (
+                "start at least two with `torchrun --standalone --nproc-per-node 2 ...`" if len(nodes) == 1 else "change that"
+            )
+            told = f"--generators leaves no {role[:-1]}: {'; '.join(map(str, nodes))}"
+            raise UserError(f"{told}. Of each node's ranks that many generate: {remedy}.")
 
 
 def _watch(name: str, hang_timeout: float) -> None:
@@ -410,12 +422,13 @@ def barrier() -> None:
     all_reduce_sum(torch.zeros(1))
 
 
-def describe_hardware() -> dict[str, str | int]:
+def describe_hardware() -> dict[str, str | int | list]:
     """This rank's machine, for the run's config record."""
     return {
         "device": device.kind(),
         "device_name": device.name(),
         "world_size": dist.get_world_size(),
+        "nodes": [[node.host, node.size, node.generators] for node in nodes()],  # its ranks, and how many of them generate
         "threads_per_rank": torch.get_num_threads(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "default"),
     }

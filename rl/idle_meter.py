@@ -61,4 +61,6 @@ class IdleMeter:
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
             return "too few steps to say who waits for whom"
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
-        return advice(self.split.generators, self.split.learners, self.split.nodes, *idle)
+        nodes = self.split.nodes
+        alike = len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
+        return advice(self.split.generators, self.split.learners, alike, *idle)

@@ -10,7 +10,6 @@ flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.distributed import Store
 
 from rl import watchdog
 from rl.batch import Group
-from rl.channel import State
+from rl.channel import SplitArgs, State
 from rl.errors import UserError
 from rl.ranges import Range
 
@@ -43,22 +42,6 @@ class NextTicket:
 
     def restore(self, state: int) -> None:
         self.ticket = state
-
-
-@dataclass
-class SplitArgs:
-    """The split of the ranks into generators and learners."""
-
-    generators: Annotated[int, Range(at_least=1)] = 1
-    """Ranks of each node that generate; the others learn."""
-    ring_mb: Annotated[int, Range(at_least=1)] = 256
-    """Shared memory for the samples on their way to the learners, in MiB on each node."""
-
-    def check(self) -> None:
-        """Raises UserError for settings that cannot work."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        if self.ring_mb > memory:
-            raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
 
 
 @dataclass

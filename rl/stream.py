@@ -7,10 +7,10 @@ that have come in (train_async.py). Every learner holds the same.
 import json
 
 from rl.batch import Group
-from rl.channel import ControlBlock, Inbox, open_ring
+from rl.channel import ControlBlock, Inbox, SplitArgs
 from rl.dist import Split
 from rl.idle_meter import IdleMeter
-from rl.schedule import NextTicket, SampleBuffer, ScheduleArgs, SplitArgs, drawn, open_tickets, started
+from rl.schedule import NextTicket, SampleBuffer, ScheduleArgs, drawn, open_tickets, started
 from rl.timers import Timers
 
 
@@ -18,7 +18,7 @@ class _Samples:
     """Common to both sides: the ring's end, the control block, and who waits for whom."""
 
     def __init__(self, args: SplitArgs, split: Split):
-        self.split, self.inbox, self.control = split, Inbox(open_ring(split, args.ring_mb), split), ControlBlock(split)
+        self.split, self.inbox, self.control = split, Inbox(args, split), ControlBlock(split)
         self.meter = IdleMeter(split)
 
     def published(self, version: int) -> None:

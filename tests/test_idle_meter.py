@@ -20,7 +20,9 @@ class Clock:
 
 
 def job(generators: int, learners: int, nodes: int) -> dist.Split:
-    return dist.Split("learner", None, learners, generators, 0, nodes, store=None, bridge=None)
+    size, generating = (generators + learners) // nodes, generators // nodes
+    alike = [dist.Node(f"host{i}", i * size, size, generating) for i in range(nodes)]
+    return dist.Split("learner", None, learners, generators, alike, 0, store=None, bridge=None)
 
 
 def report(rank: int, wait: float, elapsed: float) -> dict:

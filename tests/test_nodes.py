@@ -1,5 +1,6 @@
 """Jobs of two nodes, a torchrun each: what cannot work is refused on both, and each console says what happened."""
 
+import json
 import re
 import socket
 import subprocess
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, command, environment
+from helpers import ROOT, bits, command, environment, train
 
 
 def free_port() -> int:
@@ -56,18 +57,45 @@ HOST = re.escape(socket.gethostname())
 
 
 @pytest.mark.timeout(150)
-def test_split_nodes_of_different_sizes_are_refused_on_both(demo_model, tmp_path):
-    flags = ["train_async.py", "--output-dir", tmp_path, "--total-training-steps", 1]
-    consoles = run_nodes([(3, flags), (2, flags)])
-    sizes = f"{HOST} has 3 ranks, 1 of them generators; {HOST} has 2 ranks, 1 of them generators"
-    assert refused(consoles, f"the nodes differ: {sizes}")
+@pytest.mark.parametrize(("generators", "lacking"), [((0, 0), "generator"), ((2, 1), "learner")])
+def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, generators, lacking):
+    nodes = [
+        (ranks, ["train_async.py", "--output-dir", tmp_path, "--generators", g])
+        for ranks, g in zip((2, 1), generators, strict=True)
+    ]
+    told = "; ".join(f"{HOST} has {n} ranks, {g} of them generators" for n, g in zip((2, 1), generators, strict=True))
+    assert refused(run_nodes(nodes), f"--generators leaves no {lacking}: {told}")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.timeout(150)
-def test_split_nodes_of_different_roles_are_refused_on_both(demo_model, tmp_path):
-    flags = ["train_one_step_off.py", "--output-dir", tmp_path, "--generators"]
-    assert refused(run_nodes([(3, [*flags, 1]), (3, [*flags, 2])]), "the nodes differ: ")
+LAYOUTS = {  # ranks and generators of each node
+    "one that learns, one that generates": [(1, 0), (2, 2)],
+    "one that generates, one that does both": [(1, 1), (2, 1)],
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
+    flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
+    _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
+    key = tmp_path / "key"
+    key.write_text("a secret of all nodes")
+    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async", "--cluster-key", key]
+    consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in LAYOUTS[layout]])
+    assert [code for code, _ in consoles] == [0, 0], consoles
+    (run,) = (tmp_path / "async").iterdir()
+    assert bits(run) == bits(theirs)
+    assert [split for _, *split in json.loads((run / "config.json").read_text())["hardware"]["nodes"]] == [
+        list(split) for split in LAYOUTS[layout]
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path):
+    flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0]
+    consoles = run_nodes([(2, [*flags, "--generators", 0]), (1, [*flags, "--generators", 1])])
+    assert [code for code, _ in consoles] == [0, 0], consoles
 
 
 @pytest.mark.timeout(150)

@@ -186,7 +186,9 @@ def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_
     more = {"fully_async/rollouter/idle_ratio": g, "fully_async/trainer/idle_ratio": n} | {f"ledger/{x}/wait": g for x in names}
     data = rows(steps, **more)
     data[0] |= {"fully_async/rollouter/idle_ratio": 0.97, "fully_async/trainer/idle_ratio": 0.99, "timing_s/step": 500.0}
-    return RunGroup("a", [Log(Path("a"), {"flags": {"generators": of_each_node or generators}}, data)])
+    count = generators // (of_each_node or generators)
+    nodes = [[f"host{i}", (generators + learners) // count, generators // count] for i in range(count)]
+    return RunGroup("a", [Log(Path("a"), {"hardware": {"nodes": nodes}}, data)])
 
 
 @pytest.mark.parametrize(

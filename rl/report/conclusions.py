@@ -129,8 +129,9 @@ def waiting(group: RunGroup) -> list[Row]:
     generators, learners = (len(ranks_of(group, role)) for role in ("generator", "learner"))
     if not (generators and learners):
         return []
-    nodes = generators // group.logs[0].flags.get("generators", generators)  # the flag counts a node's
-    told = advice(generators, learners, max(1, nodes), *(float(np.mean(idle[role])) for role in ("generator", "learner")))
+    nodes = [tuple(split) for _, *split in group.logs[0].config.get("hardware", {}).get("nodes", [])]  # ranks, generators
+    alike = len(nodes) or 1 if len(set(nodes)) <= 1 else None
+    told = advice(generators, learners, alike, *(float(np.mean(idle[role])) for role in ("generator", "learner")))
     rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
     return [(group.label, told, f"{rests}, the first step of each attempt left out; {generators} to {learners} ranks")]
 

@@ -20,22 +20,22 @@ if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
 
     from rl.batch import Group, Response
-    from rl.channel import Inbox, Outbox, open_ring
+    from rl.channel import Inbox, Outbox, SplitArgs
     from rl.timers import Timers
 
 FOREVER = 1e6
 
 
 def ring(split: dist.Split) -> None:
-    end, timer = open_ring(split, 1), Timers()
+    args, timer = SplitArgs(ring_mb=1), Timers()
     if split.role == "learner":
-        inbox = Inbox(end, split)
+        inbox = Inbox(args, split)
         with timer("wait"):
             while not inbox.groups:
                 inbox.receive()
         with timer("update_actor"):
             time.sleep(FOREVER)
-    outbox, tokens = Outbox(end, split), np.zeros(20_000, np.int32)
+    outbox, tokens = Outbox(args, split), np.zeros(20_000, np.int32)
     for ticket in itertools.count():
         if ticket < 100:  # more than the learner can have taken in when it stops
             outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))

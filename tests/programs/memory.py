@@ -48,7 +48,7 @@ def main(ranks: dist.Ranks) -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         learner.optimizer.step()
         learner.optimizer.zero_grad()
-    split = dist.Split("learner", ranks, 1, 1, 0, 1, torch.distributed.HashStore(), bridge=object())
+    split = dist.Split("learner", ranks, 1, 1, [dist.Node("here", 0, 2, 1)], 0, torch.distributed.HashStore(), bridge=object())
     with Peak() as peaks["publish"]:
         publisher = Publisher(learner, split, torch.float32)
         publisher.take_copy()

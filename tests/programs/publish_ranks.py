@@ -11,7 +11,7 @@ import torch
 
 from rl import dist, process
 from rl.batch import Batch, Group, Response, micro_batches
-from rl.channel import ControlBlock, Inbox, Outbox, open_ring
+from rl.channel import ControlBlock, Inbox, Outbox, SplitArgs
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
 from rl.learner import Learner, LearnerArgs
@@ -23,7 +23,7 @@ model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] if
 
 def learn(split: dist.Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
-    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(open_ring(split, 8), split)
+    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
     torch.manual_seed(split.ranks.rank)
     for version in range(VERSIONS):
         if version:
@@ -48,7 +48,7 @@ def learn(split: dist.Split) -> None:
 
 def generate(split: dist.Split) -> None:
     engine = TransformersEngine(model, max_length=64, dtype=dtype)
-    outbox = Outbox(open_ring(split, 8), split)
+    outbox = Outbox(SplitArgs(ring_mb=8), split)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
     if skipped:
         load, own = engine.update, engine.read_back(skipped)

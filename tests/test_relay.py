@@ -1,0 +1,172 @@
+"""Records on their way between two nodes: each arrives once, in order and whole, whatever happens to the connection."""
+
+import json
+import os
+import random
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from torch.distributed import HashStore
+
+from rl import relay
+from rl.errors import UserError
+from rl.relay import Forwarder, Receiver
+from rl.ring import Ring, RingTimeout
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return HashStore()
+
+
+def drain(ring: Ring, count: int, slowly: float = 0.0) -> list[bytes]:
+    out = []
+    while len(out) < count:
+        with ring.get(timeout=20) as data:
+            out.append(bytes(data))
+        time.sleep(slowly)
+    with pytest.raises(RingTimeout), ring.get(timeout=0.2):
+        pass
+    return out
+
+
+def records(sender: int, count: int, largest: int) -> list[bytes]:
+    rng = random.Random(sender)
+    return [f"{sender}/{i}/".encode() + rng.randbytes(rng.randrange(largest)) for i in range(count)]
+
+
+class Wire:
+    """A TCP connection through this process that a test can cut, with what is in its buffers."""
+
+    def __init__(self, address: str):
+        self.target = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.carried = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            server = socket.create_connection(self.target)
+            self.pairs.append((client, server))
+            for a, b in ((client, server), (server, client)):
+                threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
+
+    def _carry(self, a: socket.socket, b: socket.socket) -> None:
+        try:
+            while data := a.recv(1 << 16):
+                self.carried += len(data)
+                b.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self) -> None:
+        for pair in self.pairs:
+            for end in pair:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset: nothing more is delivered
+                end.close()
+        self.pairs.clear()
+
+
+def test_several_nodes_send_into_one_small_ring_and_nothing_is_lost_doubled_or_out_of_order(store):
+    target, rings = Ring.create(64 << 10), [Ring.create(1 << 20) for _ in range(3)]
+    receiver = Receiver(target, store, [1, 2, 3])
+    forwarders = [Forwarder(ring, store, node) for node, ring in enumerate(rings, 1)]
+    sent = [records(node, 200, 4000) for node in range(3)]
+    for i in range(200):
+        for ring, of_node in zip(rings, sent, strict=True):
+            ring.put(of_node[i])
+    arrived = drain(target, 600)
+    for node, of_node in enumerate(sent):
+        assert [record for record in arrived if record.startswith(b"%d/" % node)] == of_node
+    for forwarder in forwarders:
+        forwarder.wait(200)
+        forwarder.close()
+    receiver.close()
+
+
+def test_a_connection_that_is_cut_again_and_again_loses_and_doubles_nothing(store):
+    target, ring = Ring.create(1 << 20), Ring.create(8 << 20)
+    receiver = Receiver(target, store, [1])
+    wire = Wire(json.loads(store.get("relay/1"))[0])
+    store.set("relay/1", json.dumps([wire.address, json.loads(store.get("relay/1"))[1]]))
+    forwarder, sent = Forwarder(ring, store, 1), records(0, 400, 30_000)
+    stop, cuts = threading.Event(), []
+
+    def cut() -> None:
+        carried = 0
+        while not stop.wait(0.02):
+            if wire.carried - carried > 300_000:  # whatever the speed, amid the stream
+                carried = wire.carried
+                wire.cut()
+                cuts.append(carried)
+
+    threading.Thread(target=cut, daemon=True).start()
+    writer = threading.Thread(target=lambda: [ring.put(record) for record in sent])
+    writer.start()
+    assert drain(target, 400) == sent
+    stop.set()
+    writer.join()
+    forwarder.wait(400)
+    assert len(cuts) > 3
+    forwarder.close()
+    receiver.close()
+
+
+def test_a_full_ring_holds_the_sender_back(store, monkeypatch):
+    monkeypatch.setattr(relay, "UNDER_WAY", 20_000)
+    target, ring = Ring.create(32 << 10), Ring.create(64 << 10)
+    receiver, forwarder = Receiver(target, store, [1]), Forwarder(ring, store, 1)
+    taken = 0
+    with pytest.raises(RingTimeout):
+        while True:
+            ring.put(bytes(4000), timeout=2.0)
+            taken += 1
+    assert taken * 4000 < (32 << 10) + (64 << 10) + 2 * 20_000  # what the rings hold, and what may be under way
+    assert len(drain(target, taken)) == taken
+    for end in (forwarder, receiver):
+        end.close()
+
+
+@pytest.mark.parametrize("mine", [b"another secret of the same length", None])
+def test_another_secret_is_refused(store, tmp_path, mine):
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    theirs.write_bytes(b"a secret that is known to the job")
+    if mine:
+        own.write_bytes(mine)
+    with closing(Receiver(Ring.create(1 << 16), store, [1], str(theirs))), pytest.raises(UserError, match="another secret"):
+        Forwarder(Ring.create(1 << 16), store, 1, str(own) if mine else None)
+
+
+def test_who_does_not_know_the_secret_gets_nothing_in(store, tmp_path, monkeypatch):
+    """One who has read the store, but not the file."""
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    target = Ring.create(1 << 16)
+    with closing(Receiver(target, store, [1, 2], str(key))):
+        address = json.loads(store.get("relay/1"))[0]
+        store.set("relay/1", json.dumps([address, relay._fingerprint(relay._secret(store, None))]))
+        ring = Ring.create(1 << 16)
+        ring.put(b"not from here")
+        with closing(Forwarder(ring, store, 1)):
+            ring = Ring.create(1 << 16)
+            ring.put(b"from a node of the job")
+            with closing(Forwarder(ring, store, 2, str(key))) as forwarder:
+                forwarder.wait(1)
+            assert drain(target, 1) == [b"from a node of the job"]
+
+
+@pytest.mark.parametrize("content", [b"short", None])
+def test_a_cluster_key_that_cannot_be_used(store, tmp_path, content):
+    if content:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(UserError, match=r"--cluster-key .*key"):
+        Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key"))
