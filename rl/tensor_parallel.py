@@ -11,7 +11,8 @@ import torch
 import torch.distributed
 
 from rl.device import HOST_BACKEND
-from rl.dist import Ranks, show_group
+from rl.dist import Ranks, nodes, show_group
+from rl.errors import UserError
 from rl.watchdog import doing
 
 
@@ -19,6 +20,9 @@ class EngineRanks:
     """The ranks of the default process group that share this rank's engine: `size` neighbours."""
 
     def __init__(self, ranks: Ranks, size: int):
+        """Raises UserError if a node's generators cannot be divided into engines."""
+        if torn := [node for node in nodes() if node.generators % size]:
+            raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
         self.size = size
         self.leads = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
         self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many

@@ -317,14 +317,15 @@ def devices(run: Run) -> dict[str, object]:
     if learn % nodes or generate % nodes:
         run.lacks(
             "rollout.n_gpus_per_node",
-            f"{generate} generators and {learn} learners over {nodes} nodes: each node has the same ranks and --generators",
+            f"{generate} generators and {learn} learners cannot be divided over {nodes} nodes alike: give each node --generators of "
+            "its own (docs/nodes.md)",
         )
     per_node = {"learn": max(1, learn // nodes), "generate": max(1, generate // nodes)}
     run.launch = {"--nnodes": nodes, "--nproc-per-node": sum(per_node.values())}
     if nodes > 1:
         run.note(
             f"{nodes} nodes of {per_node['generate']} generators and {per_node['learn']} learners each, where verl has nodes "
-            "that only generate and nodes that only learn."
+            "that only generate and nodes that only learn: docs/nodes.md has that, too."
         )
     return {"--generators": per_node["generate"]}
 

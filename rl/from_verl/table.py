@@ -331,8 +331,7 @@ TABLE: dict[str, list[Row]] = {
            "rollout.nnodes|A.rollout.nnodes=1 rollout.n_gpus_per_node|A.rollout.n_gpus_per_node|A.rollout.n_gpus|"
            "rollout.n_gpus=8",
            "--generators", "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, "
-           "with "
-           "`--generators` of its ranks generating", m.devices),
+           "with `--generators` of its ranks generating; roles of their own: nodes.md", m.devices),
         missing("rollout.n", "verl itself reads `A.rollout.n`"),
         missing("async_training.compute_prox_log_prob=False async.compute_prox_log_prob=False",
                 "`--loss-mode decoupled_ppo` computes it"),
