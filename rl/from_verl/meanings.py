@@ -317,8 +317,8 @@ def devices(run: Run) -> dict[str, object]:
     if learn % nodes or generate % nodes:
         run.lacks(
             "rollout.n_gpus_per_node",
-            f"{generate} generators and {learn} learners cannot be divided over {nodes} nodes alike: give each node --generators of "
-            "its own (docs/nodes.md)",
+            f"{generate} generators and {learn} learners cannot be divided over {nodes} nodes alike: give each node its own "
+            "--generators (docs/nodes.md)",
         )
     per_node = {"learn": max(1, learn // nodes), "generate": max(1, generate // nodes)}
     run.launch = {"--nnodes": nodes, "--nproc-per-node": sum(per_node.values())}
