@@ -6,7 +6,8 @@
 Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
 to highest.
 Unfinished and damaged logs are read as far as they go. A conclusion stands beside the numbers it rests on; where they are too
-few to carry one, it says so. Left out: anything that is not in the metrics (docs/metrics.md). Needs no torch.
+few to carry one, it says so. Responses that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left
+out: anything else that is not in the metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
@@ -21,9 +22,11 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from rl import generations
 from rl.errors import UserError
 from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, count, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
+from rl.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Throughput", {THROUGHPUT: "tokens/s of all ranks, prompts included"}),
@@ -214,8 +217,8 @@ def staleness(group: RunGroup) -> dict[str, float]:
 
 
 def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
-    """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words). The first
-    group is what the others are compared with."""
+    """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words),
+    ("responses", rows of texts and lists of pictures). The first group is what the others are compared with."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
     words = "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the "
@@ -232,6 +235,8 @@ def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
         words = f"The reward is the mean of {args.smooth} steps; levels are those that every run reaches and none starts above."
         blocks += [("heading", "Wall clock to the same reward"), ("table", table), ("text", words)]
     blocks += plots(groups, directory, args.smooth)
+    for heading, table in filter(None, (responses(group, directory) for group in groups)):
+        blocks += [("heading", heading), ("responses", table)]
     noted = [[str(log.path), note] for log in logs for note in log.notes]
     return blocks + ([("heading", "Of the records"), ("table", [["run", "note"], *noted])] if noted else [])
 
@@ -249,8 +254,9 @@ def markdown(blocks: list[tuple]) -> str:
     escape = lambda cell: cell.replace("|", "\\|").replace("<", "&lt;")  # noqa: E731
     out = []
     for kind, content, *more in blocks:
-        if kind == "table":
-            lines = ["| " + " | ".join(map(escape, row)) + " |" for row in content]
+        if kind in ("table", "responses"):
+            cell = {"table": escape, "responses": _markdown}[kind]
+            lines = ["| " + " | ".join(map(cell, row)) + " |" for row in content]
             out.append("\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]]))
         else:
             form = {"title": "# {}", "heading": "## {}", "text": "{}", "image": "![{1}]({0})"}[kind]
@@ -258,17 +264,21 @@ def markdown(blocks: list[tuple]) -> str:
     return "\n\n".join(out) + "\n"
 
 
+def _markdown(cell: str | list[generations.Picture]) -> str:
+    return generations.markdown(cell) if isinstance(cell, str) else " ".join(map(generations.markdown, cell))
+
+
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left;
-vertical-align: top } th { background: #f4f4f4 } img { max-width: 100% }"""
+vertical-align: top; white-space: pre-line; overflow-wrap: anywhere } th { background: #f4f4f4 } img { max-width: 100% }"""
 
 
 def page(blocks: list[tuple]) -> str:
     """HTML that asks the network for nothing; the plots lie beside it."""
     out = []
     for kind, content, *more in blocks:
-        if kind == "table":
-            row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+        if kind in ("table", "responses"):
+            row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_html(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
             out.append("<table>" + row(content[0], "th") + "".join(row(cells, "td") for cells in content[1:]) + "</table>")
         elif kind == "image":
             out.append(f'<p><img src="{html.escape(content)}" alt="{html.escape(more[0])}"></p>')
@@ -278,6 +288,12 @@ def page(blocks: list[tuple]) -> str:
     title = html.escape(next(b[1] for b in blocks if b[0] == "title"))
     head = f'<meta charset="utf-8"><link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(out) + "\n</body></html>\n"
+
+
+def _html(cell: str | list[generations.Picture]) -> str:
+    if isinstance(cell, str):
+        return html.escape(cell)
+    return " ".join(f'<img src="{html.escape(file)}" alt="{html.escape(words)}">' for file, words in cell)
 
 
 def main(args: Args) -> None:

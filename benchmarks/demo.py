@@ -1,6 +1,7 @@
-"""The demo in three modes over several seeds: accuracy before and after, seconds, and the plot in the README.
+"""The demo in three modes over several seeds: accuracy before and after, seconds, and the plot in docs/benchmarks.md.
 
-python benchmarks/demo.py            # about 20 minutes on 2 cores; writes benchmarks/results/demo.{json,md,png}
+python benchmarks/demo.py                    # about 20 minutes on 2 cores; writes benchmarks/results/demo.{json,md,png}
+python benchmarks/demo.py --model demo-vl    # the demo with images; writes demo-vl.{json,md,png}
 """
 
 import platform
@@ -17,18 +18,20 @@ from common import table as markdown
 
 @dataclass
 class Args:
+    model: Literal["demo", "demo-vl"] = "demo"
+    """Which demo."""
     seeds: int = 5
     """How many runs of each mode, with seeds 0, 1, 2, ..."""
     steps: int = 200
     """Training steps of each."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates; the results of vllm are written under demo_vllm."""
+    """What generates; the results of vllm are written under <model>_vllm."""
 
 
-def one_run(mode: str, seed: int, steps: int, engine: str) -> dict:
+def one_run(mode: str, seed: int, args: Args) -> dict:
     from rl.host import cpu_name
 
-    flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--engine", engine]
+    flags = ["--model", args.model, "--seed", str(seed), "--total-training-steps", str(args.steps), "--engine", args.engine]
     done, rows = run_script(sys.executable, MODES[mode], *flags)
     began = rows[0]["time"] - rows[0]["timing_s/step"]
     return {
@@ -77,14 +80,14 @@ def plot(runs: list[dict], target: Path) -> None:
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
+    from rl.pretrained import resolve
 
-    model_dir()  # made before the clock starts
+    resolve(args.model)  # made before the clock starts
     runs = []
     for seed in range(args.seeds):
         for mode in MODES:  # interleaved
-            runs.append(one_run(mode, seed, args.steps, args.engine))
-        name = "demo_vllm" if args.engine == "vllm" else "demo"
+            runs.append(one_run(mode, seed, args))
+        name = f"{args.model}_vllm" if args.engine == "vllm" else args.model
         write(name, runs, table(runs))
         plot(runs, RESULTS / f"{name}.png")
 

@@ -38,8 +38,8 @@ class DataArgs:
     """Prompts."""
 
     train_files: tuple[str, ...] = ("demo",)
-    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
-    concatenated."""
+    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
+    concatenated. "demo" with --model demo-vl means demo-vl."""
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
@@ -66,6 +66,11 @@ class DataArgs:
     """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of validation prompts to use, from the first one on; -1 uses all."""
+
+
+def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """The files, "demo" being the rows of the demo that is trained."""
+    return tuple("demo-vl" if model == "demo-vl" and file == "demo" else file for file in files)
 
 
 @dataclass(frozen=True)
@@ -293,6 +298,10 @@ def _read(file: str, split: str):
         from rl.demo import problems
 
         return Dataset.from_list(problems(split))
+    if file == "demo-vl":
+        from rl import demo_vl
+
+        return Dataset.from_list(demo_vl.problems(split))
     kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}.get(Path(file).suffix)
     if kind is None:
         return _read_hub(file, split)

@@ -1,9 +1,9 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo` and `--train-files demo` resolve to this file; nothing else in the project knows about it. The model is an
-ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong ones, so
-that it can add but usually does not. That is what reinforcement learning can mend: a model that had never added right
-would get no reward to learn from, one that always did would have nothing to learn.
+`--model demo` and `--train-files demo` resolve to this file; rl/demo_vl.py is its kin with images. The model is an ordinary
+Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong ones, so that it can
+add but usually does not. That is what reinforcement learning can mend: a model that had never added right would get no reward
+to learn from, one that always did would have nothing to learn.
 """
 
 import json
@@ -12,13 +12,15 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl.progress import track
 
@@ -57,21 +59,45 @@ def problems(split: str) -> list[dict]:
 
 def model_dir() -> str:
     """The demo model's directory; trains it first if it is not there. Several processes may ask at once."""
-    target = cache_dir() / f"demo-v{VERSION}"
+    return made_once("demo", VERSION, _make)
+
+
+def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
+    """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one beside it that is renamed
+    then: a killed process leaves no half-made model. Several processes may ask at once."""
+    target = cache_dir() / f"{name}-v{version}"
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not (target / "config.json").exists():
-                _make(target)
+                _make_and_rename(target, version, make)
     return str(target)
 
 
+def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) -> None:
+    state, started = torch.get_rng_state(), time.time()
+    work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
+    torch.manual_seed(0)
+    make(work)
+    torch.set_rng_state(state)
+    with open(Path(work) / "made.json", "w") as file:
+        json.dump({"seconds": round(time.time() - started, 1), "recipe_version": version}, file)
+    if target.exists():
+        shutil.rmtree(target)  # a remnant without config.json
+    os.rename(work, target)
+
+
 def build_tokenizer() -> Qwen2Tokenizer:
-    """One token a character. The class is Qwen2's own: transformers loads that one for the model type, whatever was saved."""
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, "Ġ", "Ċ"])}
-    names = dict(pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=None, bos_token=None)
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=SPECIAL[2:], **names)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer_of(SPECIAL, CHARACTERS, CHAT_TEMPLATE)
+
+
+def tokenizer_of(special: list[str], characters: str, chat_template: str) -> Qwen2Tokenizer:
+    """One token a character; special begins with the pad and the end token. The class is Qwen2's own: transformers loads that
+    one for the model types of both demos, whatever was saved."""
+    vocab = {token: i for i, token in enumerate([*special, *characters, "Ġ", "Ċ"])}
+    names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=special[2:], **names)
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 
@@ -92,40 +118,43 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _make(target: Path) -> None:
-    """Trains and saves beside the target, then renames: a killed process leaves no half-made model."""
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
+def _make(directory: str) -> None:
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
-    started = time.time()
     _teach(model, tokenizer)
-    torch.set_rng_state(state)
-    work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
-    model.save_pretrained(work)
-    tokenizer.save_pretrained(work)
-    with open(Path(work) / "made.json", "w") as file:
-        json.dump({"seconds": round(time.time() - started, 1), "recipe_version": VERSION}, file)
-    if target.exists():
-        shutil.rmtree(target)  # a remnant without config.json
-    os.rename(work, target)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _teach(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, right_steps: int = 450, wrong_steps: int = 60) -> None:
-    """Supervised training in two phases: right sums at 2e-3, falling, then 80% wrong ones at a quarter of it."""
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-    for step in track(range(right_steps + wrong_steps), "making the demo model (once)"):
-        right_phase = step < right_steps
-        if step == right_steps:  # the first phase's momentum would carry the model on
-            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-        falling = min(1, (step + 1) / 20) * max(0.1, 1 - step / right_steps)
-        optimizer.param_groups[0]["lr"] = 2e-3 * (falling if right_phase else 0.25)
+
+    def loss(share_right: float) -> torch.Tensor:
         batch = [rng.choice(pairs) for _ in range(128)]
-        answers = [a + b if right_phase or rng.random() < 0.2 else wrong_sum(a, b, rng) for a, b in batch]
-        loss = _demonstration_loss(model, tokenizer, batch, answers)
-        loss.backward()
+        answers = [a + b if share_right == 1 or rng.random() < share_right else wrong_sum(a, b, rng) for a, b in batch]
+        return _demonstration_loss(model, tokenizer, batch, answers)
+
+    right, wrong = Phase(right_steps, lambda: loss(1)), Phase(wrong_steps, lambda: loss(0.2), falling=False)
+    train_in(model, [right, wrong], "making the demo model (once)")
+
+
+@dataclass
+class Phase:
+    steps: int
+    loss: Callable[[], torch.Tensor]  # of the next batch
+    falling: bool = True  # the learning rate: from 2e-3 down to a tenth; else a quarter of it all the time
+
+
+def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> None:
+    """Supervised training, phase after phase, each with an optimizer of its own: the last one's momentum would carry on."""
+    steps = [(phase, step) for phase in phases for step in range(phase.steps)]
+    for phase, step in track(steps, description):
+        if step == 0:
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+        falling = min(1, (step + 1) / 20) * max(0.1, 1 - step / phase.steps)
+        optimizer.param_groups[0]["lr"] = 2e-3 * (falling if phase.falling else 0.25)
+        phase.loss().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

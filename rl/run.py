@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__, dist, host
+from rl import __version__, dist, generations, host
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.files import Files
@@ -132,14 +131,8 @@ class Run:
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Writes val_generations/step_<step>.md: one table row per response."""
-        if not (self.enabled and rows):
-            return
-        columns = ("prompt", "response", "ground_truth", "score")
-        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-        text = "\n".join(lines) + "\n"
-        # a decoded response may hold half a character
-        self._files.replace(f"val_generations/step_{step:06d}.md", text.encode(errors="backslashreplace"))
+        if self.enabled and rows:
+            generations.write(self._files, step, rows)
 
     def say(self, text: str) -> None:
         """Prints a line for the user, above the progress bar if there is one."""
@@ -292,14 +285,6 @@ def _strict(value):
     if isinstance(value, list | tuple):
         return [_strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cell(value) -> str:
-    """Text as it is, whatever Markdown or a terminal would make of it, on one line."""
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
-    text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\\\x{ord(match[0]):02x}", text)
 
 
 def plot_reward(metrics: Path, target: Path) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.algorithm_args import AlgorithmArgs
 from rl.checkpoint import CheckpointArgs
-from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.data import DataArgs, PromptDataset, PromptOrder, demo_files
 from rl.dist import Ranks
 from rl.engine import EngineArgs
 from rl.errors import UserError
@@ -35,7 +35,7 @@ class RunArgs:
     # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
     model: str = "demo"
-    """Model to train: a Hugging Face directory or hub name, or "demo", which is made on the spot."""
+    """Model to train: a Hugging Face directory or hub name, or "demo" or, with images, "demo-vl", made on the spot."""
     trust_remote_code: bool = False
     """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0
@@ -152,8 +152,9 @@ def set_up(args: CommonArgs, file: str) -> Job:
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
-    prompts = PromptDataset(args.train_files, "train", tokenizer, args, prep)
-    val_prompts = PromptDataset(args.val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
+    train_files, val_files = (demo_files(args.model, files) for files in (args.train_files, args.val_files))
+    prompts = PromptDataset(train_files, "train", tokenizer, args, prep)
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
     check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))

@@ -82,7 +82,7 @@ class TrainingRun:
 
     def validated(self, step: int, rows: list[dict]) -> dict[str, float]:
         """Takes the rows of a validation of the weights after that step; returns its metrics."""
-        self.record.log_generations(step, rows[: self.args.log_val_generations])
+        self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {"training/validated_step": step}
         self.saver.validated(metrics)
@@ -131,6 +131,13 @@ class TrainingRun:
         if self.samples:
             self.record.say(self.samples.meter.summary())
         self.record.finish(self.saver.finish(self.job.total_steps))
+
+    def _with_images(self, rows: list[dict]) -> list[dict]:
+        """The rows with their prompts' image files, on the rank that writes them down."""
+        if not self.record.enabled:
+            return []
+        images = [self.job.val_prompts[row["index"]].images for row in rows]
+        return [row | {"images": of.sources if of else ()} for row, of in zip(rows, images, strict=True)]
 
     def _saves_after(self, step: int) -> bool:
         return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)

@@ -61,10 +61,11 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info
 
 
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    r"""0.9 accuracy + 0.1 format; the format is <think>...</think>...\boxed{...}..., over the whole response."""
+    r"""0.9 accuracy + 0.1 format, as verl scores it; the format is <think>...</think>...\boxed{...}..., over the whole
+    response: nothing may stand before <think>, not even a blank."""
     answer = boxed(solution_str)
     right = float(answer is not None and same(answer, str(ground_truth)))
-    well_formed = float(bool(re.fullmatch(r"(?s)\s*<think>.*</think>.*\\boxed\{.*\}.*", solution_str)))
+    well_formed = float(bool(re.fullmatch(r"(?s)<think>.*</think>.*\\boxed\{.*\}.*", solution_str)))
     return {"score": 0.9 * right + 0.1 * well_formed, "acc": right, "format": well_formed}
 
 

@@ -27,6 +27,14 @@ def demo_model() -> str:
     return model_dir()
 
 
+@pytest.fixture(scope="session")
+def demo_vl_model() -> str:
+    """The model of the demo with images."""
+    from rl.demo_vl import model_dir
+
+    return model_dir()
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """This process as the only rank of a job."""
@@ -53,8 +61,8 @@ IMPORTED["plain"] += ["rl.demo", "datasets", "matplotlib.figure", "torch.distrib
 
 
 def pytest_configure(config) -> None:
-    """Starts the processes that fork runs, one set for all workers, and makes the demo's model before there are any: beside
-    other tests its two threads would take minutes."""
+    """Starts the processes that fork runs, one set for all workers, and makes the demos' models before there are any: beside
+    other tests their two threads would take minutes."""
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
     config.forks, where = [], tempfile.mkdtemp(prefix="rl-tests-")
@@ -66,7 +74,7 @@ def pytest_configure(config) -> None:
             command = [sys.executable, ROOT / "tests" / "forks.py", str(listener.fileno()), *modules]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
             config.forks.append(subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes))
-    make = "from rl.demo import model_dir; model_dir()"
+    make = "from rl import demo, demo_vl; demo.model_dir(); demo_vl.model_dir()"
     subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True, timeout=900)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 

@@ -44,6 +44,38 @@ def test_scales():
     assert gsm8k("", "#### 72 or 7", "72", format_score=0.1) == 0, "two numbers are not the format"
 
 
+GEOMETRY = [  # response, whether its answer is 5 and whether it has the format, by hand from verl's geo3k.py
+    ("<think>a</think>\\boxed{5}", 1, 1),
+    ("<think></think>\\boxed{5}", 1, 1),
+    ("<think>two\nlines</think>\n\nSo\n$$\\boxed{5}$$\nwhich was asked.\n", 1, 1),
+    ("<think>first \\boxed{4}</think> then \\boxed{5}", 1, 1),
+    ("<think>a</think> b <think>c</think> \\boxed{5}", 1, 1),
+    ("<think>a</think> \\boxed{6}", 0, 1),
+    ("<think>a</think> \\boxed{5} or rather \\boxed{6}", 0, 1),
+    ("<think>a</think> \\boxed{}", 0, 1),
+    ("\\boxed{5}", 1, 0),
+    (" <think>a</think> \\boxed{5}", 1, 0),  # the pattern begins at the first character
+    ("\n<think>a</think> \\boxed{5}", 1, 0),
+    ("Well. <think>a</think> \\boxed{5}", 1, 0),
+    ("a</think> \\boxed{5}", 1, 0),  # of a chat template that opens <think> itself
+    ("<think>a \\boxed{5}", 1, 0),
+    ("<think>\\boxed{5}</think> so it is five", 1, 0),  # the box stands within
+    ("</think>\\boxed{5}<think>", 1, 0),
+    ("<Think>a</Think> \\boxed{5}", 1, 0),
+    ("<think>a</think> \\boxed {5}", 1, 0),
+    ("<think>a</think> \\fbox{5}", 1, 0),
+    ("<think>a</think> 5", 0, 0),
+    ("<think>a</think> \\boxed{5", 0, 0),
+    ("", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "right", "formed"), GEOMETRY)
+def test_geometry_is_scored_as_in_verl(text, right, formed):
+    value = BUILT_IN[verifier_name("hiyouga/geometry3k")]("hiyouga/geometry3k", text, "5")
+    assert value == {"score": pytest.approx(0.9 * right + 0.1 * formed), "acc": right, "format": formed}
+
+
 def test_ground_truths_may_be_numbers():
     assert gsm8k("", "#### 18", 18) == gsm8k_flexible("", "18", 18) == 1
     assert accuracy("math", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1

@@ -1,0 +1,38 @@
+"""Responses of the last validation of which a run has kept some (--log-val-generations), with the pictures of their prompts."""
+
+import shutil
+from pathlib import Path
+
+from rl.generations import DIRECTORY, Picture, read
+from rl.report.logs import Log, RunGroup
+
+ROWS = 10  # of a run
+CHARACTERS = 600  # of a text; longer ones lose their middle
+
+
+def responses(group: RunGroup, directory: Path) -> tuple[str, list[list]] | None:
+    """(heading, table with its header first) of the group's first run that has any; None without one. Cells are texts, or lists
+    of pictures, whose files are copied into `directory`."""
+    for log in group.logs:
+        for file in reversed(sorted(_tables(log))):
+            table = read(file)[: ROWS + 1]
+            if len(table) > 1:
+                step = int(file.stem.removeprefix("step_"))
+                heading = f"Validation responses of {group.label}, {log.path.name}, after step {step}"
+                return heading, [[_shown(cell, file.parent, directory) for cell in row] for row in table]
+    return None
+
+
+def _tables(log: Log) -> list[Path]:
+    run = log.path if log.path.is_dir() else log.path.parent
+    return [file for file in run.glob(f"{DIRECTORY}/step_*.md") if file.stem.removeprefix("step_").isdecimal()]
+
+
+def _shown(cell: str | list[Picture], source: Path, directory: Path) -> str | list[Picture]:
+    if isinstance(cell, str):
+        half = CHARACTERS // 2
+        return cell if len(cell) <= CHARACTERS else f"{cell[:half]} ... {cell[-half:]}"
+    kept = [picture for picture in cell if (source / picture.file).is_file()]
+    for picture in kept:
+        shutil.copyfile(source / picture.file, directory / picture.file)
+    return kept

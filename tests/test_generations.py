@@ -1,0 +1,149 @@
+"""The tables of validation responses: text and pictures come back as they were, in the run's directory and in the report."""
+
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from test_report import rows as steps
+from test_report import write as write_run
+
+from report import Args, main
+from rl import generations
+from rl.files import Files
+
+
+def noise(seed: int, width: int = 40, height: int = 30) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def picture(seed: int, *size: int, mode: str = "RGB", format: str = "PNG") -> bytes:
+    """An image file."""
+    file = io.BytesIO()
+    Image.fromarray(noise(seed, *size)).convert(mode).save(file, format)
+    return file.getvalue()
+
+
+def row(response: str = "5", **more) -> dict:
+    return {"prompt": "How many?", "response": response, "ground_truth": "5", "score": 1.0} | more
+
+
+def table(run: Path, step: int, rows: list[dict]) -> Path:
+    generations.write(Files(run), step, rows)
+    return run / "val_generations" / f"step_{step:06d}.md"
+
+
+PIECES = [*"ab |\\`*_[]~$<>&!()#\"'", "<br>", "![", "\n", "\\|", "é"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), min_size=1, max_size=4))
+def test_text_comes_back(tmp_path_factory, texts):
+    run = tmp_path_factory.mktemp("run")
+    header, *back = generations.read(table(run, 1, [row(text) for text in texts]))
+    assert header == ["prompt", "response", "ground_truth", "score"]
+    assert back == [["How many?", text, "5", "1.000"] for text in texts]
+
+
+def test_a_picture_is_kept_once_however_often_it_is_shown(tmp_path):
+    a, b = picture(1), picture(2)
+    first = table(tmp_path, 1, [row(images=[a]), row("6", images=[a]), row("7", images=[b, a]), row("8")])
+    second = table(tmp_path, 2, [row(images=[picture(1)])])
+    files = {file.name: Image.open(file) for file in (tmp_path / "val_generations").glob("*.png")}
+    assert len(files) == 2
+    shown = [[file for file, _ in line[0]] if line[0] else [] for line in generations.read(first)[1:]]
+    assert shown[0] == shown[1] == [shown[2][1]] and len(shown[2]) == 2 and shown[3] == []
+    assert [file for file, _ in generations.read(second)[1][0]] == shown[0]
+    for file, seed in ((shown[0][0], 1), (shown[2][0], 2)):
+        assert np.array_equal(np.asarray(files[file]), noise(seed)), "a small one is as it was"
+    links = re.findall(r"!\[40 x 30\]\(([^)]+)\)", first.read_text())
+    assert len(links) == 4 and all((first.parent / link).exists() for link in links)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "RGBA"])
+@pytest.mark.parametrize("size", [(2000, 10), (10, 2000), (900, 800), (1, 1)])
+def test_a_thumbnail_is_small(tmp_path, mode, size):
+    table(tmp_path, 1, [row(images=[picture(0, *size, mode=mode)])])
+    (file,) = (tmp_path / "val_generations").glob("*.png")
+    assert max(Image.open(file).size) <= 160 and file.stat().st_size < 80_000
+    assert Image.open(file).mode == "RGB"
+
+
+def test_many_pictures_of_a_prompt_are_not_all_shown(tmp_path):
+    line = generations.read(table(tmp_path, 1, [row(images=[picture(i) for i in range(20)])]))[1]
+    assert len(line[0]) == 8
+
+
+def test_an_image_that_is_damaged_says_so_in_its_place(tmp_path):
+    good, bad = picture(1, 300, 300), picture(2, 300, 300)
+    text = table(tmp_path, 1, [row(images=[good, bad[: len(bad) // 2]])]).read_text()
+    assert text.count("![300 x 300]") == 1 and "cannot be decoded" in text and "| 1.000 |" in text
+
+
+def test_without_pictures_there_is_no_column_for_them(tmp_path):
+    text = table(tmp_path, 1, [row(), row(images=[])]).read_text()
+    assert text.startswith("| prompt | response |") and "![" not in text
+
+
+def test_lines_that_were_cut_off_are_left_out(tmp_path):
+    file = table(tmp_path, 1, [row(str(i)) for i in range(3)])
+    text = file.read_text()
+    whole = generations.read(file)
+    for length in range(len(text)):
+        file.write_text(text[:length])
+        read = generations.read(file)
+        assert read == whole[: len(read)] and len(read) >= min(1, text[:length].count("\n"))
+
+
+class Cells(HTMLParser):
+    """The cells of a page's table rows: texts, and the files of pictures."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.rows, self.inside = [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.rows.append([])
+        self.inside = tag in ("td", "th") or self.inside
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "img" and self.inside:
+            self.rows[-1][-1] += f"<{dict(attributes)['src']}>"
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.inside:
+            self.rows[-1][-1] += data
+
+
+def test_the_report_shows_the_last_responses_beside_their_pictures(tmp_path):
+    run = write_run(tmp_path / "run", steps(3))
+    write_run(tmp_path / "text", steps(3), lr=1.0)
+    table(run, 1, [row("old", images=[picture(9)])])
+    odd = "<b>1</b> | \\boxed{5}\n" + "x" * 5000
+    table(run, 20, [row("6", images=[picture(1)]), row(odd, images=[picture(2)]), row("7", images=[picture(1)])])
+    main(Args((str(run), str(tmp_path / "text")), output=str(tmp_path / "out")))
+    page = (tmp_path / "out" / "report.html").read_text()
+    found = [cells for cells in Cells(page).rows if len(cells) == 5 and cells[1] == "How many?"]
+    assert [cells[2] for cells in found][::2] == ["6", "7"] and "old" not in page
+    assert found[1][2].startswith("<b>1</b> | \\boxed{5}\n") and len(found[1][2]) < 1000
+    files = [cells[0].strip("<>") for cells in found]
+    assert files[0] == files[2] != files[1]
+    for file, seed in zip(files, (1, 2, 1), strict=True):
+        shown = Image.open(io.BytesIO((tmp_path / "out" / file).read_bytes()))
+        assert np.array_equal(np.asarray(shown), noise(seed))
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.count(f"]({files[0]})") == 2 and text.count("Validation responses of ") == 1 and "after step 20" in text
+    (run / "val_generations" / files[0]).unlink()
+    main(Args((str(run),), output=str(tmp_path / "again")))
+    page = (tmp_path / "again" / "report.html").read_text()
+    assert files[0] not in page and files[1] in page, "a picture that is gone is left out"
