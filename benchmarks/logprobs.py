@@ -43,6 +43,8 @@ class Args:
 class Given(torch.nn.Module):
     """Stands where the transformers model would, with the hidden states [tokens, hidden] given."""
 
+    config = None  # of a model of text
+
     def __init__(self, states: torch.Tensor, head: torch.nn.Module):
         super().__init__()
         self.states, self.lm_head = states, head

@@ -1,21 +1,48 @@
-"""TRL's side of benchmarks/trl.py, which starts it in TRL's own environment: one GRPOTrainer run, its step times as JSON.
+"""TRL's side of benchmarks/trl.py and images.py, which start it in TRL's own environment: one run, step times as JSON.
 
     python -P benchmarks/trl_side.py settings.json result.json       # -P: else `import trl` would find benchmarks/trl.py
 
 Everything is TRL's own and at its defaults, but for what the settings name, fp32 and the CPU. Fixed lengths are made with
 `min_new_tokens`, which keeps the end token from being sampled.
 """
+# ruff: noqa: E402
 
+import importlib.metadata
+import importlib.util
 import itertools
 import json
+import re
 import sys
 import time
+from pathlib import Path
 
 import torch
+
+
+def name_torchvisions_operators() -> None:
+    """PyPI's torchvision is built for CUDA's torch; beside a CPU's its compiled operators are missing, and it does not import.
+    The preparation of images uses none of them: names for them are enough."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or torch.version.cuda or "+" in importlib.metadata.version("torchvision"):
+        return
+    text = Path(spec.origin).with_name("_meta_registrations.py").read_text()
+    for names in set(re.findall(r'register_meta\("(\w+)"\)|torchvision::(\w+)', text)):
+        OPERATORS.define(f"{''.join(names)}(Tensor x) -> Tensor")
+
+
+OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # the names go with it
+name_torchvisions_operators()
+
 import transformers
 import trl
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from datasets import Dataset, Image, List
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 
 class Clock(TrainerCallback):
@@ -52,10 +79,19 @@ def greedy_accuracy(model, tokenizer, rows: list[dict], tokens: int) -> float:
     return sum(text.strip() == row["ground_truth"] for text, row in zip(found, rows, strict=True)) / len(rows)
 
 
+def load(s: dict) -> tuple:
+    """(tokenizer or processor, model, dataset) of the settings; with images where the rows have some, as paths."""
+    rows = Dataset.from_list(s["train"])
+    if "images" not in rows.column_names:
+        model = AutoModelForCausalLM.from_pretrained(s["model"], dtype=torch.float32)
+        return AutoTokenizer.from_pretrained(s["model"]), model, rows
+    model = AutoModelForImageTextToText.from_pretrained(s["model"], dtype=torch.float32)
+    return AutoProcessor.from_pretrained(s["model"]), model, rows.cast_column("images", List(Image()))
+
+
 def main(settings: dict) -> dict:
     s = settings
-    tokenizer = AutoTokenizer.from_pretrained(s["model"])
-    model = AutoModelForCausalLM.from_pretrained(s["model"], dtype=torch.float32)
+    tokenizer, model, rows = load(s)
     config = trl.GRPOConfig(
         output_dir=s["folder"],
         use_cpu=True,
@@ -81,7 +117,7 @@ def main(settings: dict) -> dict:
         model=model,
         reward_funcs={"exact": exact, "share_of_digits": share_of_digits}[s["reward"]],
         args=config,
-        train_dataset=Dataset.from_list(s["train"]),
+        train_dataset=rows,
         processing_class=tokenizer,
         callbacks=[clock],
     )

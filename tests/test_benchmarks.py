@@ -13,10 +13,13 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, learner, logprobs, overlap, publish, ring, staleness, startup, trl
+import checkpoint, demo, gpu, images, learner, logprobs, overlap, publish, ring, staleness, startup, trl
 from rl import dist
 
-out, ranks = Path(sys.argv[1]), dist.init()
+out = Path(sys.argv[1])
+images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))
+
+ranks = dist.init()
 learner.main(learner.Args(sizes=("toy",), rounds=2, out=out), ranks)
 
 sides = {side: logprobs.one_side(side, 64, 1000, 16) for side in logprobs.SIDES}
