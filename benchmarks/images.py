@@ -68,8 +68,9 @@ class Args:
 def save(path: str, size: Size) -> int:
     """The model with its tokenizer and image processor; returns its parameters."""
     import torch
-    from rl.demo_vl import VISION, build_processor, build_tokenizer
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    from rl.demo_vl import VISION, build_processor, build_tokenizer
 
     tokenizer, processor = build_tokenizer(), build_processor()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -140,11 +141,11 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
     import numpy as np
     import torch
     import torch.nn.functional as F
-    from rl.batch_images import BatchImages
 
     import train_sync
     from rl import dist
     from rl.batch import Batch, Group, Response, micro_batches
+    from rl.batch_images import BatchImages
     from rl.data import PromptOrder
     from rl.flags import read
     from rl.kl_control import KLControl
