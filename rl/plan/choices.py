@@ -158,15 +158,16 @@ def _splits(per_node: int, per_engine: int) -> list[int]:
 
 # ----------------------------------------------------------------------------------------------------------- the page
 
-HEAD = ("mode", "gen:learn", "stale", "sync", "tokens/s", "s/step", "wait: learn", "gen", "steps behind", "oldest", "dropped")
+HEAD = ("mode", "gen:\nlearn", "stale", "sync", "tok/s", "s/step", "learn\nidle", "gen\nidle", "lag", "age", "drop")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row's columns, as HEAD names them: ranks of either role, --staleness-threshold, --trigger-parameter-sync-step."""
+    """The row's columns, as HEAD names them: ranks of either role, --staleness-threshold, --trigger-parameter-sync-step, ...,
+    lag in steps, age of the oldest token in versions, tickets dropped."""
     steps, setting, ranks = row.steps, row.setting, row.setting.ranks
     streams = setting.script == "train_async"
     return (
-        setting.script.removeprefix("train_").replace("_", " "),
+        {"train_one_step_off": "one off"}.get(setting.script, setting.script.removeprefix("train_")),
         f"{ranks.total}" if ranks.colocated else f"{ranks.engines * ranks.per_engine}:{ranks.learners}",
         f"{setting.threshold:g}" if streams else "-",
         f"{setting.period}" if streams else "-",

@@ -45,7 +45,7 @@ class Engine:
         self.waiting: deque[tuple[Group, int]] = deque()  # with the response's length
         self.running = 0
         self._rows = times.rows(slots)
-        self._step = 0  # decode steps so far
+        self.steps = 0  # decode steps so far
         self._ends: list = []  # heap: (step after which the response ends, ..., group, version and _versions at its start)
         self._offsets = 0  # sum over the running of prompt tokens less the step at which they started
         self._longest: list[tuple[int, int]] = []  # heap: (the same, negative, and the step after which the response ends)
@@ -77,7 +77,7 @@ class Engine:
         calls, tokens, rows = self.prefilled
         self._overhead = calls * self.times.prefill + tokens * self.times.prefill_token + rows * self.times.prefill_row
         self.context = self._tokens()
-        return 1 if self.waiting and self.running < self.slots else self._ends[0][0] - self._step
+        return 1 if self.waiting and self.running < self.slots else self._ends[0][0] - self.steps
 
     def seconds(self, steps: int) -> float:
         """The time that so many steps from now take."""
@@ -100,10 +100,10 @@ class Engine:
 
     def end(self, steps: int) -> list[Group]:
         """The run of steps is over; returns the group of each response that ended with it."""
-        self._step += steps
+        self.steps += steps
         self._versions += steps * self.version
         self._overhead, ends, out = 0.0, self._ends, []
-        while ends and ends[0][0] <= self._step:
+        while ends and ends[0][0] <= self.steps:
             _, _, group, length, offset, version, versions = heapq.heappop(ends)
             self.running -= 1
             self._offsets -= offset
@@ -121,7 +121,7 @@ class Engine:
         return self.times.receive + self.times.prefill + self._context_sum() * self.times.prefill_token
 
     def _start(self, group: Group, length: int) -> None:
-        end, offset = self._step + max(1, length - 1), group.prompt - self._step
+        end, offset = self.steps + max(1, length - 1), group.prompt - self.steps
         if group.oldest < 0:
             group.oldest = self.version
         self._started += 1  # keeps the heap from comparing groups
@@ -137,12 +137,12 @@ class Engine:
         return {group.ticket for group, _ in self.waiting} | {entry[2].ticket for entry in self._ends}
 
     def _context_sum(self) -> int:
-        return self._offsets + self.running * self._step
+        return self._offsets + self.running * self.steps
 
     def _tokens(self) -> int:
         """Tokens of context that the next step reads."""
         if not self.times.padded:
             return self._context_sum() + self.running
-        while self._longest and self._longest[0][1] <= self._step:
+        while self._longest and self._longest[0][1] <= self.steps:
             heapq.heappop(self._longest)
-        return self.running * (self._step - self._longest[0][0] + 1) if self._longest else 0
+        return self.running * (self.steps - self._longest[0][0] + 1) if self._longest else 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,9 @@ def plan_time(
         workload = dataclasses.replace(workload, prompt=plan.prompt_tokens)
     job = make_job(script, args, plan, machine, workload, device)
     rows = choices.compare(job)
-    table = Table(*choices.HEAD, title="simulated time")
+    table = Table(title="simulated time", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in choices.HEAD:
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     chosen = choices.best(rows)
     for row in rows:
         table.add_row(*choices.cells(row), style="bold" if row is chosen else None)
