@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import train
 
 import train_async
 import train_one_step_off
@@ -263,3 +264,21 @@ def test_a_calibration_measures_the_demo(script, demo_model):
     rows = times.engine.rows(32)
     assert all(0 < seconds < 1 for seconds in rows[1:]) and rows[32] > rows[1] / 2
     assert 0 < times.learner.learn(2000, 40_000, 1, 1) < 60 and 0 < times.engine.receive < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [0.5, 2.0])
+def test_the_staleness_of_a_real_run_is_that_of_its_simulation(threshold, demo_model, tmp_path):
+    """The run's own record gives the service times; what the schedule makes of them is compared. The model answers in some
+    three tokens, so that generation is far ahead as soon as it may."""
+    words = ["--staleness-threshold", str(threshold), "--total-training-steps", "24", "--test-freq", "0", "--logger"]
+    real, run, _ = train("train_async.py", *words, out=tmp_path, ranks=2)
+    args, machine = flags.read(train_async.Args, args=words[:-1]), choices.Machine(1, 2)
+    times, work = times_of_run(run), lengths_like(str(run), args.rollout_n, args.max_response_length, 8)
+    job = choices.Job(args, machine, lambda _: times, work, lambda _: args.max_num_seqs)
+    simulated = job.run(choices.Setting("train_async", machine.split(1, 1), 1, threshold, 1), 24).steps
+    steady = [real[step] for step in range(9, 25)]
+    ages = np.mean([row["staleness/mean"] for row in steady])
+    assert simulated.mean(simulated.mean_age) == pytest.approx(ages, abs=0.1) and ages == pytest.approx(threshold, abs=0.1)
+    assert max(simulated.max_age) == max(row["staleness/max"] for row in steady)
+    assert simulated.dropped.total() == steady[-1]["fully_async/count/dropped_stale_samples"] == 0
