@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import dist, flags, process, signals
+from rl import dist, flags, launch, process, signals
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.errors import UserError
 from rl.generator import Generator, gather_groups, make_generator
@@ -38,7 +38,7 @@ class Args(BatchArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
 
     def check(self) -> None:
-        if self.train_batch_size < (ranks := dist.launched_ranks()):
+        if self.train_batch_size < (ranks := launch.here().world_size):
             raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
 
 

@@ -22,7 +22,7 @@ import torch.distributed
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from rl import dist
+from rl import dist, launch
 from rl.batch import Group, split_records
 from rl.errors import UserError
 from rl.identity import Identity
@@ -130,9 +130,9 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     runs = []
-    if dist.launch().restarts:  # this job's own run, wherever it began
+    if launch.here().restarts:  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == dist.job()][:1]
+        runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == launch.job()][:1]
     if not runs and args.resume_mode == "disable":
         return None
     if not runs and args.resume_mode != "auto":

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl import dist, images
+from rl import images, launch
 from rl.errors import UserError
 from rl.pretrained import check_kept
 from rl.progress import track
@@ -205,7 +205,7 @@ class PromptDataset(Sequence):
         wanted = [[key if key in t.column_names else "question", *{image_key} & {*t.column_names}] for t in self.tables]
         rows = itertools.chain.from_iterable(t.select_columns(names) for t, names in zip(self.tables, wanted, strict=True))
         total = range(self.ends[-1])
-        for number, row in zip(track(total, description, show=dist.launched_rank() == 0), rows, strict=True):
+        for number, row in zip(track(total, description, show=launch.here().rank == 0), rows, strict=True):
             yield number, row, self._render(self._where(number), row)
 
     def _with_images(self, file: str, table):

@@ -1,6 +1,5 @@
 """Ranks, their process groups, and what they send each other."""
 
-import contextlib
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl import device, signals, watchdog
+from rl import device, launch, signals, watchdog
 from rl.errors import UserError
 
 SHARED_SECONDS = 90  # a network file system shows new files late: by NFS's defaults after up to 60 s
@@ -80,27 +79,6 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Node:
-    """One machine of the job."""
-
-    host: str
-    first: int  # the lowest of its ranks
-    size: int  # how many it has
-    generators: int  # of them: its last ranks
-
-    @property
-    def learners(self) -> int:
-        return self.size - self.generators
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.size)
-
-    def __str__(self) -> str:
-        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
-
-
-@dataclass(frozen=True)
 class Split:
     """This process's place in a job whose ranks are split: `ranks` counts within its role, and the default process group holds
     that role alone (vLLM makes groups out of the default group, by calls that learners would never join)."""
@@ -109,7 +87,7 @@ class Split:
     ranks: Ranks
     learners: int
     generators: int
-    nodes: list[Node]
+    nodes: list[launch.Node]
     node: int  # which of them this is
     store: dist.Store  # shared by all ranks of the job
     bridge: "Bridge | None"  # the first learner and all generators; None on other learners
@@ -119,42 +97,13 @@ class Split:
         return f"{self.role} {self.ranks.rank}"
 
     @property
-    def here(self) -> Node:
+    def here(self) -> launch.Node:
         return self.nodes[self.node]
 
     @property
     def is_first_here(self) -> bool:
         """True on the first rank of its role on this node."""
         return self.ranks.local_rank == (0 if self.role == "learner" else self.here.learners)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """This process in the words of torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    restarts: int  # how often torchrun has started all ranks again
-
-    @property
-    def first(self) -> int:
-        """The lowest rank of this node."""
-        return self.rank - self.local_rank
-
-
-def launch() -> Launch:
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
-    return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
-
-
-_nodes: list[Node] = []
-
-
-def nodes() -> list[Node]:
-    """All nodes of the job, in the order of their ranks; none before they have met."""
-    return _nodes
 
 
 class Bridge:
@@ -173,32 +122,32 @@ class Bridge:
 def init(hang_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout: of the watchdog, in seconds; 0 for none."""
-    here = launch()
+    here = launch.here()
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
     _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
-        store = open_store(timeout)
-        _meet(store, generators=0)
+        store = launch.open_store(timeout)
+        launch.meet(store, generators=0)
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
-    _heed_sigterm(store)
+    launch.heed_sigterm(store)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
 def init_split(generators: int, hang_timeout: float = 0) -> Split:
     """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
     UserError where the job has no generator or no learner. hang_timeout: of the watchdog, in seconds; 0 for none."""
-    here, timeout = launch(), _limit(hang_timeout)
+    here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     _watch(f"rank {here.rank}", hang_timeout)
-    store = open_store(timeout)
+    store = launch.open_store(timeout)
     with watchdog.doing("all nodes to come"):
-        _meet(store, generators)
-    _check_split(nodes())
-    number = [node.first for node in nodes()].index(here.first)
-    node, before = nodes()[number], nodes()[:number]
-    learners, all_generators = sum(n.learners for n in nodes()), sum(n.generators for n in nodes())
+        launch.meet(store, generators)
+    _check_split(launch.nodes())
+    number = [node.first for node in launch.nodes()].index(here.first)
+    node, before = launch.nodes()[number], launch.nodes()[:number]
+    learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
     if here.local_rank < node.learners:
         role, rank, size = "learner", sum(n.learners for n in before) + here.local_rank, learners
     else:
@@ -217,37 +166,11 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
             bridge_store = dist.PrefixStore("bridge", store)
             bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + all_generators, own_device, timeout))
         show_group("the bridge", bridge.group)
-    _heed_sigterm(store)
-    return Split(role, ranks, learners, all_generators, nodes(), number, store, bridge)
+    launch.heed_sigterm(store)
+    return Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
 
 
-def _meet(store: dist.Store, generators: int) -> None:
-    """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
-    here = launch()
-    if here.rank == 0:
-        store.set("world_size", str(here.world_size))
-    if (world := int(store.get("world_size"))) != here.world_size:
-        raise UserError(
-            f"rank {here.rank} is one of {here.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
-            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
-        )
-    if here.local_rank == 0:
-        store.set(f"node/{here.rank}", json.dumps([platform.node(), here.rank, here.local_world_size, generators]))
-    _nodes.clear()
-    while (met := sum(node.size for node in _nodes)) < world:
-        _nodes.append(Node(*json.loads(store.get(f"node/{met}"))))
-    if len(_nodes) > 1 and here.local_rank == 0:
-        number = [node.first for node in _nodes].index(here.rank) + 1
-        ranks = (
-            f"ranks {here.rank} to {here.rank + here.local_world_size - 1}"
-            if here.local_world_size > 1
-            else f"rank {here.rank}"
-        )
-        where = "" if number == 1 else f"; the run's messages appear on node 1, {_nodes[0].host}"
-        print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
-
-
-def _check_split(nodes: list[Node]) -> None:
+def _check_split(nodes: list[launch.Node]) -> None:
     """Raises UserError, the same on all ranks, where a node has fewer ranks than generators, or the job lacks a role."""
     for node in nodes:
         if node.generators > node.size:
@@ -263,15 +186,8 @@ def _check_split(nodes: list[Node]) -> None:
 
 def _watch(name: str, hang_timeout: float) -> None:
     if hang_timeout:
-        watchdog.start(name, launch().rank, launch().world_size, hang_timeout, open_store(timedelta(minutes=1)))
-
-
-def open_store(timeout: timedelta) -> dist.Store:
-    """A connection to what all ranks of the job share, apart from what an attempt before torchrun's restart has left there."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"attempt/{launch().restarts}", store)
+        here, store = launch.here(), launch.open_store(timedelta(minutes=1))
+        watchdog.start(name, here.rank, here.world_size, hang_timeout, store)
 
 
 def _limit(hang_timeout: float) -> timedelta:
@@ -296,51 +212,6 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
     record = device.flight_record(backend.name())
     names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
     return number, names[-1] if names else ""
-
-
-def job() -> str | None:
-    """An identifier that survives torchrun's restarts of this node's ranks and is no other job's. None without torchrun."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
-
-
-def _heed_sigterm(store: dist.Store) -> None:
-    """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
-    failed, and no step will be finished any more."""
-    here = launch()
-    store.set(f"pid/{here.rank}", str(os.getpid()))
-    processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(here.first, here.first + here.local_world_size)}
-
-    def all_well() -> bool:
-        gone = [f"ended/{rank}" for rank, pid in processes.items() if not _is_alive(pid)]
-        try:
-            return not gone or open_store(timedelta(seconds=5)).check(gone)
-        except dist.DistError:
-            return False
-
-    signals.stop_gently(all_well)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def end_well() -> None:
-    """Tells the others, who may have a checkpoint to finish, that this rank is about to go because it has come to its end."""
-    with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
-        open_store(timedelta(seconds=5)).set(f"ended/{launch().rank}", "")
-
-
-def launched_rank() -> int:
-    """This process's number in the job, before it has joined: 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
-
-
-def launched_ranks() -> int:
-    """Ranks of the job, before they have joined: 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def stopping() -> bool:
@@ -398,7 +269,7 @@ def from_main(text: str) -> str:
 
 def check_shared(directory: Path) -> None:
     """Raises UserError unless all ranks of the default group see what rank 0 writes into the directory. A collective."""
-    if len(nodes()) <= 1:
+    if len(launch.nodes()) <= 1:
         return
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
     is_main = dist.get_rank() == 0
@@ -428,7 +299,7 @@ def describe_hardware() -> dict[str, str | int | list]:
         "device": device.kind(),
         "device_name": device.name(),
         "world_size": dist.get_world_size(),
-        "nodes": [[node.host, node.size, node.generators] for node in nodes()],  # its ranks, and how many of them generate
+        "nodes": [[node.host, node.size, node.generators] for node in launch.nodes()],  # ranks, and how many generate
         "threads_per_rank": torch.get_num_threads(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "default"),
     }

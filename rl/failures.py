@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import DistError, DistNetworkError, Store
 
-from rl import dist, watchdog
+from rl import launch, watchdog
 
 _has_gone = False  # the store
 
@@ -75,7 +75,7 @@ def _open_store() -> Store:
     if _has_gone:
         raise DistError("the job's store has gone")
     try:
-        return dist.open_store(timedelta(seconds=5))
+        return launch.open_store(timedelta(seconds=5))
     except DistError:
         _has_gone = True
         raise
@@ -88,7 +88,7 @@ def lost_connection(error: BaseException | str) -> bool:
 
 def silent_ranks() -> str:
     """Names the ranks that no longer answer, and where they ran; empty if all answer, or cannot be asked."""
-    nodes = dist.nodes()
+    nodes = launch.nodes()
     try:
         silent = watchdog.silent()
     except DistError:  # the store has gone, and with it the node that kept it

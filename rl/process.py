@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed
 
-from rl import console, dist, failures, signals, watchdog
+from rl import console, dist, failures, launch, signals, watchdog
 from rl.errors import Stopped, UserError
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
@@ -36,7 +36,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
             if torch.distributed.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
                 torch.distributed.destroy_process_group()
         watchdog.finish()
-        dist.end_well()
+        launch.end_well()
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
         if str(stopped):
@@ -57,7 +57,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
 
 def fail(error: UserError, name: str = "") -> NoReturn:
     """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
-    if failures.record(name or f"rank {dist.launch().rank}", str(error)).first_of_node:
+    if failures.record(name or f"rank {launch.here().rank}", str(error)).first_of_node:
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__, dist, generations, host
+from rl import __version__, generations, host, launch
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.files import Files
@@ -250,7 +250,7 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     return {
         "script": script,
         "command": sys.argv,
-        "job": dist.job(),
+        "job": launch.job(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "flags": flags,
         "python": platform.python_version(),

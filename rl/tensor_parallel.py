@@ -11,8 +11,9 @@ import torch
 import torch.distributed
 
 from rl.device import HOST_BACKEND
-from rl.dist import Ranks, nodes, show_group
+from rl.dist import Ranks, show_group
 from rl.errors import UserError
+from rl.launch import nodes
 from rl.watchdog import doing
 
 

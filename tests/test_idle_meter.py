@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl import dist
+from rl import dist, launch
 from rl.idle_meter import IdleMeter
 
 
@@ -21,7 +21,7 @@ class Clock:
 
 def job(generators: int, learners: int, nodes: int) -> dist.Split:
     size, generating = (generators + learners) // nodes, generators // nodes
-    alike = [dist.Node(f"host{i}", i * size, size, generating) for i in range(nodes)]
+    alike = [launch.Node(f"host{i}", i * size, size, generating) for i in range(nodes)]
     return dist.Split("learner", None, learners, generators, alike, 0, store=None, bridge=None)
 
 

@@ -75,7 +75,7 @@ LAYOUTS = {  # ranks and generators of each node
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [list(LAYOUTS)[0], pytest.param(list(LAYOUTS)[1], marks=pytest.mark.slow)])
 def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
     flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
     _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
@@ -91,6 +91,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_m
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path):
     flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl import dist, flags, process
+from rl import dist, flags, launch, process
 from rl.batch import Group, Response
 from rl.channel import ControlBlock
 from rl.data import Prompt
@@ -161,7 +161,7 @@ class LearnerMeter:
     def __init__(self, script, args, job: Job, ranks: dist.Ranks, lengths: Lengths):
         self.script, self.args, self.job, self.lengths = script, args, job, lengths
         self.learner, self.kl_control = make_learner(args, job, ranks), KLControl(args)
-        self.run = TrainingRun(args, job, self.learner, dist.launch().world_size, kl_control=self.kl_control)
+        self.run = TrainingRun(args, job, self.learner, launch.here().world_size, kl_control=self.kl_control)
         self.rows: list[tuple] = []  # as fit_learner takes them
         self.step = self.ticket = 0
 

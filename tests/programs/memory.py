@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from transformers import AutoTokenizer
 
-from rl import dist, host, process, saver
+from rl import dist, host, launch, process, saver
 from rl.checkpoint import CheckpointArgs
 from rl.learner import Learner, LearnerArgs
 from rl.weights import Publisher
@@ -48,7 +48,8 @@ def main(ranks: dist.Ranks) -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         learner.optimizer.step()
         learner.optimizer.zero_grad()
-    split = dist.Split("learner", ranks, 1, 1, [dist.Node("here", 0, 2, 1)], 0, torch.distributed.HashStore(), bridge=object())
+    nodes = [launch.Node("here", 0, 2, 1)]
+    split = dist.Split("learner", ranks, 1, 1, nodes, 0, torch.distributed.HashStore(), bridge=object())
     with Peak() as peaks["publish"]:
         publisher = Publisher(learner, split, torch.float32)
         publisher.take_copy()

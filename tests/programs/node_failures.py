@@ -11,14 +11,14 @@ import signal
 import sys
 import time
 
-from rl import dist, process
+from rl import dist, launch, process
 from rl.errors import UserError
 
 
 def main(ranks: dist.Ranks) -> None:
     dist.barrier()
     print(f"rank {ranks.rank} is there", flush=True)
-    if dist.launch().first:  # the second node
+    if launch.here().first:  # the second node
         time.sleep(0.5)
         if sys.argv[1] == "refused":
             raise UserError("nothing is right here.\nNothing at all.")

@@ -1,0 +1,130 @@
+"""This process as it was launched, the nodes of its job, and the store through which all ranks of the job meet."""
+
+import contextlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl import signals
+from rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process in the words of torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restarts: int  # how often torchrun has started all ranks again
+
+    @property
+    def first(self) -> int:
+        """The lowest rank of this node."""
+        return self.rank - self.local_rank
+
+
+def here() -> Launch:
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job."""
+
+    host: str
+    first: int  # the lowest of its ranks
+    size: int  # how many it has
+    generators: int  # of them: its last ranks
+
+    @property
+    def learners(self) -> int:
+        return self.size - self.generators
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
+
+
+_nodes: list[Node] = []
+
+
+def nodes() -> list[Node]:
+    """All nodes of the job, in the order of their ranks; none before they have met."""
+    return _nodes
+
+
+def meet(store: dist.Store, generators: int) -> None:
+    """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
+    me = here()
+    if me.rank == 0:
+        store.set("world_size", str(me.world_size))
+    if (world := int(store.get("world_size"))) != me.world_size:
+        raise UserError(
+            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
+            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
+        )
+    if me.local_rank == 0:
+        store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
+    _nodes.clear()
+    while (met := sum(node.size for node in _nodes)) < world:
+        _nodes.append(Node(*json.loads(store.get(f"node/{met}"))))
+    if len(_nodes) > 1 and me.local_rank == 0:
+        number = [node.first for node in _nodes].index(me.rank) + 1
+        last = me.rank + me.local_world_size - 1
+        ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
+        where = "" if number == 1 else f"; the run's messages appear on node 1, {_nodes[0].host}"
+        print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
+
+
+def open_store(timeout: timedelta) -> dist.Store:
+    """A connection to what all ranks of the job share, apart from what an attempt before torchrun's restart has left there."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt/{here().restarts}", store)
+
+
+def job() -> str | None:
+    """An identifier that survives torchrun's restarts of this node's ranks and is no other job's. None without torchrun."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
+
+
+def heed_sigterm(store: dist.Store) -> None:
+    """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
+    failed, and no step will be finished any more."""
+    me = here()
+    store.set(f"pid/{me.rank}", str(os.getpid()))
+    processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
+
+    def all_well() -> bool:
+        gone = [f"ended/{rank}" for rank, pid in processes.items() if not _is_alive(pid)]
+        try:
+            return not gone or open_store(timedelta(seconds=5)).check(gone)
+        except dist.DistError:
+            return False
+
+    signals.stop_gently(all_well)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_well() -> None:
+    """Tells the others, who may have a checkpoint to finish, that this rank is about to go because it has come to its end."""
+    with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
+        open_store(timedelta(seconds=5)).set(f"ended/{here().rank}", "")
