@@ -68,26 +68,26 @@ def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, gene
     assert not list(tmp_path.iterdir())
 
 
-LAYOUTS = {  # ranks and generators of each node
-    "one that learns, one that generates": [(1, 0), (2, 2)],
-    "one that generates, one that does both": [(1, 1), (2, 1)],
-}
+LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
+    [(1, 0), (2, 2)],
+    pytest.param([(1, 1), (2, 1)], marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", [list(LAYOUTS)[0], pytest.param(list(LAYOUTS)[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
     flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
     _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
     key = tmp_path / "key"
     key.write_text("a secret of all nodes")
     flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async", "--cluster-key", key]
-    consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in LAYOUTS[layout]])
+    consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in layout])
     assert [code for code, _ in consoles] == [0, 0], consoles
     (run,) = (tmp_path / "async").iterdir()
     assert bits(run) == bits(theirs)
     assert [split for _, *split in json.loads((run / "config.json").read_text())["hardware"]["nodes"]] == [
-        list(split) for split in LAYOUTS[layout]
+        list(split) for split in layout
     ]
 
 
