@@ -121,7 +121,7 @@ TABLE: dict[str, list[Row]] = {
                 "a model is one directory or hub name"),
         missing("A.model.mtp.enable=False A.rollout.mtp=null", "multi-token prediction"),
         missing("A.model.override_config.* A.model.override_config", "edit the model's config.json"),
-        missing("A.actor.freeze_vision_tower=False", "no images"),
+        to("A.actor.freeze_vision_tower=False", "--freeze-vision-tower", "verl 1dda039 reads it nowhere"),
         missing("A.actor.optim.optimizer=AdamW", "the optimizer is AdamW"),
         missing("A.actor.optim.override_optimizer_config=null A.actor.optim.override_optimizer_config.*", "AdamW as it is"),
         missing("A.actor.optim.lr_warmup_init=0 A.actor.optim.min_lr=0 A.actor.optim.lr_decay_steps=null "
