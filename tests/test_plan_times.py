@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import train
+from helpers import ROOT, train
 
 import train_async
 import train_one_step_off
@@ -255,6 +255,12 @@ def test_the_page_names_the_best_and_its_hours(tmp_path, capsys):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     with pytest.raises(UserError, match="give a --device"):
         make_job("train_async", args, TimeArgs(), choices.Machine(1, 4), Drawn(8, 50, 0.5, 100), None)
+
+
+def test_the_page_holds_the_benchmarks_own_table():
+    found = (ROOT / "benchmarks" / "results" / "plan_published.md").read_text()
+    page = (ROOT / "docs" / "plan.md").read_text()
+    assert found.partition("\n\n")[0] in page, "put the table of python benchmarks/plan_published.py into docs/plan.md"
 
 
 @pytest.mark.slow
