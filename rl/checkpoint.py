@@ -130,7 +130,7 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     runs = []
-    if launch.here().restarts:  # this job's own run, wherever it began
+    if launch.restarts():  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == launch.job()][:1]
     if not runs and args.resume_mode == "disable":

@@ -124,9 +124,9 @@ def init(hang_timeout: float = 0) -> Ranks:
     hang_timeout: of the watchdog, in seconds; 0 for none."""
     here = launch.here()
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
+    store = launch.join(timeout)
     _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
-        store = launch.open_store(timeout)
         launch.meet(store, generators=0)
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
@@ -140,8 +140,8 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     UserError where the job has no generator or no learner. hang_timeout: of the watchdog, in seconds; 0 for none."""
     here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
+    store = launch.join(timeout)
     _watch(f"rank {here.rank}", hang_timeout)
-    store = launch.open_store(timeout)
     with watchdog.doing("all nodes to come"):
         launch.meet(store, generators)
     _check_split(launch.nodes())

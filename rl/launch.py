@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import platform
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
-    restarts: int  # how often torchrun has started all ranks again
+    restarts: int  # how often torchrun has started this node's ranks again
 
     @property
     def first(self) -> int:
@@ -69,11 +71,7 @@ def meet(store: dist.Store, generators: int) -> None:
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
-    if (world := int(store.get("world_size"))) != me.world_size:
-        raise UserError(
-            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
-            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
-        )
+    _check_world(world := int(store.get("world_size")), me)
     if me.local_rank == 0:
         store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
     _nodes.clear()
@@ -87,12 +85,84 @@ def meet(store: dist.Store, generators: int) -> None:
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
 
+@dataclass(frozen=True)
+class Start:
+    """One start of all ranks together; torchrun may start them again after a failure."""
+
+    name: str  # of no other
+    restarts: int  # starts before it
+
+
+_start: Start | None = None
+
+
+def join(timeout: timedelta) -> dist.Store:
+    """Waits for all ranks of this start, and returns a connection to what they share. Nothing is shared before.
+
+    Where several nodes are restarted torchrun gives them different restart counts (only the node that failed counts), and what
+    ranks of the last start have left in the store is still there. So each rank leaves a word that nobody else has, rank 0
+    gathers them into a proposal, and what counts is the first proposal that all of those ranks have confirmed.
+    """
+    global _start
+    me = here()
+    if me.local_world_size == me.world_size:  # one torchrun, one count
+        _start = Start(str(me.restarts), me.restarts)
+    else:
+        _start = _agree(_base_store(timeout), me)
+    return open_store(timeout)
+
+
+def _agree(store: dist.Store, me: Launch) -> Start:
+    own, proposal = [secrets.token_hex(8), me.restarts], None
+    store.set(f"starts/{me.rank}", json.dumps(own))
+    before = store.add("starts", 1) - 1 if me.rank == 0 else 0
+    confirmed = set()  # names of proposals
+    while True:
+        if me.rank == 0:
+            found = [json.loads(store.get(f"starts/{rank}")) for rank in range(me.world_size)]
+            if proposal is None or proposal["ranks"] != found:
+                restarts = max(before, *(count for _, count in found))
+                proposal = {"name": secrets.token_hex(8), "restarts": restarts, "ranks": found}
+                store.set("start", json.dumps(proposal))
+        else:
+            proposal = json.loads(store.get("start"))
+            _check_world(len(proposal["ranks"]), me)
+        name = proposal["name"]
+        if proposal["ranks"][me.rank] == own:
+            count = store.add(f"confirmed/{name}", name not in confirmed)
+            confirmed.add(name)
+            if count == me.world_size:
+                return Start(name, proposal["restarts"])
+        time.sleep(0.05)
+
+
+def _check_world(world: int, me: Launch) -> None:
+    """Raises UserError unless the job that this rank has reached is its own. world: ranks of that job."""
+    if world != me.world_size:
+        raise UserError(
+            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
+            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
+        )
+
+
+def restarts() -> int:
+    """How often torchrun has started all ranks of the job again."""
+    return _start.restarts if _start else here().restarts
+
+
 def open_store(timeout: timedelta) -> dist.Store:
-    """A connection to what all ranks of the job share, apart from what an attempt before torchrun's restart has left there."""
+    """A connection to what all ranks of this start share, apart from what an earlier start has left there. Raises DistError
+    before they have met."""
     if "RANK" not in os.environ:
         return dist.HashStore()
+    if not _start:
+        raise dist.DistError("the ranks have not met yet")
+    return dist.PrefixStore(f"start/{_start.name}", _base_store(timeout))
+
+
+def _base_store(timeout: timedelta) -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"attempt/{here().restarts}", store)
+    return store
 
 
 def job() -> str | None:

@@ -18,7 +18,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = None) -> list[tuple[int, str]]:
+def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = None, restarts: int = 0) -> list[tuple[int, str]]:
     """Runs a job of these nodes, (ranks, script and its flags) each; returns their exit codes and consoles."""
     meet = [
         "--nnodes",
@@ -29,12 +29,18 @@ def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = No
         f"localhost:{free_port()}",
         "--rdzv-id",
         "test",
+        "--max-restarts",
+        restarts,
     ]
 
     def run(number: int) -> tuple[int, str]:
         ranks, (script, *flags) = nodes[number]
         time.sleep(0.5 * number)  # the first to come is the first node
-        how = {"cwd": directories[number] if directories else ROOT, "env": environment(PYTHONUNBUFFERED="1"), "timeout": 120}
+        how = {
+            "cwd": directories[number] if directories else ROOT,
+            "env": environment(PYTHONUNBUFFERED="1", SPARE_RANKS=str(ranks * restarts)),
+            "timeout": 120,
+        }
         started = command(*meet, ROOT / script, *flags, ranks=ranks)
         started[2] = str(ROOT / started[2])
         done = subprocess.run(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
@@ -124,6 +130,16 @@ def test_a_node_that_has_gone_is_named():
     assert code == 1
     assert re.search(rf"^rank [01] failed: ranks 2, 3 on {HOST} no longer answer$", first, re.M), first
     assert "failed:\n" not in first
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
+    """It counts the restart on the node that failed alone, and the store still holds what the first start has left there."""
+    flags = ["tests/programs/node_failures.py", "restarted", tmp_path]
+    consoles = run_nodes([(2, flags)] * 2, restarts=3)
+    assert [code for code, _ in consoles] == [0, 0], consoles
+    told = sorted(line for _, console in consoles for line in console.splitlines() if line.startswith("start "))
+    assert told == sorted(f"start {start} of rank {rank}" for start in range(3) for rank in range(4)), consoles
 
 
 @pytest.mark.timeout(150)

@@ -2,6 +2,7 @@
 those of the first wait for them.
 
     torchrun --nnodes 2 ... node_failures.py refused | raised | killed
+    torchrun --nnodes 2 --max-restarts 3 ... node_failures.py restarted DIRECTORY         twice, and then all is well
     torchrun --nnodes 2 ... node_failures.py impatient SCRIPT FLAGS         the script, which waits a second for shared files
 """
 
@@ -15,7 +16,17 @@ from rl import dist, launch, process
 from rl.errors import UserError
 
 
+def restarted(ranks: dist.Ranks) -> None:
+    print(f"start {launch.restarts()} of rank {ranks.rank}", flush=True)
+    dist.barrier()
+    if ranks.rank == 3 and launch.restarts() < 2:
+        raise LookupError("not yet")
+    dist.barrier()
+
+
 def main(ranks: dist.Ranks) -> None:
+    if sys.argv[1] == "restarted":
+        return restarted(ranks)
     dist.barrier()
     print(f"rank {ranks.rank} is there", flush=True)
     if launch.here().first:  # the second node
