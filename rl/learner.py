@@ -27,7 +27,7 @@ from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.pretrained import empty_model, layers, load_config, load_weights
 from rl.ranges import Range
-from rl.router import Router, RouterArgs
+from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.sharded_weights import spread
 from rl.vision import takes_images
@@ -220,7 +220,7 @@ class Learner:
 
     def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
-        routes = micro.routes if model is self.policy else None
+        routes = routes_for(self.args, micro) if model is self.policy else None
         what = (micro.predict, micro.labels, self.temperature, entropy, routes, micro.real_tokens)
         own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
@@ -232,9 +232,12 @@ class Learner:
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
+            records = which == "policy" and self.args.router_replay == "R2"
+            if records:
+                micro.routes = None  # the generator's
             log_prob, _ = self._log_probs(model, micro, "none")
             out[micro.index] = log_prob.cpu()
-            if which == "policy" and self.args.router_replay == "R2":
+            if records:
                 micro.routes = self.policy.router.chosen()
         return all_reduce_sum(out, self.ranks.data_group)
 

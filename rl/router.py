@@ -190,6 +190,13 @@ def check_record(routes: np.ndarray) -> None:
         )
 
 
+def routes_for(args: RouterArgs, micro) -> torch.Tensor | None:
+    """What the micro-batch's forward pass replays. Raises UserError if the generator's routes are wanted and are not there."""
+    if args.router_replay == "R3" and micro.routes is None and len(micro.index):
+        raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
+    return None if args.router_replay == "off" else micro.routes
+
+
 def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:
     """The routes of a packed row as rl/batch.py lays it out: [T, L, K] int16, UNKNOWN where nothing is recorded; None for a
     batch without any. The last token of a response was never fed to the generator's model."""

@@ -210,12 +210,12 @@ def test_a_key_of_a_missing_feature_is_told_from_one_that_asks_for_nothing(scrip
     of = "actor_rollout_ref."
     asking = [
         "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora_rank=32",
-        "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "actor.router_replay.mode=R2",
+        "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "ref.router_replay.mode=R2",
         "rollout.name=sglang", "rollout.val_kwargs.top_k=20", "rollout.dtype=float16", "actor.optim.lr_scheduler_type=wsd",
     ]  # fmt: skip
     harmless = [
         "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora_rank=0",
-        "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "actor.router_replay.mode=disabled",
+        "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "ref.router_replay.mode=disabled",
     ]  # fmt: skip
     assert {why[0] for why in ours(*(of + key for key in asking), script=module).verdicts.values()} == {"not here"}
     assert {why[0] for why in ours(*(of + key for key in harmless), script=module).verdicts.values()} == {"not needed"}
@@ -274,6 +274,9 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("custom_reward_function.path=rl/verifiers.py custom_reward_function.name=gsm8k", {"reward": "rl/verifiers.py:gsm8k"}),
         ("reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128",
          {"overlong-buffer-len": 128}),
+        ("A.actor.router_replay.mode=R3 A.rollout.enable_rollout_routing_replay=True", {"router-replay": "R3"}),
+        ("A.actor.router_replay.mode=R2", {"router-replay": "R2"}),
+        ("+A.actor.megatron.override_transformer_config.moe_router_dtype=fp32", {"moe-router-dtype": "float32"}),
         ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
         ("A.actor.fsdp_config.dtype=fp32", {"rollout-dtype": "bfloat16"}),
         ("algorithm.rollout_correction.bypass_mode=True", {"use-rollout-log-probs": True}),

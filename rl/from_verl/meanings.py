@@ -46,6 +46,22 @@ def dtype(run: Run) -> dict[str, object]:
 DTYPE = "A.actor.fsdp_config.dtype"
 
 
+def router_replay(run: Run) -> dict[str, object]:
+    mode = run["A.actor.router_replay.mode"]
+    ours = {"disabled": "off", None: "off", "R2": "R2", "R3": "R3"}.get(mode if isinstance(mode, str | None) else "")
+    if ours is None:
+        run.lacks("A.actor.router_replay.mode", "disabled, R2 and R3 alone")
+    return {"--router-replay": ours}
+
+
+def router_dtype(run: Run) -> dict[str, object]:
+    key = "A.actor.megatron.override_transformer_config.moe_router_dtype"
+    ours = {"fp32": "float32"}.get(run[key]) if isinstance(run[key], str) else None
+    if run[key] is not None and ours is None:
+        run.lacks(key, "fp32 alone")
+    return {"--moe-router-dtype": ours}
+
+
 def offload(run: Run) -> dict[str, object]:
     keys = ("fsdp_config.param_offload", "fsdp_config.optimizer_offload", "megatron.grad_offload", "fsdp_config.offload_policy")
     asked = [bool(run[f"A.actor.{key}"]) for key in keys]

@@ -128,7 +128,19 @@ TABLE: dict[str, list[Row]] = {
                 "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style=constant "
                 "A.actor.optim.lr_wsd_decay_steps=null",
                 "the rate warms up from 0, then stays or falls along half a cosine to the last step"),
-        missing("A.actor.router_replay.mode=disabled A.ref.router_replay.mode=disabled", "no replay of the router's choices"),
+        to(
+            "A.actor.router_replay.mode=disabled A.rollout.enable_rollout_routing_replay=False",
+            "--router-replay",
+            "`off`, `R2` or `R3`; R3 turns the generator's record on by itself",
+            m.router_replay,
+        ),
+        to(
+            "A.actor.megatron.override_transformer_config.moe_router_dtype=null",
+            "--moe-router-dtype",
+            "fp32 by default here, in Megatron the model's own",
+            m.router_dtype,
+        ),
+        missing("A.ref.router_replay.mode=disabled", "the reference policy chooses its own experts"),
         missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False A.rollout.qat=null", "no quantised training"),
         missing("A.ref.model.path", "the reference policy is the starting model"),
         missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*",
@@ -296,7 +308,6 @@ TABLE: dict[str, list[Row]] = {
         missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
                 "A.rollout.agent.agent_loop_config_path=null", "one turn, no tools"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
-        missing("A.rollout.enable_rollout_routing_replay=False", "no replay of the router's choices"),
         missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0",
                 "sampling by temperature, top-p and top-k"),
         missing("A.rollout.over_sample_rate=0", "no over-sampling"),
