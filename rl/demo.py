@@ -1,9 +1,9 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo` and `--train-files demo` resolve to this file; rl/demo_vl.py is its kin with images. The model is an ordinary
-Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong ones, so that it can
-add but usually does not. That is what reinforcement learning can mend: a model that had never added right would get no reward
-to learn from, one that always did would have nothing to learn.
+`--model demo` and `--train-files demo` resolve to this file; rl/demo_vl.py and rl/demo_moe.py are its kin. The model is an
+ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong ones, so that
+it can add but usually does not. That is what reinforcement learning can mend: a model that had never added right would get no
+reward to learn from, one that always did would have nothing to learn.
 """
 
 import json
@@ -59,7 +59,7 @@ def problems(split: str) -> list[dict]:
 
 def model_dir() -> str:
     """The demo model's directory; trains it first if it is not there. Several processes may ask at once."""
-    return made_once("demo", VERSION, _make)
+    return made_once("demo", VERSION, lambda directory: make(directory, build_model))
 
 
 def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
@@ -118,7 +118,8 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _make(directory: str) -> None:
+def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
+    """Teaches and saves the model that is built for so many tokens."""
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
     _teach(model, tokenizer)
@@ -126,7 +127,7 @@ def _make(directory: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _teach(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, right_steps: int = 450, wrong_steps: int = 60) -> None:
+def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, right_steps: int = 450, wrong_steps: int = 60) -> None:
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
 

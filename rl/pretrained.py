@@ -40,11 +40,15 @@ logging.disable_progress_bar()  # "Loading weights" once per model and rank woul
 
 
 def resolve(model: str) -> str:
-    """ "demo", "demo-vl" -> that demo model's directory, made on first use; a directory or a hub name stays what it is."""
+    """ "demo", "demo-moe", "demo-vl" -> that model's directory, made on first use; a directory or a hub name stays as it is."""
     if model == "demo":
         from rl import demo
 
         return demo.model_dir()
+    if model == "demo-moe":
+        from rl import demo_moe
+
+        return demo_moe.model_dir()
     if model == "demo-vl":
         from rl import demo_vl
 

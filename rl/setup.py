@@ -35,7 +35,8 @@ class RunArgs:
     # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
     model: str = "demo"
-    """Model to train: a Hugging Face directory or hub name, or "demo" or, with images, "demo-vl", made on the spot."""
+    """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts)
+    or "demo-vl" (with images)."""
     trust_remote_code: bool = False
     """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0

@@ -13,7 +13,7 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, images, learner, logprobs, overlap, publish, ring, staleness, startup, trl
+import checkpoint, demo, gpu, images, learner, logprobs, moe, overlap, publish, ring, staleness, startup, trl
 from rl import dist
 
 out = Path(sys.argv[1])

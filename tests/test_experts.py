@@ -1,13 +1,25 @@
 """Mixtures of experts in whole runs: their export, and training with and without replayed routes."""
 
+import numpy as np
 import pytest
 import torch
-from helpers import run_script
+from helpers import MOE, SMALL, bits, is_documented, make_group, run_script, train
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from trainer import Trainer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import train_async
+import train_sync
+from rl.batch import Batch, Group, MicroBatch
+from rl.demo import build_tokenizer
+from rl.errors import UserError
+from rl.generator import make_generator
 from rl.hub_names import hub_names
+from rl.learner import Learner, LearnerArgs
 from rl.pretrained import empty_model, load_config, load_weights
+from rl.ranges import check
+from rl.scoring import ScoringPool
+from rl.setup import set_up
 
 
 @pytest.fixture
@@ -41,3 +53,123 @@ def test_dense_models_keep_their_names(models):
     for kind in ("qwen2-tied", "qwen3"):
         model = empty_model(load_config(models[kind]))
         assert hub_names(model) == {name: [(name, weight.shape)] for name, weight in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A tiny random mixture that reads the demo's problems."""
+    path, tokenizer = tmp_path_factory.mktemp("moe"), build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SMALL | {"vocab_size": len(tokenizer)}, **MOE, head_dim=16, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+LONGER = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 6, "--test-freq", 0, "--lr", 1e-2]
+
+
+def test_async_without_staleness_is_sync_bit_for_bit_with_routes_too(model, tmp_path):
+    """The routes go through the ring, through a gather between ranks, and in micro-batches of a few sequences."""
+    flags = [
+        "--model",
+        model,
+        "--router-replay",
+        "R3",
+        "--rollout-dtype",
+        "bfloat16",
+        "--ppo-max-token-len-per-gpu",
+        64,
+        *LONGER,
+    ]
+    runs = {
+        "sync": train("train_sync.py", *flags, out=tmp_path / "sync"),
+        "async": train("train_async.py", *flags, "--staleness-threshold", 0, out=tmp_path / "async", ranks=2),
+    }
+    metrics = runs["sync"][0]
+    assert bits(runs["sync"][1]) == bits(runs["async"][1])
+    assert metrics[6]["actor/loss"] == runs["async"][0][6]["actor/loss"]
+    assert all(0 < metrics[step]["moe/replay/tokens_differ"] < 1 for step in range(1, 7)), "a bf16 generator chooses otherwise"
+    assert not [name for name in metrics[6] if name not in ("step", "time") and not is_documented(name)]
+    free, _, _ = train("train_sync.py", *flags, "--router-replay", "off", out=tmp_path / "free")
+    closest = [max(m[step]["training/rollout_probs_diff_max"] for step in range(1, 7)) for m in (metrics, free)]
+    print(f"largest difference of a probability: {closest[0]:.4f} with R3, {closest[1]:.4f} without")
+    assert closest[0] < closest[1] and "moe/replay/tokens_differ" not in free[6]
+
+
+def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_never_stopped(model, ranks):
+    """As a checkpoint holds it: some responses ended, some in the middle, some not begun."""
+    args = train_async.Args(model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
+    job, pool = set_up(args, train_async.__file__), ScoringPool(args)
+
+    def generator():
+        made = make_generator(args, job, ranks, pool)
+        made.engine.version = 0
+        return made
+
+    whole, stopped, resumed = generator(), generator(), generator()
+    expected = whole.generate(range(3))
+    for ticket in range(3):
+        stopped.start(ticket)
+    for _ in range(9):
+        stopped.poll()
+    so_far = [Group.from_bytes(group.to_bytes()) for group in stopped.unfinished()]
+    counts = {len(response.token_ids) for group in so_far for response in group.responses}
+    assert 0 in counts and len(counts) > 1
+    for group in so_far:
+        resumed.start(group.ticket, group)
+    groups = []
+    while resumed.working:
+        groups += resumed.poll(wait=1.0)
+    done = {group.ticket: group for group in groups}
+    for group in expected:
+        if group.ticket not in done:  # it had been handed over before the stop
+            continue
+        other = done[group.ticket]
+        assert np.array_equal(other.prompt_routes, group.prompt_routes)
+        for a, b in zip(other.responses, group.responses, strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids) and a.routes.shape == (len(a.token_ids) - 1, 2, 2)
+            assert np.array_equal(a.routes, b.routes)
+    assert done
+    pool.close()
+
+
+def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
+    """Two epochs at a high rate: the router itself would go elsewhere in the second."""
+    trainer = Trainer(model, ranks)
+    router, passes = trainer.learner.policy.router, []
+    begin = router.begin
+
+    def noting(layout, routes=None, observe=0):
+        if passes and router._layout is not None:
+            passes[-1] += (router.chosen(),)
+        passes.append((torch.is_grad_enabled(), routes))
+        begin(layout, routes, observe)
+
+    router.begin = noting
+    trainer.learner.optimizer.param_groups[0]["lr"] = 0.1
+    trainer.steps(1, router_replay="R2", ppo_epochs=2)
+    passes[-1] += (router.chosen(),)
+    old, first, second = passes
+    assert not old[0] and old[1] is None and first[0] and second[0]
+    assert torch.equal(first[1], old[2]) and torch.equal(first[2], old[2]) and torch.equal(second[2], old[2])
+    metrics = trainer.learner.router_metrics()
+    assert metrics["moe/replay/choices_differ"] > 0
+    trainer.pool.close()
+
+
+def test_what_cannot_be_replayed_is_refused(demo_model, model, ranks):
+    args = train_sync.Args(model=demo_model, router_replay="R3")
+    with pytest.raises(UserError, match="--router-replay R3, but Qwen2ForCausalLM has no router that can be replayed here"):
+        set_up(args, train_sync.__file__)
+    with pytest.raises(UserError, match=r"--router-replay R2 replays the pass .* Take R3, or add --use-rollout"):
+        check(train_async.Args(router_replay="R2"))
+    check(train_async.Args(router_replay="R2", use_rollout_log_probs=False))
+    learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)
+    batch = Batch.of([make_group(0, [3, 4])])
+    batch.token %= 18
+    with pytest.raises(UserError, match="the samples came without their routes"):
+        learner.log_probs(MicroBatch.of(batch, [0, 1], ranks.device))
