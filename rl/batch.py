@@ -9,6 +9,7 @@ import heapq
 import json
 import math
 import struct
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,8 +65,8 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled one of its tokens."""
-        return min(int(r.versions.min()) for r in self.responses)
+        """The oldest version that sampled one of its tokens; of a group without any, one that is never too old."""
+        return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
 
     def to_bytes(self) -> bytes:
         """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
@@ -229,8 +230,12 @@ class Batch:
 
     def distinct_tokens(self) -> int:
         """Response tokens, and each prompt's once: what an update computes at the least."""
-        _, first = np.unique(self.group.numpy(), return_index=True)  # a response of each group
-        return len(self.token) + sum(len(self.prompts[i]) for i in first)
+        return len(self.token) + sum(map(len, self.distinct_prompts()))
+
+    def distinct_prompts(self) -> list[np.ndarray]:
+        """The prompt of each group that has a response."""
+        _, first = np.unique(self.group.numpy(), return_index=True)
+        return [self.prompts[i] for i in first]
 
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
         """Indices into the [N] tensors of all tokens of the given responses [b], in that order."""

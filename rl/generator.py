@@ -16,6 +16,7 @@ from rl import dist
 from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
+from rl.images import ImageError
 from rl.make_engine import make_engine
 from rl.router import check_record
 from rl.scoring import Score, ScoringPool, overlong_penalty
@@ -63,6 +64,7 @@ class Generator:
         self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length, args.ignore_eos)
         self.working: dict[int, Work] = {}
         self._rows: list[dict] = []  # of the validation under way, if there is one
+        self._unusable: list[int] = []  # prompts whose images cannot be prepared
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -99,6 +101,9 @@ class Generator:
     def poll(self, wait: float = 0.0) -> list[Group]:
         """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
         `wait` seconds for a score, and with nothing to score either just so long."""
+        if self._unusable:
+            keys, self._unusable = self._unusable, []
+            return self._take_done(keys)
         if self.engine.num_unfinished:
             with self.timer("gen"):
                 outputs = self.engine.step()
@@ -115,8 +120,12 @@ class Generator:
             return []
         for (key, number), score in scored:
             self.working[key].scores[number] = score
+        return self._take_done(dict.fromkeys(key for (key, _), _ in scored))
+
+    def _take_done(self, keys: Iterable[int]) -> list[Group]:
+        """The groups of those that are done; a validation's rows are kept."""
         groups = []
-        for key in dict.fromkeys(key for (key, _), _ in scored):
+        for key in keys:
             if not self.working[key].done:
                 continue
             work = self.working.pop(key)
@@ -161,7 +170,7 @@ class Generator:
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
             penalty = self._overlong(len(output.token_ids))
-            value = 0.0 if score.event and self.args.on_error == "zero" else score.score
+            value = 0.0 if score.event and self.args.on_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
             extra = {**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})}
             responses.append(_response(output, len(work.prompt.ids), total, extra, score.error))
@@ -189,9 +198,17 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Starts the prompt's responses, or lets them go on from what they are already."""
+        """Starts the prompt's responses, or lets them go on from what they are already. If its images cannot be prepared, which
+        a header does not tell, they have no token and no score: such a prompt costs its ticket and nothing else."""
+        images = work.prompt.images
+        try:
+            if images:
+                images.prepare()
+        except ImageError as error:
+            self._give_up(key, work, f"{work.prompt.where}: {error}")
+            return
         self.working[key], ids = work, work.prompt.ids
-        images, seeds = work.prompt.images, [request_seed(self.args.seed, key, i) for i in range(work.n)]
+        seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
         if work.greedy:
             requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
@@ -206,6 +223,15 @@ class Generator:
                 self.engine.add(dataclasses.replace(request, so_far=output))
             else:
                 self._submit(output)
+
+    def _give_up(self, key: int, work: Work, message: str) -> None:
+        if not self.shared.leads:
+            return
+        for number in range(work.n + work.greedy):
+            work.outputs[number] = Output((key, number), [], [], [], "length")
+            work.scores[number] = Score(None, event="image", message=message)
+        self.working[key] = work
+        self._unusable.append(key)
 
     def _submit(self, output: Output) -> None:
         key, number = output.id

@@ -30,7 +30,7 @@ from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.sharded_weights import spread
-from rl.vision import takes_images
+from rl.vision import image_sizes, takes_images, tower_flops
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
@@ -199,8 +199,10 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
-        named = self.policy.model.named_parameters()
-        self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        named = dict(self.policy.model.named_parameters())
+        self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self.parameters = self._trained | self.frozen
         betas = (args.adam_beta1, args.adam_beta2)
         self.optimizer = torch.optim.AdamW(
             self._trained.values(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
@@ -267,7 +269,11 @@ class Learner:
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
-            flops *= batch.distinct_tokens() * self.args.ppo_epochs
+            flops *= batch.distinct_tokens()
+            if self.policy.takes_images:
+                patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
+                flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)
+            flops *= self.args.ppo_epochs
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
         return out
 
@@ -276,20 +282,27 @@ class Learner:
         return self.policy.router.metrics() if self.policy.router else {}
 
     @torch.no_grad()
-    def weights(self, dtype: torch.dtype = torch.float32, to_all: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor on the device) of every parameter, tied ones once. A bucket at a time, so that there never are
+    def weights(
+        self, dtype: torch.dtype = torch.float32, to_all: bool = True, frozen: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every parameter, tied ones once; without `frozen` of those that are trained,
+        which come first. A bucket at a time, so that there never are
         two copies of the model; a collective, which all ranks walk through in step. What has to travel is cast to `dtype`
         before. Without `to_all` the first rank alone is given the weights."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
         if self.ranks.world_size > 1:
-            yield from self._shards.whole(self.ranks.device, dtype, to_all)
+            yield from (self._shards if frozen else self._trained_shards).whole(self.ranks.device, dtype, to_all)
             return
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in (self.parameters if frozen else self._trained).items():
             yield name, parameter.to_local().to(self.ranks.device)
 
     @cached_property
     def _shards(self) -> Shards:
-        return Shards(dict(self.policy.model.named_parameters()))
+        return Shards(self.parameters)
+
+    @cached_property
+    def _trained_shards(self) -> Shards:
+        return Shards(self._trained)
 
     # -- what a checkpoint holds beside the reference policy, which is the model that training began with
 

@@ -74,7 +74,12 @@ class Saver:
         named = dict(learner.policy.model.named_parameters())
         record = json.dumps({name: _block(parameter) for name, parameter in named.items()}).encode()
         self._blocks: list[dict[str, Block]] = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(record)]
-        self._dtype = learner.config.dtype or torch.float32
+        config = learner.config
+        self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
+        # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
+        learner.policy.reshard()
+        self._frozen = {f"model.{name}": _local(parameter.data) for name, parameter in learner.frozen.items()}
+        self._prep = identity.prompts.prep
         self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
             {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
         )
@@ -264,7 +269,7 @@ class Saver:
     def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The whole model's weights in the plan's order and the model's own precision, on the first learner, a piece at a time:
         the others send their shards. A collective."""
-        ranks = self.learner.ranks
+        ranks, tensors = self.learner.ranks, tensors | self._frozen
         for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
             order = sorted(range(ranks.world_size), key=lambda rank, name=name: self._blocks[rank][name][0])
             for rank in order:
@@ -293,6 +298,8 @@ class Saver:
         self.learner.config.save_pretrained(work)
         self.learner.policy.model.generation_config.save_pretrained(work)
         self.tokenizer.save_pretrained(work)
+        if self._prep:
+            self._prep.save(work)
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
         write_manifest(work, written)

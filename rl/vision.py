@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,6 +27,7 @@ from transformers import AutoImageProcessor, PretrainedConfig
 from transformers.image_utils import ChannelDimension
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.utils import cached_file
 
 from rl import images
 from rl.errors import UserError
@@ -33,6 +36,8 @@ from rl.images import PLACE, ImageError
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model_type
 TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
 LAST = ChannelDimension.LAST
+QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 
@@ -74,9 +79,17 @@ class Images:
         ImageError."""
         return torch.cat([self.pixels_of(i) for i in range(len(self.sources))])
 
+    def prepare(self) -> None:
+        """Makes the pixels now, to be kept for those who want them soon. Raises ImageError."""
+        for image in range(len(self.sources)):
+            self.pixels_of(image)
+
     def pixels_of(self, image: int) -> Tensor:
         """The same of one image, by number."""
-        return self.prep.pixels(self.digests[image], self.sources[image])
+        try:
+            return self.prep.pixels(self.digests[image], self.sources[image])
+        except ImageError as error:
+            raise ImageError(f"image {image} {error}") from None
 
 
 class ImagePrep:
@@ -89,9 +102,9 @@ class ImagePrep:
 
     def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
-        given = {name: value for name, value in flags.items() if value is not None}
+        self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
         try:
-            self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **given)
+            self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
         except Exception as error:  # OSError, ValueError, ImportError: as with tokenizers, nearly anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
@@ -119,6 +132,20 @@ class ImagePrep:
         """Image tokens of an image of so many pixels."""
         _, rows, columns = self.grid(width, height)
         return rows * columns // self.merge**2
+
+    def save(self, directory: Path) -> None:
+        """Writes the model's files about images there, with the limits of --min-pixels and --max-pixels if they were given: so
+        the model is used as it was trained."""
+        for name in FILES:
+            found = cached_file(self.path, name, **QUIET)
+            if found is None:
+                continue
+            content = json.loads(Path(found).read_text())
+            if self.limits and name in FILES[:2]:
+                for part in (content, *(of for of in content.values() if isinstance(of, dict) and "patch_size" in of)):
+                    if "patch_size" in part:
+                        part |= self.limits | {"size": dict(self.processor.size)}
+            (directory / name).write_text(json.dumps(content, indent=2))
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
         """A prompt's token ids with one image token for each image -> with all of them, and the images. Decodes none. Raises
@@ -175,6 +202,33 @@ class ImagePrep:
                 if not size or too_many > 0:
                     del self._kept[digest]
                     too_many -= size
+
+
+def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:
+    """Patches of each image of a prompt, by its ids; between two images there is other text."""
+    runs = (len(list(run)) for token, run in groupby(prompt_ids) if token == config.image_token_id)
+    return [tokens * config.vision_config.spatial_merge_size**2 for tokens in runs]
+
+
+def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) -> float:
+    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of so many patches, counted as
+    rl/metrics.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a patch sees.
+    Layers with windows (Qwen2.5-VL) see their window."""
+    v = config.vision_config
+    merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)
+    out = getattr(v, "out_hidden_size", v.hidden_size)
+    gates = 3 if windows else 2  # Qwen2.5-VL's are gated
+    matrices = v.in_channels * v.temporal_patch_size * v.patch_size**2 * v.hidden_size
+    matrices += v.depth * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
+    mergers = 1 + len(getattr(v, "deepstack_visual_indexes", ()))
+    matrices += mergers * (merged**2 + merged * out) / v.spatial_merge_size**2
+    seen = 0.0
+    for length in patches:
+        full = len(v.fullatt_block_indexes) if windows else v.depth
+        window = min(length, (windows // v.patch_size) ** 2) if windows else length
+        seen += length * (full * length + (v.depth - full) * window)
+    total = 6 * matrices * sum(patches) + 12 * v.hidden_size * seen
+    return total / 3 if frozen else total
 
 
 def _check_count(places: int, given: int) -> None:

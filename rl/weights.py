@@ -50,6 +50,7 @@ class Plan:
     names: list[str]
     shapes: list[list[int]]
     dtype: torch.dtype
+    frozen: int = 0  # so many at the end never change: they are sent once
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -77,13 +78,18 @@ class Plan:
         base, ends = self.offsets[members.start], self.offsets
         return [run[ends[i] - base : ends[i + 1] - base].view(self.shapes[i]) for i in members]
 
+    def later(self) -> "Plan":
+        """The plan of all publishes but the first: its stream is a beginning of this one's."""
+        trained = len(self.names) - self.frozen
+        return Plan(self.names[:trained], self.shapes[:trained], self.dtype) if self.frozen else self
+
     def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch.")])
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":
-        names, shapes, dtype = json.loads(text)
-        return Plan(names, shapes, getattr(torch, dtype))
+        names, shapes, dtype, frozen = json.loads(text)
+        return Plan(names, shapes, getattr(torch, dtype), frozen)
 
 
 class Publisher:
@@ -91,8 +97,9 @@ class Publisher:
 
     def __init__(self, learner: Learner, split: Split, dtype: torch.dtype):
         self.learner, self.split = learner, split
-        named = [(name, list(p.shape)) for name, p in learner.policy.model.named_parameters()]
-        self.plan = Plan([name for name, _ in named], [shape for _, shape in named], dtype)
+        shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
+        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen))
+        self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if split.bridge:
@@ -109,9 +116,12 @@ class Publisher:
 
     def take_copy(self) -> None:
         """Copies the weights into the stream that is sent. A collective of the learners."""
+        if not self._is_first:
+            self.plan = self.plan.later()
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
-        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False)):
+        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False, frozen=self._is_first)):
             copies[number].copy_(tensor)
+        self._is_first = False
 
     def send(self, version: int) -> None:
         """Begins to send the copy, in the background."""
@@ -158,7 +168,8 @@ class Subscriber:
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
-        self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
+        self.bytes = 0  # that the newest publish had
+        self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # the engine's own, laid out as the stream: what arrives is in place at once
         if engine.shares_memory and engine.device == self.bridge.device:
             self._memory = self._new(self.plan.offsets[-1])
@@ -178,6 +189,7 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
+        self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
         digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         found = digests.values()
@@ -194,6 +206,7 @@ class Subscriber:
         for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+        self.plan = self.plan.later()
 
     def _moved(self) -> list[int]:
         """Parameters whose memory has moved out of the stream since the engine was told to share it."""
@@ -212,7 +225,7 @@ class Subscriber:
     def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
         engine may hold the weights in a form that knows only one zero."""
-        parts = []  # of a parameter that comes in several buckets
+        parts, kept = [], []  # parts: of a parameter that comes in several buckets
         for bucket, data in self._arriving():
             digests.add(bucket, data)
             if self._memory is None:
@@ -224,7 +237,12 @@ class Subscriber:
                 run = self._memory[self.plan.offsets[bucket.members.start] :]
             else:
                 run, parts = torch.cat(parts) if bucket.is_part else data, []
-            yield from zip((self.plan.names[i] for i in bucket.members), self.plan.views(run, bucket.members), strict=True)
+            for i, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
+                yield self.plan.names[i], value
+                if i >= len(self.plan.names) - self.plan.frozen:
+                    kept.append((self.plan.names[i], value if self._memory is not None else value.clone()))
+        yield from self._kept
+        self._kept = self._kept or kept
 
     def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The buckets and their data as they come; the next ones are on their way while one is used."""

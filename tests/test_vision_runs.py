@@ -1,0 +1,149 @@
+"""Runs with images: ranks with and without them, a frozen tower, async as sync, resume, and rows whose images are damaged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import make_group, run_script, train
+from safetensors.torch import load_file
+from test_vision import dataset, rows, vlms  # noqa: F401  (fixtures)
+from tiny_vlm import picture, row
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from rl.batch import Group
+
+FLAGS = ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
+FLAGS += ["--rollout-n", 2, "--total-training-steps", 4, "--lr-warmup-steps", 0, "--max-ckpt-to-keep", 0]
+# Added behind the tiny model's last layer, where nothing but an image's own prediction would see it: no gradient but 0.
+IDLE, BIASES = "model.visual.deepstack_merger_list.1.", ("norm", "linear_fc1", "linear_fc2")
+SYNC = [*FLAGS, "--train-batch-size", 4, "--save-freq", 2]
+ASYNC = [*FLAGS, "--ppo-mini-batch-size", 4, "--save-freq", 2, "--staleness-threshold", 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_two_learners_one_without_images_have_one_learners_gradient(vlms, rows, tmp_path, kind, frozen):  # noqa: F811
+    results = []
+    for ranks in (1, 2):
+        flags = json.dumps({"freeze_vision_tower": frozen, "gradient_checkpointing": ranks == 2})
+        out = tmp_path / f"{ranks}.pt"
+        run_script("tests/programs/image_gradients.py", vlms[kind], rows, out, flags, ranks=ranks, timeout=120)
+        results.append(torch.load(out))
+    one, two = results
+    tower = {name for name in one["after"] if name.startswith("model.visual.")}
+    assert one["grad"].keys() == two["grad"].keys() == one["after"].keys() - (tower if frozen else set())
+    for name, gradient in one["grad"].items():
+        torch.testing.assert_close(two["grad"][name], gradient, atol=1e-6 * (1 + float(gradient.abs().max())), rtol=0)
+    known = one["policy"] != 0
+    torch.testing.assert_close(two["policy"], one["policy"], atol=1e-5, rtol=0)
+    assert torch.equal(one["policy"][known], one["reference"][known]) and known.sum() > 30
+    before = dict(AutoModelForImageTextToText.from_pretrained(vlms[kind]).named_parameters())
+    for result in results:
+        moved = {name for name, tensor in result["after"].items() if not torch.equal(tensor, before[name])}
+        assert moved & tower >= (set() if frozen else {name for name in tower if not name.startswith(IDLE)})
+        assert not (frozen and moved & tower)
+        assert {name.partition(".")[2] for name in result["state"]} == result["grad"].keys()
+
+
+def go(script: str, model: str, file: str, out: Path, *flags, ranks: int = 1):
+    """(metrics by step, the run's directory, the finished process)"""
+    everything = ["--model", model, "--train-files", file, "--val-files", file, *flags, "--experiment-name", "run"]
+    return train(script, *everything, out=out, ranks=ranks)
+
+
+def bits(run: Path, step: int = 4) -> dict[str, bytes]:
+    tensors = load_file(run / f"step_{step:06d}" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def sync(vlms, rows, tmp_path_factory):  # noqa: F811
+    return go("train_sync.py", vlms["qwen3-vl"], rows, tmp_path_factory.mktemp("sync"), *SYNC, "--test-freq", 4)
+
+
+def test_async_with_staleness_0_is_sync_bit_for_bit(sync, vlms, rows, tmp_path):  # noqa: F811
+    metrics, run, _ = go("train_async.py", vlms["qwen3-vl"], rows, tmp_path, *ASYNC, "--test-freq", 0, ranks=2)
+    for step in range(1, 5):
+        for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
+            assert metrics[step][name] == sync[0][step][name], (step, name)
+        assert 0 < metrics[step]["training/rollout_probs_diff_max"] < 1e-4
+    assert bits(run) == bits(sync[1])
+
+
+def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F811
+    """Every parameter has moved, the tower's too, and transformers finds all it needs beside the weights."""
+    export = sync[1] / "step_000004"
+    model = AutoModelForImageTextToText.from_pretrained(export)
+    before = AutoModelForImageTextToText.from_pretrained(vlms["qwen3-vl"])
+    pairs = zip(model.named_parameters(), before.parameters(), strict=True)
+    assert {name for (name, new), old in pairs if torch.equal(new, old)} <= {f"{IDLE}{name}.bias" for name in BIASES}
+    ours, theirs = (AutoImageProcessor.from_pretrained(path, backend="pil") for path in (export, vlms["qwen3-vl"]))
+    assert ours.to_dict() == theirs.to_dict()
+    assert AutoTokenizer.from_pretrained(export).chat_template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(sync, vlms, rows, tmp_path, script):  # noqa: F811
+    shutil.copytree(sync[1], tmp_path / "run") if script == "train_sync.py" else go(
+        script, vlms["qwen3-vl"], rows, tmp_path, *ASYNC, "--test-freq", 0, ranks=2
+    )
+    shutil.rmtree(tmp_path / "run" / "step_000004")
+    flags = (*SYNC, "--test-freq", 4) if script == "train_sync.py" else (*ASYNC, "--test-freq", 0)
+    _, run, done = go(script, vlms["qwen3-vl"], rows, tmp_path, *flags, ranks=1 if script == "train_sync.py" else 2)
+    assert "step 3" in done.stdout and "step 2/4" not in done.stdout
+    assert bits(run) == bits(sync[1])
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_is_published_once_and_never_moves(vlms, rows, tmp_path):  # noqa: F811
+    """The generators compute with it all the same; a checkpoint has it, and no optimizer state for it."""
+    model, frozen = vlms["qwen3-vl"], ["--freeze-vision-tower", "--test-freq", 0]
+    one = go("train_sync.py", model, rows, tmp_path / "sync", *SYNC, *frozen)
+    two = go("train_async.py", model, rows, tmp_path / "async", *ASYNC, *frozen, "--param-offload", ranks=2)
+    assert bits(one[1]) == bits(two[1])
+    before = AutoModelForImageTextToText.from_pretrained(model).state_dict()
+    for name, tensor in AutoModelForImageTextToText.from_pretrained(one[1] / "step_000004").state_dict().items():
+        assert torch.equal(tensor, before[name]) == name.startswith("model.visual."), name
+    (shard,) = (two[1] / "step_000004" / "training").glob("*.safetensors")
+    assert load_file(shard) and not any("visual" in name for name in load_file(shard))
+    sizes = {name: p.numel() * 4 for name, p in AutoModelForImageTextToText.from_pretrained(model).named_parameters()}
+    trained = sum(size for name, size in sizes.items() if not name.startswith("model.visual."))
+    reported = [m["publish/gb_per_s"] * m["publish/seconds"] for m in two[0].values() if "publish/seconds" in m]
+    assert reported[-1] == pytest.approx(trained / 1e9) and trained < sum(sizes.values())
+    shutil.rmtree(two[1] / "step_000004")
+    _, run, _ = go("train_async.py", model, rows, tmp_path / "async", *ASYNC, *frozen, ranks=2)
+    assert bits(run) == bits(one[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
+def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, script):  # noqa: F811
+    """Its header is whole, so that nothing tells before it is decoded."""
+    images = [picture(90, 90, seed) for seed in range(4)]
+    table = [row("<image>How many?", [image]) for image in images]
+    data = table[2]["images"][0]["bytes"]
+    table[2]["images"][0]["bytes"] = data[: len(data) // 2]
+    Dataset.from_list(table).to_parquet(file := tmp_path / "rows.parquet")
+    flags, ranks = (SYNC, 1) if script == "train_sync.py" else (ASYNC, 2)
+    metrics, _, done = go(script, vlms["qwen3-vl"], str(file), tmp_path / "out", *flags, "--test-freq", 2, ranks=ranks)
+    assert [metrics[step]["reward/unscored"] for step in range(1, 5)] == [2] * 4
+    assert "rows.parquet row 2: image 0 cannot be decoded" in done.stdout + done.stderr
+    validated = [m["val-aux/reward/unscored"] for m in metrics.values() if "val-aux/reward/unscored" in m]
+    assert len(validated) >= 2 and set(validated) == {1}
+
+
+def test_a_groups_record_has_no_pixels(vlms, tmp_path):  # noqa: F811
+    """Of a problem of Geometry3K's size, with 8 responses of 512 tokens."""
+    Dataset.from_list([row("<image>" + "Find x. " * 20, [picture(400, 300)])]).to_parquet(file := tmp_path / "rows.parquet")
+    (prompt,) = dataset(vlms["qwen3-vl"], str(file), max_pixels=2**20, max_prompt_length=1000)
+    group = make_group(0, [512] * 8)
+    record = Group(0, np.array(prompt.ids, np.int32), "demo", group.responses, images=prompt.images.digest).to_bytes()
+    assert Group.from_bytes(record).images == prompt.images.digest
+    without = len(make_group(0, [512] * 8, prompt=len(prompt.ids)).to_bytes())
+    assert len(record) - without < 0.01 * prompt.images.pixels.nbytes
