@@ -47,6 +47,7 @@ from rl.identity import Identity
 from rl.learner import Learner
 from rl.run import Origin, Run
 from rl.tensor_files import TensorFile, piece_sizes, pieces, write_model
+from rl.vision import ImagePrep
 
 SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
 Block = tuple[list[int], list[int]]  # a shard's offset in its tensor, and its shape
@@ -63,6 +64,7 @@ class Saver:
         learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
         origin: Origin | None,
+        prep: ImagePrep | None = None,
     ):
         """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
         self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
@@ -79,7 +81,7 @@ class Saver:
         # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
         learner.policy.reshard()
         self._frozen = {f"model.{name}": _local(parameter.data) for name, parameter in learner.frozen.items()}
-        self._prep = identity.prompts.prep
+        self._prep = prep
         self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
             {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
         )

@@ -54,7 +54,7 @@ class TrainingRun:
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
         self.record = Run(args, *of_job, resumed.origin, job.notes)
-        self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin)
+        self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.timer = self.record.timer
