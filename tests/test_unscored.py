@@ -11,6 +11,7 @@ from trainer import ESTIMATORS, Trainer
 import losses
 import train_sync
 from rl.batch import Batch, Group
+from rl.data import Prompt
 from rl.engine import Output
 from rl.generator import Generator, Work
 from rl.kl_control import KLControl
@@ -75,7 +76,7 @@ def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(train
 
 def group_of(args, scores: list[Score]) -> Group:
     """What the generator makes of a prompt's responses with these scores."""
-    prompt = type("Prompt", (), {"ids": [1], "data_source": "demo"})
+    prompt = Prompt([1], "1", "demo", "1", {}, "row 0")
     output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
     greedy = len(scores) > args.rollout_n
     work = Work(prompt, args.rollout_n, greedy, dict.fromkeys(range(len(scores)), output), dict(enumerate(scores)))
