@@ -23,7 +23,7 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from rl.errors import UserError
 from rl.vision import Images
 
-ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")  # whose pixels have one layout
+ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))  # of one layout
 TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # which vLLM imports a formula from
 
 

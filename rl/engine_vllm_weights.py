@@ -31,6 +31,8 @@ class LiveWeights:
         self.model: nn.Module = self.worker.model_runner.get_model()
         self.modules = dict(self.model.named_modules())
         self.on_cpu = not is_accelerator(torch.device(self.worker.device))
+        # Qwen3-VL-MoE's loader takes experts [E, in, out], as the hub has them; transformers' are [E, out, in].
+        self.turns_experts = any(getattr(m, "is_fused_checkpoint_transposed", False) for m in self.modules.values())
 
     # -- in
 
@@ -61,7 +63,9 @@ class LiveWeights:
             if self.shapes.get(name) != tensor.shape:
                 raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
             missing.discard(name)
-            yield name, tensor.detach().to(self.worker.device, self.dtype, copy=True)
+            tensor = tensor.detach().to(self.worker.device, self.dtype, copy=True)
+            turn = self.turns_experts and name.rpartition(".")[2] in EXPERTS
+            yield name, tensor.transpose(1, 2) if turn else tensor
         if missing:
             raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
 

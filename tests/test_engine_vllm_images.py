@@ -58,3 +58,12 @@ def test_tensor_parallel_ranks_see_the_same_images(tmp_path):
     with Measuring(tmp_path, "tests/vllm_image_checks.py", {"two": ("tensor_parallel", "model", 2)}) as measuring:
         got = measuring("two")
     assert got["ranks agree"] and got["before"] < 1e-4 and got["after"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_that_takes_images(tmp_path):
+    """vLLM takes its experts turned round."""
+    save_vlm("qwen3-vl-moe", tmp_path / "model")
+    with Measuring(tmp_path, "tests/vllm_image_checks.py", {"moe": ("mixture", "model", 1)}) as measuring:
+        got = measuring("moe")
+    assert all(of_one["error"] < 1e-4 and of_one["wrong"] == [] for of_one in got.values()), got

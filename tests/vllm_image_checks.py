@@ -126,6 +126,17 @@ def publishes(path: str) -> dict:
     return out
 
 
+def mixture(path: str) -> dict:
+    """A mixture of experts, whose weights come with the first publish."""
+    case, out = Case(path), {}
+    engine, model = case.engine(load_format="dummy"), case.model
+    for version, part in enumerate(("both", "tower", "text")):
+        model = changed(model, part, version)
+        engine.update(model.named_parameters(), version)
+        out[part] = {"error": case.error(drain(engine, case.requests()), model), "wrong": wrongly_loaded(engine, model)}
+    return out
+
+
 def marks_in_responses(case, engine, model) -> dict:
     """Responses that contain image and video tokens, which are text there: they go on from such a beginning."""
     marks = [model.config.image_token_id, model.config.video_token_id]
