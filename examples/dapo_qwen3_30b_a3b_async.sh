@@ -9,9 +9,9 @@
 # 122 GB of the first node's host memory. Every node both generates and learns: verl's 16 + 16 are here 4 + 4 on each node (NPU:
 # 8 + 8).
 #
-# What is missing today, so that nobody is surprised: mixtures of experts pass the model check (rl/attention.py), and updates of a
-# small one are tested with vLLM, but there is no expert parallelism in the engine (verl: 2 in vLLM) and no replay of the router's
-# choices. Nothing of this size has been run.
+# What is missing today, so that nobody is surprised: there is no expert parallelism in the engine (verl: 2 in vLLM). A tiny model of
+# the kind is trained with these flags in the tests; nothing of this size has been run. verl's run replays no router; for
+# the experts that the generator chose add --router-replay R3 (docs/experts.md).
 # Eight learners share a micro-batch of 8 x 4,096 tokens (verl: Ulysses 8); where a node has four of them, two nodes do.
 # verl counts validations and checkpoints in publishes, every 25 and 50: 50 and 100 steps. 3,200 prompts are 200 steps, verl's 100
 # publishes. The overlong buffer is off, as in verl's run.

@@ -68,6 +68,12 @@ def has_varlen_attention(query: torch.Tensor) -> bool:
     return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
 
 
+def experts_implementation() -> str | None:
+    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products where there
+    is a kernel. On NPUs it is one expert after another."""
+    return "eager" if kind() == "npu" else None
+
+
 # ---------------------------------------------------------------------------------------------------------- process groups
 
 

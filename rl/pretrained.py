@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rl.attention import ATTENTION, check_supported
+from rl.device import experts_implementation
 from rl.errors import UserError
 from rl.progress import waiting
 from rl.sequence_parallel import check_heads
@@ -138,8 +139,8 @@ def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool
 
 def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: no weights and no memory."""
-    options = {"attn_implementation": _attention(config), "trust_remote_code": trust_remote_code, "dtype": torch.float32}
     with torch.device("meta"):
+        options = _computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
         return _auto_class(config).from_config(config, **options)
 
 
@@ -154,9 +155,11 @@ def _auto_class(config: PretrainedConfig) -> type:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
-def _attention(config: PretrainedConfig) -> str | dict[str, str]:
-    """A vision tower attends within each image, by transformers' own means."""
-    return {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
+def _computed(config: PretrainedConfig) -> dict[str, object]:
+    """The ways in which the layers are computed. A vision tower attends within each image, by transformers' own means."""
+    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
+    experts = experts_implementation()
+    return {"attn_implementation": attention} | ({"experts_implementation": experts} if experts else {})
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -233,7 +236,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
             model, info = _auto_class(config).from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation=_attention(config),
+                **_computed(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in `info`, and refused below

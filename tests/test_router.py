@@ -193,6 +193,15 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
         assert free.max() > 5 * replayed.max()
 
 
+def test_a_device_without_grouped_products_computes_the_same(models, learn, monkeypatch):
+    micro = micro_of(Batch.of([make_group(t, [5, 9, 3]) for t in range(3)]))
+    grouped, _ = learn().log_probs(micro)
+    monkeypatch.setattr("rl.device.kind", lambda: "npu")
+    learner = learn()
+    assert learner.policy.model.config._experts_implementation == "eager"
+    torch.testing.assert_close(learner.log_probs(micro)[0], grouped, atol=1e-5, rtol=0)
+
+
 def test_routes_that_cannot_be_are_refused():
     good = np.tile(np.array([3, 1], np.uint8), (5, 2, 1))
     check_record(good)
