@@ -69,8 +69,8 @@ def has_varlen_attention(query: torch.Tensor) -> bool:
 
 
 def experts_implementation() -> str | None:
-    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products where there
-    is a kernel. On NPUs it is one expert after another."""
+    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products where
+    there is a kernel. On NPUs it is one expert after another."""
     return "eager" if kind() == "npu" else None
 
 
