@@ -32,6 +32,8 @@ sys.path.insert(0, str(ROOT))
 class Args:
     script: str = "train_async.py"
     """Which mode."""
+    model: str = "demo"
+    """demo or demo-vl, the one with images."""
     kills: int = 10
     """How many times to kill."""
     steps_between: int = 4
@@ -149,7 +151,7 @@ def main(args: Args, torchrun: Sequence[str]) -> Path:
     out = Path(tempfile.mkdtemp(prefix="kills-"))
     run, memory = out / "run", set(os.listdir("/dev/shm"))
     flags = ["--output-dir", str(out), "--experiment-name", "run", "--total-training-steps", str(steps), "--save-freq", "2"]
-    flags += ["--test-freq", "0", "--seed", "0"]
+    flags += ["--test-freq", "0", "--seed", "0", "--model", args.model]
     if args.script == "train_async.py":  # much in flight, and responses that see several versions
         flags += ["--staleness-threshold", "2", "--max-num-seqs", "64", "--max-staleness", "2"]
     job = Job(torchrun, args.script, flags, out / "log.txt")

@@ -207,7 +207,7 @@ def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
     seed = random.randrange(10**6)
     print(f"--seed {seed}")
     monkeypatch.setenv("SPARE_RANKS", str(2 * number))
-    run = kills.main(kills.Args(script, number, steps_between=4, seed=seed), command(ranks=2, fresh=fresh))
+    run = kills.main(kills.Args(script, kills=number, steps_between=4, seed=seed), command(ranks=2, fresh=fresh))
     shutil.rmtree(run.parent)
 
 

@@ -1,13 +1,20 @@
 """The demo with images: its pictures can be read, its model reads them and mostly says another number, and it learns."""
 
 import io
+import random
+import shutil
+from pathlib import Path
 
+import kills
 import numpy as np
 import pytest
+from datasets import Dataset
+from helpers import command, train
 from PIL import Image
+from test_checkpoint import go, same, take_back
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from rl import demo_vl
+from rl import demo_vl, generations
 from rl.data import demo_files
 
 # Segments of each digit, as in any data sheet: a to f clockwise from the top, g in the middle.
@@ -62,35 +69,29 @@ def test_demo_means_the_demo_that_is_trained():
     assert demo_files("/a/model", ("demo-vl",)) == ("demo-vl",)
 
 
-@pytest.fixture(scope="module")
-def answers(demo_vl_model):
-    """answer(pictures) -> the model's greedy answers, by transformers alone."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_vl_model)
-    processor = AutoImageProcessor.from_pretrained(demo_vl_model, backend="pil")
-    model = AutoModelForImageTextToText.from_pretrained(demo_vl_model)
+def answers(directory: str | Path, pictures: list[Image.Image]) -> list[str]:
+    """The greedy answers of the model there, by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    model = AutoModelForImageTextToText.from_pretrained(directory)
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": demo_vl.QUESTION}]}
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-
-    def answer(pictures: list[Image.Image]) -> list[str]:
-        inputs = processor(pictures, return_tensors="pt")
-        tokens = int(inputs["image_grid_thw"][0].prod()) // 4
-        assert processor.get_number_of_image_patches(64, 64, {}) == 4 * tokens
-        ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * tokens), return_tensors="pt")["input_ids"]
-        ids = ids.expand(len(pictures), -1)
-        kinds = (ids == model.config.image_token_id).int()
-        output = model.generate(input_ids=ids, mm_token_type_ids=kinds, **inputs, max_new_tokens=4, do_sample=False)
-        return tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
-
-    return answer
+    inputs = processor(pictures, return_tensors="pt")
+    tokens = int(inputs["image_grid_thw"][0].prod()) // 4
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * tokens), return_tensors="pt")["input_ids"]
+    ids = ids.expand(len(pictures), -1)
+    kinds = (ids == model.config.image_token_id).int()
+    output = model.generate(input_ids=ids, mm_token_type_ids=kinds, **inputs, max_new_tokens=8, do_sample=False)
+    return tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_the_model_reads_but_mostly_says_another_number(answers):
+def test_the_model_reads_but_mostly_says_another_number(demo_vl_model):
     """As it is taught: what it says is the number or ten more or less, and right less than half of the time."""
     rows = demo_vl.problems("val")
-    said = list(map(int, answers([picture_of(row) for row in rows])))
+    said = list(map(int, answers(demo_vl_model, [picture_of(row) for row in rows])))
     truth = [int(row["reward_model"]["ground_truth"]) for row in rows]
     off = [abs(a - b) for a, b in zip(said, truth, strict=True)]
-    assert sum(x in (0, 10) for x in off) > 0.9 * len(off)
+    assert sum(x in (0, 10) for x in off) > 0.85 * len(off)
     assert 0.02 < sum(x == 0 for x in off) / len(off) < 0.5
 
 
@@ -103,3 +104,76 @@ def test_making_it_is_not_silent_and_the_directory_is_an_ordinary_one(demo_vl_mo
     assert "making the demo-vl model (once): 2 of 3" in capsys.readouterr().out
     again = AutoTokenizer.from_pretrained(demo_vl_model)
     assert demo_vl.prompt_ids(again) == demo_vl.prompt_ids(tokenizer) and len(demo_vl.prompt_ids(again)) <= 64
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+ACCURACY = "val-core/demo/acc/mean@1"
+MODES = [("train_sync.py", None), ("train_one_step_off.py", 2), ("train_async.py", 2)]
+
+
+def accuracies(metrics: dict[int, dict]) -> list[float]:
+    """Of the validations, in order."""
+    return [m[ACCURACY] for _, m in sorted(metrics.items()) if ACCURACY in m]
+
+
+def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
+    """24 steps, and then transformers alone, with the export's own image processor, reads as the run has measured."""
+    flags = ["--model", "demo-vl", "--total-training-steps", "24", "--test-freq", "24", "--log-val-generations", "5"]
+    metrics, run, _ = train("train_sync.py", *flags, out=tmp_path)
+    first, last = accuracies(metrics)
+    assert first < 0.4 and last > first + 0.25
+    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for step, m in metrics.items() if step), "they see the same picture"
+    rows = demo_vl.problems("val")
+    said = answers(run / "step_000024", [picture_of(row) for row in rows])
+    right = [answer == row["reward_model"]["ground_truth"] for answer, row in zip(said, rows, strict=True)]
+    assert np.mean(right) == pytest.approx(last, abs=0.01)
+    shown = generations.read(run / "val_generations" / "step_000024.md")[1:]
+    for number, line in enumerate(shown):
+        ((file, _),) = line[0]
+        assert np.array_equal(np.asarray(Image.open(run / "val_generations" / file)), np.asarray(picture_of(rows[number])))
+        assert (line[2], float(line[4])) == (said[number], right[number]), "the picture, its answer and its score are one row's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "ranks"), MODES)
+@pytest.mark.parametrize("more", [[], ["--freeze-vision-tower"]], ids=["whole", "frozen tower"])
+def test_it_learns_in_every_mode(demo_vl_model, tmp_path, script, ranks, more):
+    metrics, _, done = train(script, "--model", "demo-vl", "--total-training-steps", "40", *more, out=tmp_path, ranks=ranks)
+    first, *_, last = accuracies(metrics)
+    assert first < 0.4 and last > 0.7
+    assert ranks is None or "320 trained + 0 dropped + 0 in flight" in done.stdout or script != "train_async.py"
+
+
+@pytest.mark.slow
+def test_a_picture_shown_to_the_wrong_prompt_is_not_learned_from(demo_vl_model, tmp_path):
+    """What the demo is for: rows whose pictures are mixed up teach nothing, so that a mix-up anywhere would show."""
+    rows = demo_vl.problems("train")
+    pictures = [row["images"] for row in rows]
+    mixed = [row | {"images": other} for row, other in zip(rows, pictures[1:] + pictures[:1], strict=True)]
+    Dataset.from_list(mixed).to_parquet(str(tmp_path / "mixed.parquet"))
+    flags = ["--model", "demo-vl", "--train-files", tmp_path / "mixed.parquet", "--total-training-steps", "40"]
+    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
+    assert accuracies(metrics)[-1] < 0.4 and metrics[40]["critic/score/mean"] < 0.2
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_the_same_bit_for_bit(demo_vl_model, tmp_path):
+    flags = ["--model", "demo-vl", "--total-training-steps", "20", "--test-freq", "10", "--save-freq", "10"]
+    go("train_sync.py", tmp_path / "whole", *flags, ranks=None)
+    whole = tmp_path / "whole" / "run"
+    run = take_back(whole, tmp_path / "again")
+    done = go("train_sync.py", tmp_path / "again", *flags, ranks=None)
+    assert "goes on after step 10 of 20" in done.stdout
+    same(whole, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("script", ["train_async.py", "train_one_step_off.py"])
+def test_kills_lose_nothing(script, demo_vl_model, monkeypatch):
+    monkeypatch.setenv("SPARE_RANKS", "6")
+    seed = random.randrange(10**6)
+    print(f"--seed {seed}")
+    run = kills.main(kills.Args(script, model="demo-vl", kills=3, seed=seed), command(ranks=2))
+    shutil.rmtree(run.parent)
