@@ -93,7 +93,7 @@ def size(data: bytes) -> tuple[int, int]:
     """(width, height) as it is seen, from the header. Raises ImageError."""
     image = _open(data)
     turned = _exif(image).get(ExifTags.Base.Orientation) in TURNED
-    return image.size[::-1] if turned else image.size
+    return image.size[::-1] if turned and image.format != "TIFF" else image.size  # PIL itself turns a TIFF, its size at once
 
 
 def to_rgb(data: bytes) -> np.ndarray:

@@ -87,7 +87,10 @@ class Images:
     def pixels_of(self, image: int) -> Tensor:
         """The same of one image, by number."""
         try:
-            return self.prep.pixels(self.digests[image], self.sources[image])
+            pixels = self.prep.pixels(self.digests[image], self.sources[image])
+            if len(pixels) != int(self.grid[image].prod()):
+                raise ImageError("is of another size than its header tells")
+            return pixels
         except ImageError as error:
             raise ImageError(f"image {image} {error}") from None
 
