@@ -19,6 +19,7 @@ from rl.errors import UserError
 
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+VARLEN_KINDS = {"cuda"}  # of devices for which torch has attention over packed sequences, in half precision
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -65,7 +66,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 def has_varlen_attention(query: torch.Tensor) -> bool:
     """True if torch's attention over packed sequences has a kernel for this tensor."""
-    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type in VARLEN_KINDS and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def experts_implementation() -> str | None:

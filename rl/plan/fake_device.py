@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from rl import attention, weights
+from rl import device, weights
 from rl.device import is_accelerator
 from rl.dist import Ranks
 
@@ -103,7 +103,7 @@ def start(world_size: int = 1, varlen: bool = False) -> Ranks:
     """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
     process. varlen: the device has attention over packed sequences in half precision, as CUDA has."""
     if varlen:
-        attention.has_varlen_attention = lambda query: query.dtype in (torch.float16, torch.bfloat16)
+        device.VARLEN_KINDS.add(KIND)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
@@ -124,6 +124,7 @@ def _move_states_to_device(params, buffers, device: torch.device) -> None:
                 moved = tensor.to(device)
             moved.requires_grad_(tensor.requires_grad)
             moved._is_param = isinstance(tensor, torch.nn.Parameter)
+            moved.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()  # of references, which would be in the way
             torch.utils.swap_tensors(tensor, moved)
 
 
@@ -145,9 +146,9 @@ class FakeDevice(TorchDispatchMode):
         return super().__exit__(*error)
 
     @contextlib.contextmanager
-    def host_too(self):
+    def host_too(self, yes: bool = True):
         """In here tensors that are made in host memory are fake as well, and later what is computed from them."""
-        before, self._host_too = self._host_too, True
+        before, self._host_too = self._host_too, yes
         try:
             yield
         finally:
@@ -157,6 +158,8 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if not OWN.issuperset(types):
             return NotImplemented  # DTensors and their like come back with the tensors that they hold
+        if of_no_tensor():
+            return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         fakes = sum(isinstance(x, FakeTensor) for x in tensors)
         if func in PINNING:
@@ -194,11 +197,10 @@ class FakeDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _makes_fake(self, tensors: list[torch.Tensor], kwargs: dict) -> bool:
-        device = kwargs.get("device")
-        if device is None:
+        if kwargs.get("device") is None:
             return self._host_too and not tensors
-        device = torch.device(device)
-        return device.type == KIND or (self._host_too and not is_accelerator(device))
+        where = torch.device(kwargs["device"])
+        return where.type == KIND or (self._host_too and not is_accelerator(where))
 
     @staticmethod
     def _mutated(func, args, kwargs) -> list[torch.Tensor]:
@@ -223,6 +225,11 @@ READ = {  # what depends on values
     aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
     aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
 }
+
+
+def of_no_tensor() -> bool:
+    """True within a fake mode of somebody else: DTensor finds out an operator's whole shape so, and nothing is held."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _forgotten(x: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_onc
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         model = Learner(path, args, place, 10, with_reference=args.needs_reference)
         model.ranks = dataclasses.replace(place, rank=rank)  # whose micro-batches it takes
+        model.state_tensors()  # as a resume begins
         batch = Batch.of([make_group(t, [3, 9, 5, 7] * 2) for t in range(2)])
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
@@ -67,9 +68,12 @@ def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_onc
         home = torch.device("cpu") if args.param_offload else place.device
         tensors = model.state_tensors()
         assert len(tensors) == 3 * len(list(model.policy.parameters()))
+        assert {state["step"].device for state in model.optimizer.state.values()} == {home}
         assert {tensor.device for tensor in tensors.values()} == {home}
         assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
         model.state(), model.rank_state()
+        for _, weight in model.weights(torch.bfloat16):
+            assert weight.device == place.device
         publish(model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(place.device)))
 
 

@@ -1,0 +1,203 @@
+"""The learner's memory without its device: a learner's own code, as the first rank of many, on tensors without values.
+
+What runs is what a run would: load, packing, log-probs, reference, losses, backward, clip, optimizer, publish, with the flags
+as given. Left out for the sake of time: of a step's micro-batches all but the two largest of any rank, since one lives at a
+time and the second meets the gradients of the first; and all prompts that are not needed for those. Nothing is read but
+config.json. Left out, too: prompts with images.
+"""
+
+import dataclasses
+import importlib
+import multiprocessing
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch.distributed import HashStore
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rl import dist
+from rl import learner as learner_module
+from rl.batch import Batch, Group, MicroBatch, Response, pack
+from rl.dist import Ranks, Split
+from rl.errors import UserError
+from rl.kl_control import KLControl
+from rl.learner import Learner
+from rl.plan.fake_device import FakeDevice, start
+from rl.plan.memory_count import OTHER, MemoryCount
+from rl.plan.workload import Drawn
+from rl.pretrained import empty_model, load_config, resolve
+from rl.schedule import SplitArgs
+from rl.setup import CommonArgs, make_learner
+from rl.timers import Timers
+from rl.weights import Publisher
+
+MICROS = 4  # micro-batches a rank for which prompts are drawn
+LIMIT = 1800  # seconds of a dry run
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a learner holds, in bytes, by cause."""
+
+    device: Counter  # at the device's peak
+    kept: Counter  # on the device between two steps
+    host: Counter  # in host memory at its peak, of the first learner
+    host_kept: Counter  # between two steps, of any learner
+    parameters: int
+    saved: int  # bytes of a checkpoint
+    tokens: int  # of the largest micro-batch
+    micro_batches: int  # of a rank and update
+    sent: float  # over the learners' links in an update, by each
+    published: int  # bytes of a publish
+
+    @property
+    def peak(self) -> int:
+        return self.device.total()
+
+
+def dry_run(script: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
+    """In a process of its own, since the fake device stays. varlen: see fake_device.start. Raises UserError for what the run
+    itself would refuse."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_in_child, args=(writer, script, args, learners, varlen, workload), daemon=True)
+    child.start()
+    writer.close()
+    try:
+        result = reader.recv() if reader.poll(LIMIT) else RuntimeError(f"the dry run has not ended within {LIMIT} s")
+    except EOFError:
+        result = RuntimeError("the dry run has ended without a word")
+    child.kill()
+    child.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _in_child(writer, *what) -> None:
+    try:
+        writer.send(_run(*what))
+    except UserError as error:
+        writer.send(error)
+    except BaseException as error:  # told where it is waited for
+        traceback.print_exc()
+        writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
+
+
+def _run(name: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
+    script, path = importlib.import_module(name), resolve(args.model)
+    config = load_config(path, args.trust_remote_code)
+    model = empty_model(config, args.trust_remote_code)
+    shapes = {p.shape for p in model.parameters() if p.dim() > 1}
+    learner_module.load_weights, learner_module.check_policy = _unread, lambda *_: None
+    ranks = start(learners, varlen)
+    count = MemoryCount(config.get_text_config().vocab_size, shapes)
+    with FakeDevice() as fake, count:
+        dist.init_device_mesh = fake.host_too(False)(dist.init_device_mesh)  # ranks are counted in real numbers
+        with fake.host_too():
+            learner = make_learner(args, SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6), ranks)
+        read, count.host.peak, count.host.at_peak = count.host.at_peak, 0, Counter()
+        place = learner.ranks
+        batch, share = make_batch(workload, args, place)
+        learner.ranks, micros = _fullest_rank(batch, args, place)
+        script.micro_batches, before = _two_fullest(script.micro_batches), count.sent
+        for _ in range(2):  # the second begins with the optimizer's state
+            script.learn(args, learner, KLControl(args), batch, Timers())
+        sent = (count.sent - before) / 2 / min(2, micros) * micros / share
+        tokens, learner.ranks = max(_sizes), place
+        kept = [_publish(args, learner, place, fake), _checkpoint_copy(args, learner, fake)]
+        for ledger in (count.host.live, count.host.at_peak):
+            ledger["batch"] = int(ledger.pop(OTHER, 0) / share)
+        parameters = sum(p.numel() for p in learner.policy.parameters())
+        precision = args.weights_dtype(args.dtype).itemsize
+        memory = Memory(
+            device=count.device.at_peak,
+            kept=+count.device.live,
+            host=max(read, +count.host.at_peak, key=Counter.total),
+            host_kept=+count.host.live,
+            parameters=parameters,
+            saved=parameters * (12 + (config.dtype or torch.float32).itemsize),
+            tokens=tokens,
+            micro_batches=max(1, round(micros / share)),
+            sent=sent,
+            published=parameters * precision,
+        )
+        del kept
+    return memory
+
+
+def _unread(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+    """Stands for load_weights: a model of the right size."""
+    model = empty_model(load_config(path, trust_remote_code), trust_remote_code).to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks) -> tuple[Batch, float]:
+    """The prompts of an update with their responses, or as many of them as fill MICROS micro-batches a rank; and which share of
+    the update they are."""
+    room = MICROS * args.ppo_max_token_len_per_gpu * ranks.world_size
+    groups, tokens = [], 0
+    while len(groups) < args.prompts_per_update and tokens < room:
+        ticket = len(groups)
+        prompt, lengths, _ = workload.group(ticket)
+        responses = [_response(n, number) for number, n in enumerate(lengths[: args.rollout_n])]
+        groups.append(Group(ticket, np.zeros(prompt, np.int32), "plan", responses))
+        tokens += sum(lengths) + prompt * len(lengths)
+    return Batch.of(groups), len(groups) / args.prompts_per_update
+
+
+def _response(tokens: int, number: int) -> Response:
+    ids, versions, log_probs = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
+    return Response(ids, log_probs, versions, "stop", score=float(number))
+
+
+def _fullest_rank(batch: Batch, args: CommonArgs, ranks: Ranks) -> tuple[Ranks, int]:
+    """The rank with the largest micro-batch of all, and how many each has."""
+    lengths = batch.total_lengths()
+    budget = args.ppo_max_token_len_per_gpu * ranks.sequence_parallel
+    plan = pack(lengths, batch.group.tolist(), budget, ranks.data_size)
+    loads = [max(sum(lengths[i] for i in part) for part in of_rank) for of_rank in plan]
+    return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])
+
+
+def _two_fullest(micro_batches: Callable[..., list[MicroBatch]]) -> Callable[..., list[MicroBatch]]:
+    def fullest(*what) -> list[MicroBatch]:
+        micros = sorted(micro_batches(*what), key=lambda micro: -micro.inputs["input_ids"].numel())
+        _sizes.append(micros[0].inputs["input_ids"].numel())
+        return micros[:2]
+
+    return fullest
+
+
+_sizes: list[int] = []  # tokens of the largest micro-batches
+
+
+def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice) -> object:
+    """What a publish does on the first learner; returns what it holds from then on."""
+    dtype = args.weights_dtype(args.dtype)
+    if isinstance(args, SplitArgs):
+        split = Split("learner", ranks, ranks.world_size, 1, 0, 1, HashStore(), SimpleNamespace(device=torch.device("cpu")))
+        with fake.host_too():
+            publisher = Publisher(learner, split, dtype)
+        publisher.take_copy()
+        return publisher
+    for _ in learner.weights(dtype):
+        pass
+
+
+def _checkpoint_copy(args: CommonArgs, learner: Learner, fake: FakeDevice) -> list[torch.Tensor]:
+    """What rl/saver.py copies before it writes; nothing for a run that saves at its end only."""
+    state = learner.state_tensors().values() if args.save_freq > 0 else ()
+    with fake.host_too():
+        return [torch.empty(_local(tensor).shape, dtype=tensor.dtype) for tensor in state]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,135 @@
+"""What tensors hold, by cause: every storage is noted when it is made, resized and let go.
+
+Works on real tensors and on fake ones alike (rl/plan/fake_device.py), so that the count itself can be checked on real ones.
+Left out: what an operator takes for itself and gives back within its call, and what an allocator rounds up.
+"""
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl.device import is_accelerator
+from rl.plan.fake_device import of_no_tensor
+
+# Where a storage was made -> what it is for: the innermost of these functions on the stack decides. Of a file that ends so,
+# the functions of that name, or all.
+CAUSES = [
+    ("rl/log_probs.py", None, "logits"),
+    ("rl/learner.py", "_log_prob", "logits"),
+    ("rl/learner.py", "weights", "publish"),
+    ("rl/weights.py", None, "publish"),
+    ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
+    ("rl/vision.py", None, "images"),
+    ("_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
+    ("_fully_shard/_fsdp_collectives.py", None, "gathered layers"),
+    ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
+    ("torch/nn/utils/clip_grad.py", None, "gradients"),
+    ("rl/learner.py", "state_tensors", "optimizer"),
+    ("torch/optim/", None, "optimizer"),
+]
+LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, and of the reference
+OTHER = "activations"
+c10d = torch.ops.c10d
+SENT = {  # bytes that a rank of n sends in a ring: (n - 1) / n of the whole
+    c10d._allgather_base_.default: lambda args: args[0].nbytes - args[1].nbytes,
+    c10d._reduce_scatter_base_.default: lambda args: args[1].nbytes - args[0].nbytes,
+    c10d.alltoall_base_.default: lambda args: args[1].nbytes,
+}
+PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+
+
+@dataclass
+class Ledger:
+    """The storages on one side, the device's or the host's. Bytes."""
+
+    live: Counter = field(default_factory=Counter)  # by cause
+    peak: int = 0
+    at_peak: Counter = field(default_factory=Counter)  # by cause
+
+    def add(self, cause: str, size: int) -> None:
+        self.live[cause] += size
+        if (total := sum(self.live.values())) > self.peak:
+            self.peak, self.at_peak = total, +self.live
+
+
+class MemoryCount(TorchDispatchMode):
+    """While it is entered, counts the storages that are made, on the device and in host memory."""
+
+    def __init__(self, vocabulary: int = 0, shapes: set[torch.Size] | None = None):
+        """vocabulary: of the model; shapes: of its parameters. A backward pass's logits and gradients, which no Python function
+        makes, are known by them."""
+        super().__init__()
+        self.device, self.host = Ledger(), Ledger()
+        self.vocabulary, self.shapes = vocabulary, shapes or set()
+        self.sent = 0.0  # bytes that this rank has sent in collectives
+        self._sizes: dict[int, tuple[weakref.ref, Ledger, str, int]] = {}
+
+    def __enter__(self):
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage, size):
+            out = resize(storage, size)
+            self._note_size(storage)
+            return out
+
+        torch.UntypedStorage.resize_ = resized  # FSDP frees and takes a layer's gathered weights so
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not PLAIN.issuperset(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if of_no_tensor():
+            return out
+        if func in SENT:
+            self.sent += SENT[func](args)
+        for tensor in tree_leaves(out):
+            if type(tensor) in PLAIN and tensor.layout is torch.strided and (tensor.device.type != "meta"):
+                self.note(tensor)
+        return out
+
+    def note(self, tensor: torch.Tensor, cause: str = "") -> None:
+        """Counts the tensor's storage, if it is a new one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        ledger = self.device if is_accelerator(tensor.device) else self.host
+        cause, size = cause or self._cause(tensor), storage.nbytes()
+        self._sizes[key] = (weakref.ref(storage, functools.partial(self._gone, key)), ledger, cause, size)
+        ledger.add(cause, size)
+
+    def _note_size(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            reference, ledger, cause, before = self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = (reference, ledger, cause, storage.nbytes())
+            ledger.add(cause, storage.nbytes() - before)
+
+    def _gone(self, key: int, _) -> None:
+        _, ledger, cause, size = self._sizes.pop(key)
+        ledger.add(cause, -size)
+
+    def _cause(self, tensor: torch.Tensor) -> str:
+        frame = sys._getframe(2)
+        while frame:
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if name == LOADING:
+                return "weights" if frame.f_locals["trainable"] else "reference"
+            for end, function, cause in CAUSES:
+                if (file.endswith(end) or (end.endswith("/") and end in file)) and function in (None, name):
+                    return cause
+            frame = frame.f_back
+        if tensor.shape in self.shapes:
+            return "gradients"
+        return "logits" if tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary else OTHER

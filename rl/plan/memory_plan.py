@@ -1,0 +1,200 @@
+"""The memory part of plan.py: a dry run of the learner, the engine's arithmetic, and the flags that would make them fit."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from rl.device import VARLEN_KINDS
+from rl.errors import UserError
+from rl.plan.choices import Machine
+from rl.plan.devices import Device
+from rl.plan.dry_run import Memory, dry_run
+from rl.plan.roofline import Shape, count_parameters
+from rl.plan.workload import lengths_like
+from rl.pretrained import load_config, resolve
+from rl.ranges import check, flag
+from rl.schedule import SplitArgs
+from rl.setup import CommonArgs
+
+SPARE = 0.1  # of the device: the driver's context, NCCL's or HCCL's buffers, and what the allocator rounds up and cannot reuse
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One rank of an engine, in bytes."""
+
+    weights: int
+    kv: int  # of a token
+    room: float  # for keys and values
+
+    @property
+    def tokens(self) -> int:
+        """That fit, on all ranks of the engine together."""
+        return max(0, int(self.room / self.kv))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's memory on one kind of device."""
+
+    args: CommonArgs
+    device: Device
+    learner: Memory
+    engine: EngineMemory
+
+    @property
+    def usable(self) -> float:
+        return self.device.memory * (1 - SPARE)
+
+    @property
+    def colocated(self) -> bool:
+        return not isinstance(self.args, SplitArgs)
+
+    def lacking(self) -> dict[str, float]:
+        """Where it does not fit -> by how many bytes."""
+        share, args = self.args.gpu_memory_utilization * self.device.memory, self.args
+        learner = self.learner.peak + (0 if not self.colocated or args.free_cache_engine else share)
+        needs = {"learner": learner - self.usable}
+        if self.colocated:
+            needs["learner while the engine generates"] = self.learner.kept.total() + share - self.usable
+        longest = args.max_prompt_length + args.max_response_length
+        needs["engine"] = self.engine.kv * longest - self.engine.room
+        return {name: bytes for name, bytes in needs.items() if bytes > 0}
+
+
+def plan_memory(script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device) -> None:
+    """Prints what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raises
+    UserError for what cannot be planned."""
+    console = Console()
+    plan = make_plan(script, args, machine, lengths, device)
+    show(plan, machine, console)
+    if not (lacking := plan.lacking()):
+        console.print(f"It fits on {device.name}.", highlight=False)
+        return
+    for what, by in lacking.items():
+        console.print(f"It does not fit on {device.name}: the {what} lacks {by / GB:.1f} GB.", highlight=False)
+    item, size = plan.learner.device.most_common(1)[0]
+    console.print(f"The learner's largest item: {item}, {size / GB:.1f} GB.", highlight=False)
+    if found := remedy(script, plan, machine, lengths):
+        words, changed = found
+        console.print(
+            f"It fits with {words} (run, too: {changed.learner.peak / GB:.1f} GB at the learner's peak).", highlight=False
+        )
+    else:
+        console.print("No change of the flags that was tried makes it fit: more or larger devices are needed.", highlight=False)
+
+
+def make_plan(script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device) -> Plan:
+    workload = lengths_like(lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
+    learner = dry_run(script, args, learners_of(args, machine), device.kind in VARLEN_KINDS, workload)
+    return Plan(args, device, learner, engine_memory(args, device))
+
+
+def learners_of(args: CommonArgs, machine: Machine) -> int:
+    if isinstance(args, SplitArgs):
+        return machine.split(args.generators, args.rollout_tp).learners
+    return machine.colocated(args.rollout_tp).learners
+
+
+def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
+    """vLLM's account: its share of the device, less the weights, holds keys and values. Divided among --rollout-tp ranks."""
+    config = load_config(resolve(args.model), args.trust_remote_code)
+    parameters = count_parameters(config, args.trust_remote_code)
+    precision = args.weights_dtype(args.dtype).itemsize
+    weights = precision * parameters // args.rollout_tp
+    heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
+    kv = Shape.of(config, parameters).kv * precision // 2 // min(args.rollout_tp, heads)
+    return EngineMemory(weights, kv, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
+
+
+def remedy(script: str, plan: Plan, machine: Machine, lengths: str) -> tuple[str, Plan] | None:
+    """(flags, the plan with them) of the first change that makes it fit, each tried by a run of its own: one change alone, then
+    more and more together, those that cost least time first."""
+    changes = list(candidates(plan.args, machine))
+    tries = [[change] for change in changes] + [changes[: n + 1] for n in range(1, len(changes))]
+    for tried in tries:
+        values = {name: value for change in tried for name, value in change.items()}
+        args = dataclasses.replace(plan.args, **values)
+        try:
+            check(args)
+            changed = make_plan(script, args, machine, lengths, plan.device)
+        except UserError:
+            continue
+        if not changed.lacking():
+            return " ".join(f"{flag(name)} {value}" for name, value in values.items()), changed
+    return None
+
+
+def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
+    """Changes of single flags that take memory off the device, those that cost least time first."""
+    longest = args.max_prompt_length + args.max_response_length
+    if not args.gradient_checkpointing:
+        yield {"gradient_checkpointing": True}
+    if args.ppo_max_token_len_per_gpu > longest:
+        yield {"ppo_max_token_len_per_gpu": longest}
+    if args.needs_reference and not args.ref_offload:
+        yield {"ref_offload": True}
+    share = args.gpu_memory_utilization
+    yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
+    if args.rollout_tp < machine.per_node:
+        yield {"rollout_tp": 2 * args.rollout_tp}
+    if not args.param_offload:
+        yield {"param_offload": True}
+    if args.dtype == "float32":
+        yield {"dtype": "bfloat16"}
+
+
+# ----------------------------------------------------------------------------------------------------------- the tables
+
+
+def show(plan: Plan, machine: Machine, console: Console) -> None:
+    memory, args, learners = plan.learner, plan.args, learners_of(plan.args, machine)
+    table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
+    for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
+        table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
+    table.add_row("all", f"{memory.peak / GB:.2f}", f"{memory.kept.total() / GB:.2f}", style="bold")
+    console.print(table)
+    console.print(_engine_line(plan), highlight=False, soft_wrap=True)
+    per_node = learners // machine.nodes
+    node = memory.host.total() + (per_node - 1) * _others(memory).total()
+    lines = [
+        f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
+        f"Host memory of the first node's {per_node} learners: {node / GB:.1f} GB "
+        f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank.",
+        f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
+        f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",
+    ]
+    if isinstance(args, SplitArgs):
+        lines.append(_ring_line(args))
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _engine_line(plan: Plan) -> str:
+    engine, args = plan.engine, plan.args
+    longest = args.max_prompt_length + args.max_response_length
+    together = min(args.max_num_seqs, engine.tokens // longest)
+    return (
+        f"Engine (--gpu-memory-utilization {args.gpu_memory_utilization:g}, --rollout-tp {args.rollout_tp}): weights "
+        f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
+        f"full length at once, of --max-num-seqs {args.max_num_seqs}."
+    )
+
+
+def _ring_line(args: CommonArgs) -> str:
+    group = args.rollout_n * 12 * args.max_response_length  # token, log-prob and version
+    fit = args.ring_mb * 2**20 // group
+    return f"Ring: --ring-mb {args.ring_mb} holds {fit:,} groups of full length, {group / 1e6:.1f} MB each."
+
+
+def _others(memory: Memory) -> Counter:
+    """The host memory of a learner that is not the first: no whole model, nothing to publish."""
+    return Counter({cause: size for cause, size in memory.host_kept.items() if cause != "publish"})
+
+
+def _listed(sizes: Counter) -> str:
+    return ", ".join(f"{cause} {size / GB:.1f}" for cause, size in sizes.most_common() if size > 0.05 * GB) or "little"
