@@ -106,7 +106,8 @@ def generate(path: str, dtype=torch.float32, truncates=True, varlen=False) -> No
         while engine.num_unfinished:
             done += engine.step()
         assert sorted(len(output.token_ids) for output in done) == [2, 3, 4, 5, 6, 7]
-        assert engine.cache.data.device == place.device
+        held = [engine.cache.data, *(x for x in vars(engine).values() if isinstance(x, torch.Tensor))]
+        assert {x.device for x in held} == {place.device}
         engine.sleep()
 
 
