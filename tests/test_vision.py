@@ -1,18 +1,25 @@
 """Images in prompts: positions and packed rows against transformers' own, whatever stands in the row; rows that are bad."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from helpers import make_group
-from tiny_vlm import picture, row, save_vlm
+from tiny_vlm import config, picture, row, save_vlm
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
 from rl.batch import Batch, Group, MicroBatch
 from rl.batch_images import BatchImages
 from rl.data import DataArgs, PromptDataset, PromptOrder
+from rl.embedded_engine import TransformersEngine
+from rl.errors import UserError
+from rl.forward_check import Probe, check_policy
 from rl.learner import Policy
 from rl.pretrained import load_config, load_tokenizer, load_weights
 from rl.vision import ImagePrep, positions
+from rl.vision_forward import language_inputs
 
 KINDS = ["qwen2.5-vl", "qwen3-vl"]
 ROWS = [
@@ -108,8 +115,6 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_transformers(vlms, rows
     prompts = dataset(vlms[kind], rows)
     config = load_config(vlms[kind])
     batch = make_batch(prompts, [config.image_token_id, config.video_token_id])
-    from transformers import AutoModelForImageTextToText
-
     theirs = AutoModelForImageTextToText.from_pretrained(vlms[kind], attn_implementation="eager").double()
     weight = torch.randn(len(batch.token), generator=torch.Generator().manual_seed(0))
     tokens = batch.token.split(batch.lengths.tolist())
@@ -128,3 +133,64 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_transformers(vlms, rows
         ):
             assert name == same_name and ours.grad is not None
             assert float((ours.grad - of_theirs.grad).norm()) <= 2e-6 * max(1.0, float(of_theirs.grad.norm())), name
+
+
+# ---------------------------------------------------------------------------------- the check when a model is loaded
+
+
+def check_both(path: str) -> None:
+    check_policy(Policy(load_weights(path, torch.float32)), path)
+    TransformersEngine(path, max_length=64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_of_the_forward_pass_has_an_image_and_leaves_no_trace(vlms, kind, dtype):
+    model, before = load_weights(vlms[kind], torch.float32), torch.get_rng_state()
+    probe = Probe.of(model)
+    assert (probe.ids == model.config.image_token_id).sum() == 2 * 6 and probe.prompt == 14
+    check_policy(Policy(model), vlms[kind])
+    TransformersEngine(vlms[kind], max_length=64, dtype=dtype)
+    assert model.model.rope_deltas is None and torch.equal(torch.get_rng_state(), before)
+
+
+def in_a_line(length, starts, sizes):
+    return torch.arange(length).expand(3, -1), length
+
+
+def without_deepstack(base, input_ids, images):
+    return {"inputs_embeds": language_inputs(base, input_ids, images)["inputs_embeds"]}
+
+
+def by_token_before(base, input_ids, images):
+    moved = images and dataclasses.replace(images, places=images.places - 1)
+    return language_inputs(base, input_ids, moved)
+
+
+@pytest.mark.parametrize(
+    "name, wrong, kinds",
+    [
+        ("rl.forward_check.positions", in_a_line, KINDS),
+        ("rl.vision_forward.language_inputs", by_token_before, KINDS),
+        ("rl.vision_forward.language_inputs", without_deepstack, KINDS[1:]),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(vlms, monkeypatch, name, wrong, kinds):
+    monkeypatch.setattr(name, wrong)
+    for kind in kinds:
+        with pytest.raises(UserError, match="log-probs computed here differ from transformers'"):
+            check_policy(Policy(load_weights(vlms[kind], torch.float32)), vlms[kind])
+        with pytest.raises(UserError, match="log-probs computed here differ from transformers'"):
+            TransformersEngine(vlms[kind], max_length=64)
+
+
+def test_mixtures_of_experts_that_take_images_pass(tmp_path):
+    made = config("qwen3-vl")
+    text = made.text_config.to_dict() | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    text = {name: value for name, value in text.items() if name != "model_type"}
+    tower = {name: value for name, value in made.vision_config.to_dict().items() if name != "model_type"}
+    ids = {name: value for name, value in made.to_dict().items() if name.endswith("_token_id")}
+    moe = Qwen3VLMoeConfig(text_config=text, vision_config=tower, **ids)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(moe).save_pretrained(tmp_path)
+    check_both(str(tmp_path))
