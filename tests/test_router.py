@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers import MOE, make_group
 from test_engine import drain, requests_for
+from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
 from rl import router
@@ -191,6 +192,20 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
     else:
         assert metrics["moe/replay/tokens_differ"] > 0
         assert free.max() > 5 * replayed.max()
+
+
+def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
+    """Text alone: what the engine records the learner would choose, but for rounding, and replays."""
+    save_vlm("qwen3-vl-moe", tmp_path)
+    engine = TransformersEngine(str(tmp_path), 64, 5, router=RouterArgs(router_replay="R3"))
+    batch = sampled(engine, n=2)
+    learner, micro = Learner(str(tmp_path), LearnerArgs(router_replay="R3"), ranks, 10), micro_of(batch)
+    micro.inputs["images"] = None
+    layers = learner.config.get_text_config().num_hidden_layers
+    assert micro.routes.shape[1:] == (layers, 2) and layers == len(learner.policy.router.gates)
+    log_prob, _ = learner.log_probs(micro)
+    torch.testing.assert_close(log_prob.detach(), batch.rollout_log_prob, atol=1e-4, rtol=0)
+    assert learner.router_metrics()["moe/replay/tokens_differ"] < 0.05
 
 
 def test_a_device_without_grouped_products_computes_the_same(models, learn, monkeypatch):
