@@ -142,7 +142,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step)
+    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines)
     validated, snapshot, validating = int(split.store.get("validated")), 0, False
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
@@ -150,7 +150,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         in_the_way = generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished)
         newer = subscriber.next_version(state.version)
         version = newer if newer > engine.version and not in_the_way else engine.version
-        fresh = tickets.take(generator.free_slots, version, state) if shared.leads else []
+        fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
         stop, version, fresh = shared.agree([state.stop, version, fresh])
         if stop:
             break

@@ -7,14 +7,12 @@ for each of 512 prompts a step. Seconds a step. Fitted, to the synchronous rows 
  - training: a + b / devices, from the two "update" entries; a is divided among the step's 16 optimizer steps;
  - lengths: the mean is what H20s compute in the old log-probs' seconds at the roofline's share of their peak, and the spread
    that with which generation takes the two rows' mean time.
-Everything else is the roofline's (rl/plan/roofline.py) and the schedule's; engines have the slots of an even share of what may
-be under way, because verl spreads requests over its servers. The synchronous row of 32 devices is left out: its
+Everything else is the roofline's (rl/plan/roofline.py) and the schedule's. The synchronous row of 32 devices is left out: its
 update takes 2.35 times that of 64 devices, more than twice the devices can explain, and its generation 2.37 times.
 
 The last column is given each row's own published update, too: what is left to predict then is how long the learners wait.
 """
 
-import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,8 +115,7 @@ class Fit:
             partial_rollout="recompute" if threshold else "off",
         )
         ranks = Ranks(devices // 2, devices // 2)
-        fair = math.ceil((1 + threshold) * PROMPTS * N / ranks.engines)  # verl spreads requests; our engines fill their slots
-        load = Load(32 * batches, batches, min(256, fair))
+        load = Load(32 * batches, batches, 256)
         out = asynchronous(self.times(self.tokens, slower), load, ranks, self.workload(), args, publishes * period)
         return tuple(period * seconds for seconds in (out.step_seconds, out.mean(out.waited), out.mean(out.learned)))
 

@@ -112,19 +112,26 @@ def _exact(decimal: float) -> Fraction:
 
 
 class Tickets:
-    """Draws tickets for a generator. One that is drawn but may not start yet is kept for later."""
+    """Draws tickets for a generator. One that is drawn but may not start yet is kept for later.
 
-    def __init__(self, store: Store, args: ScheduleArgs, total: int):
-        self.store, self.args, self.total = store, args, total  # total: tickets that will be trained in the whole run
+    A generator has no more under way than an even share of what all may have: with many slots the first ones would take all
+    that a publish lets start, and the others wait. Every ticket that may start finds a generator below its share.
+    """
+
+    def __init__(self, store: Store, args: ScheduleArgs, total: int, engines: int = 1):
+        """total: tickets that will be trained in the whole run; engines: that share them."""
+        self.store, self.args, self.total = store, args, total
+        self.share = -(-args.quota(0) // engines)
         self.reserved: int | None = None
         opened = json.loads(store.get("tickets/opened"))
         self.again: list[int] = opened["again"]  # under way when the run was stopped: they go first
         self._unfinished: set[int] = set(opened["unfinished"])  # those of them of which something is left
 
-    def take(self, most: int, version: int, state: State) -> list[int]:
-        """Up to so many tickets that may start under the weights of `version`; none if newer weights are ready, which would
-        sample them better."""
+    def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
+        """Up to so many tickets that may start under the weights of `version`, beside those under way here; none if newer
+        weights are ready, which would sample them better."""
         out: list[int] = []
+        most = min(most, self.share - under_way)
         while version == state.version and len(out) < most and (ticket := self.next(version, state.dropped)) is not None:
             out.append(ticket)
         watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)

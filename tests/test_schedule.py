@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from rl.batch import Batch, Group, Response
+from rl.channel import State
 from rl.errors import UserError
 from rl.metrics import staleness_metrics
 from rl.ranges import check
@@ -63,6 +64,41 @@ def test_two_generators_share_the_tickets():
     assert [a.next(0, 0), b.next(0, 0), b.next(0, 0), a.next(0, 0)] == [0, 1, 2, 3]
     assert a.next(0, 0) is None and b.next(0, 0) is None
     assert sorted([a.next(1, 0), a.next(1, 0), b.next(1, 0), a.next(1, 0)]) == [4, 5, 6, 7]
+
+
+def test_no_generator_takes_what_is_the_others_share():
+    """Three generators with slots for all: at threshold 0.5 twelve tickets may be under way, four of them on each."""
+    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=8, staleness_threshold=0.5)
+    open_tickets(store)
+    a, b, c = (Tickets(store, args, 80, engines=3) for _ in range(3))
+    state = State(version=0, dropped=0)
+    assert [len(a.take(99, 0, 0, state)), len(b.take(99, 0, 0, state)), len(c.take(3, 0, 0, state))] == [4, 4, 3]
+    assert a.take(99, 4, 0, state) == [] and len(c.take(99, 3, 0, state)) == 1, "the last one is left for the third"
+    assert len(a.take(99, 2, 1, State(version=1, dropped=0))) == 2, "two were sent, and the next version lets eight more start"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    engines=st.integers(1, 5),
+    prompts=st.integers(1, 7),
+    period=st.integers(1, 3),
+    threshold=st.sampled_from([0, 0.1, 0.5, 1, 2]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_ticket_that_may_start_always_finds_a_generator_below_its_share(engines, prompts, period, threshold, seed):
+    """Whatever is under way where, and whatever the learners hold back."""
+    random, store = np.random.default_rng(seed), HashStore()
+    args = ScheduleArgs(ppo_mini_batch_size=prompts, trigger_parameter_sync_step=period, staleness_threshold=threshold)
+    open_tickets(store)
+    tickets, under_way = [Tickets(store, args, 10**6, engines) for _ in range(engines)], [0] * engines
+    for version in range(30):
+        for i in random.permutation(engines):
+            under_way[i] += len(tickets[i].take(99, under_way[i], version, State(version=version, dropped=0)))
+        assert started(store) == args.quota(version), "every ticket that may start has started"
+        needed = (version + 1) * prompts * period  # to be trained before the next version
+        while (left := needed - (started(store) - sum(under_way))) > 0:
+            i = int(random.choice([i for i in range(engines) if under_way[i]]))
+            under_way[i] -= int(random.integers(1, min(under_way[i], left) + 1))
 
 
 def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():

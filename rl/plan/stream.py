@@ -40,7 +40,8 @@ class Generator:
 
     def __init__(self, run: "Stream", engine: Engine, scorers: Scorers):
         self.run, self.engine, self.scorers = run, engine, scorers
-        self.tickets = Tickets(run.store, run.args, run.total)
+        self.tickets = Tickets(run.store, run.args, run.total, run.ranks.engines)
+        self.under_way = 0  # tickets that are started and not sent
         self.idle, self._idle_since = 0.0, 0.0
         self._started = 0.0  # when the run of engine steps began
         self._steps = 0  # its length; 0 while there is nothing to do
@@ -77,16 +78,26 @@ class Generator:
         now += len(done) * self.engine.times.finish
         for group in done:
             group.scored_at, group.left = self.scorers.score(now), group.left - 1
-            if not group.left:
-                self.run.at(group.scored_at, self.run.arrive, group)
+            if not group.left and group.scored_at == now:
+                self.under_way -= 1
+                self.run.at(now, self.run.arrive, group)
+            elif not group.left:
+                self.run.at(group.scored_at, self._scored, group)
         self._act(now)
+
+    def _scored(self, now: float, group: Group) -> None:
+        """The last score of a group has come, after its last token."""
+        self.under_way -= 1
+        self.run.arrive(now, group)
+        self.wake(now)
 
     def _act(self, now: float) -> None:
         run, engine = self.run, self.engine
         in_the_way = run.args.partial_rollout == "off" and engine.unfinished
         version = engine.version + 1 if run.version > engine.version and not in_the_way else engine.version
         free = self.free
-        for ticket in self.tickets.take(free, version, run.state) if free else ():
+        for ticket in self.tickets.take(free, self.under_way, version, run.state) if free else ():
+            self.under_way += 1
             engine.add(Group(ticket, *run.workload.group(ticket)))
         if version > engine.version:
             now += engine.take_weights(version, run.args.partial_rollout == "recompute")
@@ -193,7 +204,7 @@ class Stream:
         """Counts where every ticket went. Raises RuntimeError if one was lost."""
         for group in self._arrived:
             self.buffer.add(group)
-        to_come = {about.ticket for _, _, what, about in self._clock if what == self.arrive}
+        to_come = {about.ticket for _, _, _, about in self._clock if isinstance(about, Group)}
         unfinished = to_come.union(*(generator.engine.tickets for generator in self.generators))
         self.out.account = self.buffer.account(sorted(unfinished), started(self.store))
 
