@@ -23,10 +23,8 @@ from typing import Protocol
 import torch
 import xxhash
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig
-from transformers.image_utils import ChannelDimension
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils import cached_file
 
 from rl import images
@@ -35,7 +33,6 @@ from rl.images import PLACE, ImageError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model_type
 TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
-LAST = ChannelDimension.LAST
 QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
@@ -105,6 +102,8 @@ class ImagePrep:
 
     def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
+        from transformers import AutoImageProcessor  # takes a second, which runs without images have no use for
+
         self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
         try:
             self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
@@ -124,6 +123,8 @@ class ImagePrep:
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """(frames, rows, columns) of patches of an image of so many pixels: from its header alone. Raises ImageError for one
         too narrow."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
         patch, size = self.processor.patch_size, self.processor.size
         try:
             height, width = smart_resize(height, width, patch * self.merge, size["shortest_edge"], size["longest_edge"])
@@ -178,7 +179,9 @@ class ImagePrep:
 
     def prepare(self, sources: Sequence[bytes]) -> tuple[Tensor, Tensor]:
         """Image files -> (pixels [patches, values of a patch] fp32, grid [images, 3]). Raises ImageError."""
-        out = self.processor([images.to_rgb(source) for source in sources], return_tensors="pt", input_data_format=LAST)
+        out = self.processor(
+            [images.to_rgb(source) for source in sources], return_tensors="pt", input_data_format="channels_last"
+        )
         return out["pixel_values"], out["image_grid_thw"]
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
