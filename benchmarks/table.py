@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import tyro
 from common import RESULTS, ROOT, over, ratios, table
+from images import BASES, UNITS
 from trl import CASES, OURS, TRL, TRL_PLAIN, seconds
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
@@ -118,6 +119,21 @@ def learner(of: dict) -> list[list[str]]:
     return out
 
 
+def images(of: dict) -> list[list[str]]:
+    out, named = [], {"learner": "the learner", "generator": "the generator", "steps": "a step"}
+    for part, result in of.items():
+        unit, form = UNITS[part]
+        for size in result["sizes"].values():
+            base = size["sides"].get(BASES[part])
+            for side, values in size["sides"].items():
+                if not base or side == BASES[part]:
+                    continue
+                mine, theirs = (f"{statistics.median(rounds):{form}} {unit}" for rounds in (values, base))
+                name = f"images, {size['about']}: {named[part]}, {side}"
+                out.append([name, mine, f"{BASES[part]}, {theirs}", over(ratios(values, base))])
+    return out
+
+
 def logprobs(of: dict) -> list[list[str]]:
     runs, out = of["runs"], []
     for key, unit in (("peak_gb", "GB at the peak"), ("seconds", "s")):
@@ -168,6 +184,7 @@ ROWS = {
     "engine": rates("the embedded engine", "embedded engine", "generate()"),
     "engine_vllm": rates("our loop over vLLM", "our loop", "LLM.generate, the same requests"),
     "learner": learner,
+    "images": images,
     "logprobs": logprobs,
     "publish": publish,
     "ring": ring,
