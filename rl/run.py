@@ -47,7 +47,7 @@ class LogArgs:
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
-    """Responses of each validation to write into a table."""
+    """Responses of each validation to write into a table, beside the images of their prompts."""
     record: str | None = None
     """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
     each run."""

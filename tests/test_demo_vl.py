@@ -117,22 +117,28 @@ def accuracies(metrics: dict[int, dict]) -> list[float]:
 
 
 def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
+    """24 steps, and then transformers alone, with the export's own image processor, reads as the run has measured."""
     flags = ["--model", "demo-vl", "--total-training-steps", "24", "--test-freq", "24", "--log-val-generations", "5"]
     metrics, run, _ = train("train_sync.py", *flags, out=tmp_path)
     first, last = accuracies(metrics)
     assert first < 0.4 and last > first + 0.25
     assert all(m["training/rollout_probs_diff_max"] < 1e-4 for step, m in metrics.items() if step), "they see the same picture"
     rows = demo_vl.problems("val")
+    said = answers(run / "step_000024", [picture_of(row) for row in rows])
+    right = [answer == row["reward_model"]["ground_truth"] for answer, row in zip(said, rows, strict=True)]
+    assert np.mean(right) == pytest.approx(last, abs=0.01)
     shown = generations.read(run / "val_generations" / "step_000024.md")[1:]
     for number, line in enumerate(shown):
         ((file, _),) = line[0]
         assert np.array_equal(np.asarray(Image.open(run / "val_generations" / file)), np.asarray(picture_of(rows[number])))
-        right = line[2] == rows[number]["reward_model"]["ground_truth"]
-        assert float(line[4]) == right, "the picture, its answer and its score are one row's"
+        assert (line[2], float(line[4])) == (said[number], right[number]), "the picture, its answer and its score are one row's"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "flags"), [("train_one_step_off.py", []), ("train_async.py", [])])
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("train_one_step_off.py", []), ("train_async.py", []), ("train_async.py", ["--freeze-vision-tower"])],
+)
 def test_it_learns_on_split_ranks(demo_vl_model, tmp_path, script, flags):
     metrics, _, _ = train(script, "--model", "demo-vl", "--total-training-steps", "40", *flags, out=tmp_path, ranks=2)
     first, *_, last = accuracies(metrics)
