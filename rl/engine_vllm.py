@@ -271,8 +271,8 @@ class VLLMEngine:
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
-        if routes is not None:
-            routes = routes[: len(pending.request.prompt_ids) + len(token_ids) - 1]
+        if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
+            raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
         return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
 
 

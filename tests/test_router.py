@@ -194,6 +194,18 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
         assert free.max() > 5 * replayed.max()
 
 
+@pytest.mark.parametrize(("flag", "dtype", "error"), [("float32", torch.float32, 1e-5), ("auto", torch.bfloat16, 0.1)])
+def test_logits_are_in_fp32_unless_told_otherwise(models, flag, dtype, error):
+    """Of a model in bf16, against double precision; the weights of the experts have the layers' precision in any case."""
+    engine = TransformersEngine(models["moe"], 64, dtype=torch.bfloat16, router=RouterArgs(moe_router_dtype=flag))
+    gate, hidden = engine.router.gates[0], torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    engine.router.begin(None)
+    logits, weights, _ = gate(hidden)
+    assert logits.dtype == dtype and weights.dtype == torch.bfloat16
+    off = (logits.double() - hidden.double() @ gate.weight.double().t()).abs().max()
+    assert error / 1000 < off < error
+
+
 def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
     """Text alone: what the engine records the learner would choose, but for rounding, and replays."""
     save_vlm("qwen3-vl-moe", tmp_path)
