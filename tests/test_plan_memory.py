@@ -1,0 +1,102 @@
+"""The plan's memory: the count on fake tensors is that of real ones, shards are what arithmetic says, and a remedy is one."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers import CONFIGS, SMALL, run_script
+
+import plan
+import train_async
+from rl.errors import UserError
+from rl.plan import devices, memory_plan
+from rl.plan.choices import Machine
+from rl.plan.dry_run import dry_run
+from rl.plan.workload import lengths_like
+
+PROGRAM = "tests/programs/plan_memory.py"
+FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "ppo_max_token_len_per_gpu": 100, "use_kl_loss": True}
+OTHERS = [
+    {"ppo_max_token_len_per_gpu": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
+    {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1},
+]
+
+
+def counted(model: str, how: str, flags: dict) -> dict:
+    done = run_script(PROGRAM, model, how, json.dumps(flags), timeout=250)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_equal(model: str, flags: dict) -> dict:
+    real, fake = (counted(model, how, flags) for how in ("real", "fake"))
+    assert real["causes"] == fake["causes"] and real["kept"] == fake["kept"]
+    assert {"weights", "optimizer", "gathered layers", "activations"} <= set(real["causes"])
+    return real
+
+
+def test_the_count_is_that_of_real_tensors(models):
+    real = check_equal(models["qwen2-untied"], FLAGS)
+    assert real["causes"]["optimizer"] == pytest.approx(2 * real["causes"]["weights"], rel=1e-3)
+    assert real["causes"]["reference"] == pytest.approx(real["causes"]["weights"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", OTHERS)
+def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
+    check_equal(models["qwen2-tied"], FLAGS | flags)
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    """A directory with a config.json and nothing else."""
+    CONFIGS["qwen2-untied"]().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    return str(tmp_path)
+
+
+def parameters() -> int:
+    """Of the models of helpers.SMALL, by hand: q, k and v have biases, and two norms stand in each layer."""
+    hidden, heads = SMALL["hidden_size"], SMALL["num_attention_heads"]
+    kv = hidden // heads * SMALL["num_key_value_heads"]
+    attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv
+    layer = attention + 3 * hidden * SMALL["intermediate_size"] + 2 * hidden
+    return SMALL["num_hidden_layers"] * layer + 2 * SMALL["vocab_size"] * hidden + hidden
+
+
+def flags(model: str, **more) -> train_async.Args:
+    return train_async.Args(model=model, max_prompt_length=20, max_response_length=100, rollout_n=4, **more)
+
+
+def test_shards_by_arithmetic(model):
+    args = flags(model, dtype="bfloat16", ppo_max_token_len_per_gpu=240, save_freq=5, use_kl_loss=True)
+    memory = dry_run("train_async", args, 4, True, lengths_like("budget", 4, 100, 20))
+    own = parameters() / 4
+    assert memory.parameters == parameters()
+    wanted = {"weights": 4, "optimizer": 8, "reference": 4, "checkpoint": 12, "publish": 4 * 2}  # bytes a parameter
+    for cause, bytes in wanted.items():
+        size = (memory.kept if cause in ("weights", "optimizer") else memory.host_kept)[cause]
+        assert size == pytest.approx(bytes * own, rel=0.01), cause
+    assert memory.peak > memory.kept.total() > 12 * own and memory.tokens <= 240
+    assert memory.host.total() >= 4 * parameters()  # the first learner reads the whole model
+
+
+@pytest.mark.slow
+def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
+    args = flags(model, ppo_max_token_len_per_gpu=4096, ppo_mini_batch_size=32)
+    machine, kind = Machine(1, 2), devices.device("H100-80GB")
+    needed = memory_plan.make_plan("train_async", args, machine, "budget", kind).learner.peak
+    short = dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE))
+    memory_plan.plan_memory("train_async", args, machine, "budget", short)
+    said = capsys.readouterr().out
+    assert "does not fit" in said and "It fits with --" in said
+    words, changed = memory_plan.remedy(
+        "train_async", memory_plan.make_plan("train_async", args, machine, "budget", short), machine, "budget"
+    )
+    assert words in said and changed.learner.peak <= 0.7 * needed and not changed.lacking()
+
+
+def test_what_cannot_be_planned_is_one_message():
+    with pytest.raises(UserError, match=r"name one of train_sync\.py"):
+        plan.main(["train.py"])
+    with pytest.raises(UserError, match="--device"):
+        plan.main(["train_async.py", "--device", "abacus"])
