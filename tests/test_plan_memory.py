@@ -98,5 +98,7 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
 def test_what_cannot_be_planned_is_one_message():
     with pytest.raises(UserError, match=r"name one of train_sync\.py"):
         plan.main(["train.py"])
+    with pytest.raises(UserError, match="--sequence-parallel 2: which tokens"):
+        plan.main(["train_async.py", "--sequence-parallel", "2", "--nproc-per-node", "3", "--device", "H100"])
     with pytest.raises(UserError, match="--device"):
         plan.main(["train_async.py", "--device", "abacus"])

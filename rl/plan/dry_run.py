@@ -32,6 +32,7 @@ from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import OTHER, MemoryCount
 from rl.plan.workload import Drawn
 from rl.pretrained import empty_model, load_config, resolve
+from rl.ranges import flag
 from rl.schedule import SplitArgs
 from rl.setup import CommonArgs, make_learner
 from rl.timers import Timers
@@ -64,6 +65,12 @@ class Memory:
 def dry_run(script: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
     """In a process of its own, since the fake device stays. varlen: see fake_device.start. Raises UserError for what the run
     itself would refuse."""
+    for name in ("sequence_parallel", "expert_parallel"):
+        if getattr(args, name) > 1:
+            raise UserError(
+                f"{flag(name)} {getattr(args, name)}: which tokens go to which rank depends on values; the dry run has none. "
+                "Plan without it: what it saves, activations or gathered experts, stands in the table."
+            )
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(writer, script, args, learners, varlen, workload), daemon=True)
