@@ -79,7 +79,7 @@ def sequence_means(mask: Tensor, seq: Tensor, *xs: Tensor) -> tuple[Tensor, ...]
 
 def trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
     """The indices of the responses with a trained token, ascending."""
-    return torch.unique_consecutive(seq[mask])
+    return torch.unique_consecutive(seq if mask.all() else seq[mask])
 
 
 def to_tokens(x: Tensor, seq: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def _group_std(centered: Tensor, index: Tensor) -> Tensor:
 
 def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """advantage [B] -> [N] in the reward's dtype, 0 where the mask is."""
-    return torch.where(mask, to_tokens(advantage, seq), 0.0).to(reward.dtype)
+    return torch.where(mask, to_tokens(advantage.to(reward.dtype), seq), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- policy losses

@@ -129,7 +129,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     with timer("update_actor"):
         means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch, learner.ranks)
         for update, (mini, its_micros) in enumerate(updates):
-            tokens = batch.tokens_of(mini)
+            tokens = batch.span(mini)
             denominator = losses.denominator(
                 batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
             )

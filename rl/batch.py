@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from rl.sequence_parallel import part_of
 
 if TYPE_CHECKING:
     from rl.batch_images import BatchImages
+
+PIECE = 1 << 17  # tokens that are computed on at once, where all are: what a processor's cache holds
 
 
 @dataclass(frozen=True)
@@ -154,11 +157,11 @@ class Batch:
     baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
     extra: list[dict[str, float]]  # B further numbers of the reward function
     truncated: torch.Tensor  # [B] bool, the response ran into its budget
-    token: torch.Tensor  # [N] long
+    token: torch.Tensor  # [N] int32
     seq: torch.Tensor  # [N] long, the response each token belongs to
     mask: torch.Tensor  # [N] bool, tokens that are trained
     rollout_log_prob: torch.Tensor  # [N] float32
-    version: torch.Tensor  # [N] long
+    version: torch.Tensor  # [N] int32
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
@@ -190,11 +193,11 @@ class Batch:
             baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
             extra=[r.extra for _, _, r in pairs],
             truncated=torch.tensor([r.finish_reason == "length" for _, _, r in pairs], dtype=torch.bool),
-            token=joined((r.token_ids for _, _, r in pairs), np.int32).long(),
+            token=joined((r.token_ids for _, _, r in pairs), np.int32),
             seq=torch.arange(len(pairs)).repeat_interleave(lengths),
             mask=joined(masks, bool),
             rollout_log_prob=joined((r.log_probs for _, _, r in pairs), np.float32),
-            version=joined((r.versions for _, _, r in pairs), np.int32).long(),
+            version=joined((r.versions for _, _, r in pairs), np.int32),
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
         )
@@ -244,6 +247,16 @@ class Batch:
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
 
+    def span(self, responses: torch.Tensor) -> slice:
+        """Where the tokens of responses [b] that follow each other, such as a mini-batch's, stand in the [N] tensors."""
+        if not len(responses):
+            return slice(0, 0)
+        first, last = int(responses[0]), int(responses[-1])
+        if last - first != len(responses) - 1:
+            raise ValueError("the responses do not follow each other: tokens_of gives the indices of their tokens")
+        start = int(self.lengths[:first].sum())
+        return slice(start, start + int(self.lengths[first : last + 1].sum()))
+
     def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
         """What the model's forward takes of a packed row's images; nothing of a model without images."""
         return self.images.inputs(lengths, after, groups, device) if self.images else {}
@@ -251,6 +264,18 @@ class Batch:
     def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
         """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
         return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
+
+
+def pieces(seq: torch.Tensor) -> Iterator[slice]:
+    """seq [N], ascending -> slices of whole responses, of PIECE tokens at most if no response has more."""
+    start = 0
+    while start < len(seq):
+        stop = min(len(seq), start + PIECE)
+        if stop < len(seq):  # where the response begins that would be cut, or if it is the piece's first, where it ends
+            first = int(torch.searchsorted(seq, seq[stop]))
+            stop = first if first > start else int(torch.searchsorted(seq, seq[start], right=True))
+        yield slice(start, stop)
+        start = stop
 
 
 @dataclass
@@ -285,7 +310,7 @@ class MicroBatch:
             group = int(batch.group[i])
             if group not in prompt_of:
                 prompt_of[group] = len(parts)
-                parts.append(torch.from_numpy(batch.prompts[i].astype(np.int64)))
+                parts.append(torch.from_numpy(batch.prompts[i].astype(np.int32)))
                 after.append(-1)
                 groups.append(group)
             parts.append(tokens)
@@ -295,8 +320,10 @@ class MicroBatch:
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
         # a prompt's last token predicts its response's first
         predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
-        inputs = layout.inputs(torch.cat(parts)) | batch.image_inputs([len(part) for part in parts], after, groups, device)
-        labels, routes = batch.token[index], row_of_routes(batch, responses)
+        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
+            [len(part) for part in parts], after, groups, device
+        )
+        labels, routes = batch.token[index].long(), row_of_routes(batch, responses)
         return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
 
 

@@ -6,10 +6,11 @@ Left out: writing them down, which is rl/run.py, and timing, which is rl/timers.
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from rl import dist
-from rl.batch import Batch
+from rl.batch import PIECE, Batch
 from rl.scoring import EVENTS, ScoringPool
 
 OLDEST_SHOWN = 8  # the histogram of ages ends here
@@ -57,15 +58,12 @@ def train_flops_per_token(config, mean_length: float) -> float:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """verl's metrics of a batch: scores, advantages, lengths, and how far the generator's probabilities lie from
-    the learner's."""
-    out = summarize("critic/score", batch.score) | summarize("critic/advantages", batch.advantage[batch.mask])
-    out |= summarize("critic/rewards", torch.zeros_like(batch.score).index_add(0, batch.seq, batch.reward))
+    """verl's metrics of a batch: scores, advantages, rewards and lengths."""
+    out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
+    by_response = torch.segment_reduce(batch.reward, "sum", lengths=batch.lengths) if len(batch.reward) else batch.score * 0
+    out |= summarize("critic/rewards", by_response)
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
-    difference = (batch.actor_log_prob.exp() - batch.rollout_log_prob.exp()).abs()[batch.mask & ~batch.actor_log_prob.isnan()]
-    for name in ("mean", "max", "std"):
-        out[f"training/rollout_probs_diff_{name}"] = describe(difference)[name]
     out["reward/unscored"] = batch.unscored
     for key in sorted({key for extra in batch.extra for key in extra}):
         values = [extra[key] for extra in batch.extra if key in extra]
@@ -73,30 +71,43 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return out
 
 
+def _advantage_metrics(batch: Batch) -> dict[str, float]:
+    """critic/advantages/* over the trained tokens; NaN without any."""
+    count, total, most, least = 0, 0.0, -math.inf, math.inf
+    for mask, advantage in zip(batch.mask.split(PIECE), batch.advantage.split(PIECE), strict=True):
+        trained = advantage if mask.all() else advantage[mask]
+        if len(trained):
+            low, high = torch.aminmax(trained)
+            count, total = count + len(trained), total + float(trained.sum(dtype=torch.float64))
+            least, most = min(least, float(low)), max(most, float(high))
+    values = {"mean": total / count, "max": most, "min": least} if count else dict.fromkeys(("mean", "max", "min"), math.nan)
+    return {f"critic/advantages/{name}": value for name, value in values.items()}
+
+
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     """The ages of a step's tokens in versions, under verl's names where it has them; empty for a batch without any. version:
     what the step begins with."""
     if not len(batch.token):
         return {}
-    age = version - batch.version  # [N]
-    tokens, responses = len(age), len(batch.lengths)
-    oldest, newest = torch.zeros(responses, dtype=torch.long), torch.zeros(responses, dtype=torch.long)
-    oldest = oldest.scatter_reduce(0, batch.seq, age, "amax", include_self=False)  # [B]
-    newest = newest.scatter_reduce(0, batch.seq, age, "amin", include_self=False)
-    span = oldest - newest
-    stale = torch.zeros(int(batch.group.max()) + 1, dtype=torch.long).scatter_reduce(0, batch.group, oldest, "amax") > 0
+    sampled_by, has_tokens = batch.version.numpy(), batch.lengths > 0
+    starts = batch.starts[has_tokens].numpy()
+    oldest = torch.from_numpy(version - np.minimum.reduceat(sampled_by, starts))  # [B] of the responses with tokens
+    newest = torch.from_numpy(version - np.maximum.reduceat(sampled_by, starts))
+    span, stale = oldest - newest, oldest > 0
+    tokens = len(sampled_by)
     out = {
-        "fully_async/count/stale_samples_processed": int(stale.sum()),
-        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
+        "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
+        "fully_async/count/stale_trajectory_processed": int(stale.sum()),
         "fully_async/partial/total_partial_num": int((span > 0).sum()),
-        "fully_async/partial/partial_ratio": float((span > 0).float().mean()),
+        "fully_async/partial/partial_ratio": int((span > 0).sum()) / len(batch.lengths),
         "fully_async/partial/max_partial_span": int(span.max()),
-        "staleness/mean": float(age.double().mean()),
-        "staleness/max": int(age.max()),
+        "staleness/mean": version - int(sampled_by.sum(dtype=np.int64)) / tokens,
+        "staleness/max": int(oldest.max()),
     }
-    counts = torch.bincount(age.clamp(0, OLDEST_SHOWN), minlength=OLDEST_SHOWN + 1)
-    names = [*map(str, range(OLDEST_SHOWN)), f"{OLDEST_SHOWN}_or_more"]
-    return out | {f"staleness/age_{name}": int(n) / tokens for name, n in zip(names, counts, strict=True)}
+    shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
+    counts = {age: int((batch.version == version - age).count_nonzero()) for age in shown}
+    out |= {f"staleness/age_{age}": counts.get(age, 0) / tokens for age in range(OLDEST_SHOWN)}
+    return out | {f"staleness/age_{OLDEST_SHOWN}_or_more": (tokens - sum(counts.values())) / tokens}
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:

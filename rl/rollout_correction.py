@@ -7,8 +7,10 @@ are weighed or left out by how far the two are apart. Left out: what is reported
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 import losses
-from rl.batch import Batch
+from rl.batch import Batch, pieces
 from rl.errors import UserError
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
@@ -80,14 +82,23 @@ class RolloutCorrectionArgs:
 
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
-    """Sets the batch's is_weight, and takes rejected tokens out of its mask."""
-    inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask, batch.seq)
+    """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, unless the weights are normalised
+    over the batch: every response has its own."""
+    low, high = args.weight_bounds
+    weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
     if args.weight_level:
-        low, high = args.weight_bounds
-        weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
-        batch.is_weight = losses.rollout_is_weights(*inputs, **weigh)
+        batch.is_weight = torch.empty_like(batch.actor_log_prob)
     if args.rejection_criteria:
-        batch.rejected = batch.mask & ~losses.rollout_rejection_mask(*inputs, criteria=args.rejection_criteria)
+        batch.rejected = torch.empty_like(batch.mask)
+    for piece in [slice(None)] if args.rollout_is_batch_normalize else pieces(batch.seq):
+        inputs = (batch.actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
+        seq = batch.seq[piece] - batch.seq[piece][:1]
+        if args.weight_level:
+            batch.is_weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
+        if args.rejection_criteria:
+            kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)
+            batch.rejected[piece] = batch.mask[piece] & ~kept
+    if args.rejection_criteria:
         batch.mask = batch.mask & ~batch.rejected
 
 

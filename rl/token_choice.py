@@ -18,6 +18,6 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
         options["generator"] = torch.Generator().manual_seed(int(batch.token.sum()) + len(batch.token))
     batch.chosen = torch.zeros_like(batch.mask)
     for mini in minis:
-        tokens = batch.tokens_of(mini)
+        tokens = batch.span(mini)
         inputs = (x[tokens] for x in (batch.old_log_prob, batch.advantage, batch.mask))
         batch.chosen[tokens] = loss.chooses(*inputs, **options)

@@ -1,0 +1,141 @@
+"""What a learner spends on a step's tokens outside of the model, by size: nanoseconds and bytes a token, on one core.
+
+    python benchmarks/bookkeeping.py
+    python benchmarks/bookkeeping.py --sizes "64 x 16 x 200"
+
+Each size is a process of its own. Counted are the batch and what is computed on it: the records that it is made of are there
+before. The log-probs are random; a token-level correction is on, so that everything is computed.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from common import RESULTS, ROOT, setting, table, words, write
+
+import losses
+import train_sync
+from rl.batch import Batch, Group, Response
+from rl.metrics import batch_metrics, staleness_metrics
+from rl.rollout_correction import correct_rollout
+from rl.rollout_metrics import rollout_metrics
+
+SIZES = ("8 x 8 x 1000", "64 x 16 x 200", "64 x 16 x 2000", "512 x 16 x 2000", "1024 x 16 x 2000")
+PARTS = (
+    "Batch.of",
+    "rollout correction",
+    "rewards, advantages",
+    "denominator",
+    "rollout_metrics",
+    "batch_metrics",
+    "staleness",
+)
+
+
+@dataclass
+class Args:
+    sizes: tuple[str, ...] = SIZES
+    """Prompts x responses x mean tokens of a response."""
+    rounds: int = 5
+    """Repetitions of each size; the median counts."""
+    alone: str | None = None
+    """Measure this size in this process, and print it as JSON."""
+    out: Path = RESULTS
+    """Directory for bookkeeping.json and bookkeeping.md."""
+
+
+def make_groups(prompts: int, n: int, length: int) -> list[Group]:
+    rng, groups = np.random.default_rng(0), []
+    for ticket in range(prompts):
+        responses = []
+        for size in rng.integers(length // 2, 3 * length // 2, n):
+            ids, log_probs = rng.integers(0, 150_000, size, np.int32), -rng.standard_exponential(size, np.float32)
+            responses.append(Response(ids, log_probs, np.full(size, ticket % 3, np.int32), "stop", float(rng.integers(0, 2))))
+        groups.append(Group(ticket, rng.integers(0, 150_000, 100, np.int32), "demo", responses))
+    return groups
+
+
+def memory(name: str) -> int:
+    """Bytes by /proc/self/status: VmRSS, resident now, or VmHWM, the most since the last call for VmRSS."""
+    if name == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def measure(size: str, rounds: int) -> dict:
+    torch.set_num_threads(1)
+    args = train_sync.Args(rollout_correction="token_tis")
+    groups = make_groups(*map(int, size.split(" x ")))
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
+
+    def timed(part: str, act: Callable):
+        started = time.process_time()
+        result = act()
+        seconds[part].append(time.process_time() - started)
+        return result
+
+    def rewards_and_advantages(batch: Batch) -> None:
+        batch.reward = batch.token_reward()
+        batch.advantage = losses.ADVANTAGES["grpo"](batch.reward, batch.mask, batch.seq, batch.group)
+
+    def denominator(batch: Batch) -> float:
+        tokens = batch.span(torch.arange(len(batch.lengths)))
+        return losses.denominator(batch.mask[tokens], batch.seq[tokens], "token-mean", len(batch.lengths))
+
+    before = 0
+    for number in range(-1, rounds):
+        if number == 0:  # the first round is there to load the code
+            before = memory("VmRSS")
+            seconds = {part: [] for part in PARTS}
+        batch = timed("Batch.of", lambda: Batch.of(groups))
+        batch.actor_log_prob = batch.rollout_log_prob * 1.001
+        batch.old_log_prob = batch.actor_log_prob
+        timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))
+        timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
+        timed("denominator", lambda batch=batch: denominator(batch))
+        timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))
+        timed("batch_metrics", lambda batch=batch: batch_metrics(batch))
+        timed("staleness", lambda batch=batch: staleness_metrics(batch, 3))
+        tokens = len(batch.token)
+        del batch
+    peak = memory("VmHWM") - before
+    return {
+        "tokens": tokens,
+        "ns": {p: 1e9 * statistics.median(s) / tokens for p, s in seconds.items()},
+        "bytes": peak / tokens,
+    }
+
+
+def main(args: Args) -> None:
+    if args.alone:
+        print(json.dumps(measure(args.alone, args.rounds)))
+        return
+    here, results = setting(threads=1), {}
+    for size in args.sizes:
+        command = [sys.executable, __file__, "--alone", size, "--rounds", str(args.rounds)]
+        results[size] = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    rows = []
+    for size, r in results.items():
+        parts = [f"{r['ns'][part]:.1f}" for part in PARTS]
+        rows.append([size, f"{r['tokens']:,}", *parts, f"{sum(r['ns'].values()):.0f}", f"{r['bytes']:.0f}"])
+    head = [
+        "a step's samples",
+        "tokens",
+        *(f"{part}, ns" for part in PARTS),
+        "together, ns a token",
+        "bytes a token at the peak",
+    ]
+    write("bookkeeping", {"setting": here, "sizes": results}, f"{table(head, rows)}\n\n{words(here)}", args.out)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
