@@ -87,7 +87,13 @@ def read(words: Sequence[str]) -> Replay:
     wanted = own.from_step or (own.stop_at_nan and bad_step.of(run_dir / "metrics.jsonl")) or record.steps[0]
     path, first = begin(record, run_dir, wanted)
     start = record.start_of(first)
-    script = load_script(own.script or record.directory / start["file"])
+    try:
+        script = load_script(own.script or record.directory / start["file"])
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"the recorded script cannot be imported ({error}): the code in rl/ is not what it was. Check out the version that "
+            "recorded, or give today's script with --script."
+        ) from error
     was = {name: tuple(value) if isinstance(value, list) else value for name, value in start["flags"].items()}
     was = {field.name: was.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
     args = flags.read(script.Args, __doc__, rest, was)

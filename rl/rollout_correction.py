@@ -84,6 +84,8 @@ class RolloutCorrectionArgs:
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
     """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, unless the weights are normalised
     over the batch: every response has its own."""
+    if not args.corrects_rollout:
+        return
     low, high = args.weight_bounds
     weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
     if args.weight_level:

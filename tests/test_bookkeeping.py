@@ -1,0 +1,123 @@
+"""What a learner computes piece by piece over a step's tokens: the same as over all at once, wherever the pieces end."""
+
+import itertools
+import statistics
+
+import losses_reference as slow
+import numpy as np
+import pytest
+import torch
+from helpers import make_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import losses
+import train_sync
+from rl import batch as batches
+from rl import metrics
+from rl.batch import Batch, pieces
+from rl.rollout_correction import correct_rollout, parse_criteria
+from rl.rollout_metrics import Moments, compare, rollout_metrics
+
+SIZES = (1, 7, 40, 1 << 17)  # of a piece
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
+
+
+@pytest.fixture(params=SIZES)
+def piece(request, monkeypatch) -> int:
+    monkeypatch.setattr(batches, "PIECE", request.param)
+    monkeypatch.setattr(metrics, "PIECE", request.param)
+    return request.param
+
+
+def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
+    """Five groups of four responses, some tokens masked, with log-probs of a learner that differ."""
+    rng = np.random.default_rng(seed)
+    batch = Batch.of([make_group(t, rng.integers(1, 30, 4), rng=rng, masked=True) for t in range(5)])
+    batch.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
+    batch.reward = batch.token_reward()
+    batch.advantage = losses.grpo(batch.reward, batch.mask, batch.seq, batch.group)
+    return batch, train_sync.Args(**flags)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 30))
+def test_pieces_are_whole_responses(lengths, size):
+    seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "PIECE", size)
+        cut = list(pieces(seq))
+    assert [i for p in cut for i in range(p.start, p.stop)] == list(range(len(seq)))
+    of_piece = [set(seq[p].tolist()) for p in cut]
+    assert all(not a & b for a, b in itertools.pairwise(of_piece)), "a response in two pieces"
+    assert all(p.stop - p.start <= size or len(of) == 1 for p, of in zip(cut, of_piece, strict=True))
+
+
+@pytest.mark.parametrize("level", losses.IS_LEVELS)
+def test_rollout_metrics_equal_slow_loops(piece, level):
+    for seed in range(5):
+        b = slow.random_batch([3, 9, 0, 20, 1, 14, 6], seed)
+        args = [b[k] for k in ("lp", "roll", "mask", "seq")]
+        kept = losses.rollout_rejection_mask(*args, criteria=[("token", "k2", 0.0, 0.1)])
+        found = compare(*args, level=level, bounds=(0.8, 1.3), rejected=b["mask"] & ~kept)
+        expected = slow.rollout_metrics(*(x.tolist() for x in args), level, 0.8, 1.3, kept.tolist())
+        assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("level", losses.IS_LEVELS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize):
+    flags = {"rollout_is": level, "rollout_is_batch_normalize": normalize}
+    flags |= {"rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": "0.05,0.5_2.0"}
+    batch, args = make_batch(**flags)
+    inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask.clone(), batch.seq)
+    weights = losses.rollout_is_weights(*inputs, level=level, normalize=normalize)
+    kept = losses.rollout_rejection_mask(*inputs, criteria=parse_criteria(args.rollout_rs, args.rollout_rs_threshold))
+    correct_rollout(args, batch)
+    assert (
+        torch.equal(batch.is_weight, weights) and torch.equal(batch.mask, kept) and 0 < int(kept.sum()) < int(inputs[2].sum())
+    )
+    assert torch.equal(batch.rejected, inputs[2] & ~kept)
+
+
+def test_differences_and_advantages_are_of_the_trained_tokens(piece):
+    batch, args = make_batch(rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
+    correct_rollout(args, batch)
+    batch.actor_log_prob[3] = torch.nan  # of a later update: not known
+    trained = [i for i, m in enumerate(batch.mask.tolist()) if m]
+    found = metrics.batch_metrics(batch) | rollout_metrics(args, batch)
+    p, q = batch.actor_log_prob.double().exp().tolist(), batch.rollout_log_prob.double().exp().tolist()
+    apart = [abs(p[i] - q[i]) for i in trained if i != 3]
+    expected = {"mean": statistics.mean(apart), "max": max(apart), "std": statistics.stdev(apart)}
+    assert {name: found[f"training/rollout_probs_diff_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)
+    advantages = [batch.advantage.tolist()[i] for i in trained]
+    assert found["critic/advantages/mean"] == pytest.approx(statistics.mean(advantages), abs=1e-12)
+    assert (found["critic/advantages/min"], found["critic/advantages/max"]) == (min(advantages), max(advantages))
+    rewards = [sum(batch.reward[batch.seq == i].tolist()) for i in range(len(batch.lengths))]
+    assert found["critic/rewards/mean"] == pytest.approx(statistics.mean(rewards))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_moments_of_pieces_keep_their_digits(weighted):
+    """A spread of 1e-3 about 1e6: sums of squares in float64 would keep four digits of it."""
+    rng = np.random.default_rng(0)
+    x, y = 1e6 + 1e-3 * rng.standard_normal(500), rng.standard_normal(500)
+    counts = rng.integers(1, 4, 500) if weighted else np.ones(500, int)
+    moments = Moments(2)
+    for part in np.split(np.arange(500), [1, 90, 91, 300]):
+        own = torch.from_numpy(counts[part]) if weighted else None
+        moments.add(torch.from_numpy(x[part]), torch.from_numpy(y[part]), counts=own)
+    (mean, _), ((xx, xy), (_, yy)) = moments.result()
+    exact = np.cov(np.stack([x - 1e6, y]), fweights=counts, ddof=0) * counts.sum()
+    assert [xx, xy, yy] == pytest.approx([exact[0, 0], exact[0, 1], exact[1, 1]], rel=1e-5)
+    assert mean == pytest.approx(np.average(x, weights=counts), rel=1e-14) and moments.n == counts.sum()
+
+
+def test_a_mini_batchs_span_is_where_its_tokens_are():
+    batch, _ = make_batch()
+    for prompts in (1, 2, 5):
+        for mini in batch.mini_batches(prompts):
+            assert torch.equal(torch.arange(len(batch.seq))[batch.span(mini)], batch.tokens_of(mini))
+    assert batch.span(torch.zeros(0, dtype=torch.long)) == slice(0, 0)
+    with pytest.raises(ValueError, match="do not follow each other"):
+        batch.span(torch.tensor([0, 2]))
