@@ -3,8 +3,10 @@
 import re
 
 import pytest
+from helpers import SMALL, run_script, train
 from layouts import ALONE, CASES, assert_taught_the_same, learn_on
-from transformers import Qwen2Config
+from test_examples import ROOT, words
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl.errors import UserError
 from rl.sequence_parallel import check_heads
@@ -47,3 +49,53 @@ def test_heads_that_ranks_cannot_share_are_refused(size, said):
         check_heads(config, size)
     for fitting in (1, 2, 4, 12):
         check_heads(config, fitting)
+
+
+@pytest.mark.slow
+def test_64k_tokens_in_one_sequence_go_over_four_ranks(tmp_path):
+    """A rank takes 16,400 tokens. One rank that takes them all says what the gradient is."""
+    small = SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    AutoModelForCausalLM.from_config(Qwen2Config(**small)).save_pretrained(tmp_path / "model")
+    case = {"long": ({"entropy_coeff": 0.1}, [[65_530]])}
+    four = {"sequence_parallel": 4, "ppo_max_token_len_per_gpu": 16_400}
+    found = learn_on(4, {"four": [str(tmp_path / "model"), four]}, case)
+    assert_taught_the_same(found, learn_on(1, {"one": [str(tmp_path / "model"), {"ppo_max_token_len_per_gpu": 65_600}]}, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "ranks", "flags"), [("train_sync.py", 2, []), ("train_async.py", 3, ["--generators", "1"])])
+def test_the_demo_is_trained_on_shared_sequences(script, ranks, flags, tmp_path):
+    """Prompt and response do not fit on one rank."""
+    flags = [*flags, "--sequence-parallel", "2", "--ppo-max-token-len-per-gpu", "24", "--total-training-steps", "3"]
+    metrics, _, _ = train(script, *flags, "--max-prompt-length", "24", "--max-response-length", "16", out=tmp_path, ranks=ranks)
+    for step in (1, 2, 3):
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-3 or script == "train_async.py"
+        assert metrics[step]["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_verls_gspo_run_goes_over_shared_sequences(tmp_path, demo_model):
+    """The recipe's own flags with a small model, batch and lengths."""
+    _, *flags = words(ROOT / "examples" / "gspo_qwen2.5_3b_gsm8k.sh", "gpu", tmp_path)
+    flags = flags[flags.index("train_sync.py") + 1 :]
+    flags += [
+        "--model",
+        "demo",
+        "--train-files",
+        "demo",
+        "--val-files",
+        "demo",
+        "--engine",
+        "transformers",
+        "--rollout-tp",
+        "1",
+    ]
+    flags += ["--train-batch-size", "8", "--ppo-mini-batch-size", "2", "--rollout-n", "4", "--total-training-steps", "2"]
+    flags += ["--max-prompt-length", "24", "--max-response-length", "16", "--ppo-max-token-len-per-gpu", "10"]
+    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "out", ranks=4, timeout=400)
+    assert metrics[2]["actor/grad_norm"] > 0 and metrics[2]["actor/skipped_steps"] == 0
+
+
+def test_learners_that_are_left_over_are_refused(tmp_path):
+    done = run_script("train_sync.py", "--sequence-parallel", "2", "--output-dir", tmp_path, check=False, timeout=120)
+    assert done.returncode == 1 and "error: --sequence-parallel 2 does not divide the 1 learners." in done.stderr
