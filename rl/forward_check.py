@@ -154,6 +154,29 @@ def _eager(model):
 
 
 @contextlib.contextmanager
+def in_fp32(model, layers: list):
+    """Has the model compute in fp32 whatever its weights are held in, a layer at a time, so that there is no copy of all. They
+    come out as they were: fp32 holds every half precision exactly."""
+    held = next(model.parameters()).dtype
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
+
+    def cast(parameters, dtype: torch.dtype) -> None:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(dtype)
+
+    cast(rest, torch.float32)
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: cast(layer.parameters(), torch.float32)) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda layer, *_: cast(layer.parameters(), held)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        cast(model.parameters(), held)
+
+
+@contextlib.contextmanager
 def _all_cores():
     """torchrun leaves each rank one thread; the other ranks wait for this one."""
     threads = torch.get_num_threads()

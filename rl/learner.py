@@ -21,7 +21,7 @@ from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
-from rl.forward_check import check_policy
+from rl.forward_check import check_policy, in_fp32
 from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
@@ -116,14 +116,18 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks. Only rank 0 reads the weights. Raises UserError
-    if they are not whole, or if what is computed with them is not what transformers computes."""
+    """The model at `path` (a directory or a hub name), sharded over all ranks, in fp32. Only rank 0 reads the weights, in the
+    files' precision. Raises UserError if they are not whole, or if what is computed with them is not what transformers
+    computes."""
+    model, whole, buffers = empty_model(load_config(path, trust_remote_code), trust_remote_code), {}, {}
     if ranks.is_main:
-        model = load_weights(path, torch.float32, trust_remote_code, say=trainable)
-    else:
-        model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
-    full_weights = model.state_dict() if ranks.is_main else {}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if ranks.is_main else {}
+        read = load_weights(path, None, trust_remote_code, say=trainable)
+        _without_dropout(read)
+        if trainable:
+            with in_fp32(read, layers(read)):
+                check_policy(Policy(read, Router.of(read, args)).train(), path)
+        whole, buffers, model.generation_config = read.state_dict(), dict(read.named_buffers()), read.generation_config
+        del read
     _without_dropout(model)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -131,8 +135,6 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, Router.of(model, args)).train(trainable)
-    if ranks.is_main and trainable:
-        check_policy(policy, path)
 
     shard = {"mesh": ranks.mesh["data"]}
     if args.dtype == "bfloat16":
@@ -150,7 +152,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
             module.set_force_sum_reduction_for_comms(True)
 
     policy.to_empty(device="cpu" if offload else ranks.device)
-    spread(full_weights, model, ranks)
+    spread(whole, model, ranks)
     _spread_buffers(policy, buffers, ranks)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))

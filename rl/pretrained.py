@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from rl.attention import ATTENTION, check_supported
 from rl.device import experts_implementation
@@ -224,8 +225,9 @@ def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTra
 # ----------------------------------------------------------------------------------------------------- weights
 
 
-def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape."""
+def load_weights(path: str, dtype: torch.dtype | None, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape. dtype:
+    None for the files' own where that loses nothing, and fp32 elsewhere."""
     where = f"--model {path}"
     _check_files(path, where)
     level = logging.get_verbosity()
@@ -235,7 +237,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
             config = load_config(path, trust_remote_code)
             model, info = _auto_class(config).from_pretrained(
                 path,
-                dtype=dtype,
+                dtype=dtype or _stored_dtype(path),
                 **_computed(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
@@ -257,6 +259,21 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
             "Set tie_word_embeddings to false, or remove that weight."
         )
     return model
+
+
+def _stored_dtype(path: str) -> torch.dtype:
+    """The one half precision that the files hold all weights in; otherwise fp32, which can hold any."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    index, single = (cached_file(path, f"model.safetensors{end}", **quiet) for end in (".index.json", ""))
+    names = (
+        set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"} if single else ()
+    )
+    found = set()
+    for name in names:
+        with safe_open(cached_file(path, name), "pt") as file:
+            found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    halves = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
+    return halves.get(frozenset(found), torch.float32)
 
 
 def _check_files(path: str, where: str) -> None:
