@@ -20,6 +20,7 @@ import torch
 
 from rl.attention import ATTENTION, REMEDY, Packed
 from rl.errors import UserError
+from rl.pretrained import layers
 from rl.vision import Images, positions, takes_images
 from rl.vision_forward import row_inputs
 
@@ -41,7 +42,7 @@ SUSPECTS = {
 
 @torch.no_grad()
 def check_policy(policy, path: str) -> None:
-    """Raises UserError if the learner's log-probs are not transformers'. policy: in fp32 on the CPU, not sharded."""
+    """Raises UserError if the learner's log-probs are not transformers'. policy: on the CPU, not sharded, in any precision."""
     probe = Probe.of(policy.model)
     ids, prompt = probe.ids, probe.prompt
     row = torch.cat([ids[0], ids[1, prompt:]])  # the prompt, the first response, the second one
@@ -54,7 +55,7 @@ def check_policy(policy, path: str) -> None:
     def ours() -> torch.Tensor:
         return policy(inputs, layout, predict, ids[:, prompt:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
 
-    with _all_cores():
+    with _all_cores(), in_fp32(policy.model, layers(policy.model)):
         _compare(ours, policy.model, probe, path, torch.float32)
 
 

@@ -21,7 +21,7 @@ from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
-from rl.forward_check import check_policy, in_fp32
+from rl.forward_check import check_policy
 from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
@@ -124,8 +124,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         read = load_weights(path, None, trust_remote_code, say=trainable)
         _without_dropout(read)
         if trainable:
-            with in_fp32(read, layers(read)):
-                check_policy(Policy(read, Router.of(read, args)).train(), path)
+            check_policy(Policy(read, Router.of(read, args)).train(), path)
         whole, buffers, model.generation_config = read.state_dict(), dict(read.named_buffers()), read.generation_config
         del read
     _without_dropout(model)

@@ -139,9 +139,10 @@ def _run(name: str, args: CommonArgs, learners: int, varlen: bool, workload: Dra
     return memory
 
 
-def _unread(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+def _unread(path: str, dtype: torch.dtype | None, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
     """Stands for load_weights: a model of the right size."""
-    model = empty_model(load_config(path, trust_remote_code), trust_remote_code).to_empty(device="cpu")
+    config = load_config(path, trust_remote_code)
+    model = empty_model(config, trust_remote_code).to(dtype or config.dtype or torch.float32).to_empty(device="cpu")
     model.tie_weights()
     return model
 
