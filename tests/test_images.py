@@ -217,17 +217,20 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
     monkeypatch.setattr(prompts.prep, "prepare", lambda sources: (made.append(sources[0]), prepare(sources))[1])
     batch = make_batch(prompts, [9, 9])
     rows = [batch.images.inputs([len(prompts[g].ids)], [-1], [g], torch.device("cpu"))["images"] for g in range(4)]
-    batch.images._thread.submit(lambda: None).result()  # behind what was asked of the thread
+    idle = lambda: batch.images._thread.submit(lambda: None).result()  # noqa: E731  (behind what the thread was asked for)
+    idle()
     assert made == [prompts[0].images.sources[0]]
     first = [rows[0].pixels()]
-    batch.images._thread.submit(lambda: None).result()
+    idle()
     assert made == [prompts[g].images.sources[0] for g in (0, 1)]
     first += [of.pixels() for of in rows[1:]]
     assert len(made) == 4
     monkeypatch.setattr(vision, "KEPT_BYTES", 2 * first[0].nbytes)
+    idle()
     prompts.prep._kept.clear()
     again = [of.pixels() for _ in range(2) for of in rows]
     assert all(torch.equal(a, b) for a, b in zip(first * 2, again, strict=True)) and len(made) > 4
+    idle()
     assert sum(of.result().nbytes for of in prompts.prep._kept.values()) <= 3 * first[0].nbytes
 
 
