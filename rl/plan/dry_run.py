@@ -63,17 +63,19 @@ class Memory:
 
 
 def dry_run(script: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
-    """In a process of its own, since the fake device stays. varlen: see fake_device.start. Raises UserError for what the run
-    itself would refuse."""
+    """In a process of its own, since the fake device stays, and forked from a fresh one: where a backward pass has run before,
+    autograd knows of no new device. varlen: see fake_device.start. Raises UserError for what the run itself would refuse."""
     for name in ("sequence_parallel", "expert_parallel"):
         if getattr(args, name) > 1:
             raise UserError(
                 f"{flag(name)} {getattr(args, name)}: which tokens go to which rank depends on values; the dry run has none. "
                 "Plan without it: what it saves, activations or gathered experts, stands in the table."
             )
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(writer, script, args, learners, varlen, workload), daemon=True)
+    own = {field.name: getattr(args, field.name) for field in dataclasses.fields(importlib.import_module(script).Args)}
+    child = context.Process(target=_in_child, args=(writer, script, own, learners, varlen, workload), daemon=True)
     child.start()
     writer.close()
     try:
@@ -97,8 +99,10 @@ def _in_child(writer, *what) -> None:
         writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
-def _run(name: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
-    script, path = importlib.import_module(name), resolve(args.model)
+def _run(name: str, flags: dict, learners: int, varlen: bool, workload: Drawn) -> Memory:
+    script = importlib.import_module(name)
+    args = script.Args(**flags)
+    path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     model = empty_model(config, args.trust_remote_code)
     shapes = {p.shape for p in model.parameters() if p.dim() > 1}
