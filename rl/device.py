@@ -20,6 +20,7 @@ from rl.errors import UserError
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 VARLEN_KINDS = {"cuda"}  # of devices for which torch has attention over packed sequences, in half precision
+LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -70,9 +71,8 @@ def has_varlen_attention(query: torch.Tensor) -> bool:
 
 
 def experts_implementation() -> str | None:
-    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products where
-    there is a kernel. On NPUs it is one expert after another."""
-    return "eager" if kind() == "npu" else None
+    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
+    return "eager" if kind() in LOOPED_EXPERTS_KINDS else None
 
 
 # ---------------------------------------------------------------------------------------------------------- process groups

@@ -101,9 +101,11 @@ class _Module:
 
 def start(world_size: int = 1, varlen: bool = False) -> Ranks:
     """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
-    process. varlen: the device has attention over packed sequences in half precision, as CUDA has."""
+    process. varlen: the device has attention over packed sequences in half precision, as CUDA has. Experts are grouped
+    products: the sizes of one after another would depend on values."""
     if varlen:
         device.VARLEN_KINDS.add(KIND)
+    device.LOOPED_EXPERTS_KINDS.discard(KIND)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device

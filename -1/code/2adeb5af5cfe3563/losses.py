@@ -1,0 +1,768 @@
+"""Advantages, policy losses, KL estimators, aggregations and rollout correction: pure functions of tensors (torch only).
+
+Layout. Everything per token is packed, [N]: the response tokens of the batch end to end. Beside it stand `mask` [N] (bool,
+True on trained tokens) and `seq` [N] (long, ascending: which response a token belongs to, 0..B-1); per response there is
+`group` [B] (long, any ids: responses of one prompt share one, wherever they lie). Packed, because then no padding exists
+that could leak into a mean, and a micro-batch is an index into the same tensors, in which not every response need occur. A
+response always lies whole in one micro-batch. `pack` and `unpack` convert from and to padded [B, T].
+
+Denominators are arguments, computed once over the GLOBAL mini-batch (all ranks, all micro-batches), so that the sum of the
+micro-batches' losses does not depend on how the batch was cut. Advantages and rollout correction take the global batch.
+
+Policy losses return the loss per token and detached statistics per token; a statistic's masked mean over the global batch is
+the metric. A decorator on each advantage and each loss declares what the scripts must know of it, and enters it under its names
+in ADVANTAGES or POLICY_LOSSES, which map the scripts' flags to the functions.
+
+Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
+response's total reward. sg(x) has the value of x and no gradient.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool [N]}
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {}  # by their own names and, where that differs, by verl's
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {}
+
+
+def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
+    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
+    return tuple(k.name for k in keywords if k.name not in knobs), knobs
+
+
+def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], declared: dict) -> Callable:
+    """Enters a function into a table under its names, with what is declared of it and read off its signature."""
+    function.inputs, function.knobs = _keywords(function)
+    vars(function).update(declared)
+    table.update(dict.fromkeys((function.__name__, *verl_names), function))
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------- layout
+
+
+def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
+    """valid [B, T] (bool: response tokens, trained or not, wherever the padding lies) and any tensors [B, T] -> seq [N] and
+    each tensor as [N]. Why packed: see the top of the file."""
+    return (valid.nonzero()[:, 0], *(x[valid] for x in padded))
+
+
+def unpack(x: Tensor, seq: Tensor, num_seqs: int, length: int | None = None, fill: float = 0.0) -> Tensor:
+    """x, seq [N] -> [num_seqs, T], padded on the right with `fill`; T is `length`, by default the longest response's."""
+    sizes = torch.bincount(seq, minlength=num_seqs)  # [B]
+    position = torch.arange(len(seq), device=seq.device) - (sizes.cumsum(0) - sizes)[seq]  # [N]
+    length = length if length is not None else (int(sizes.max()) if num_seqs else 0)
+    out = torch.full((num_seqs, length), fill, dtype=x.dtype, device=x.device)
+    out[seq, position] = x
+    return out
+
+
+def sequence_sum(x: Tensor, seq: Tensor, num_seqs: int | None = None) -> Tensor:
+    """Sum of x [N] over each response's tokens -> [num_seqs]; 0 for a response without tokens."""
+    if num_seqs is None:
+        num_seqs = int(seq[-1]) + 1 if len(seq) else 0
+    return torch.zeros(num_seqs, dtype=x.dtype, device=x.device).index_add(0, seq, x)
+
+
+def sequence_means(mask: Tensor, seq: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Mean of each x [N] over each response's trained tokens -> [B] each; 0 for a response without one."""
+    count = sequence_sum(mask.to(xs[0].dtype), seq).clamp(min=1)
+    return tuple(sequence_sum(torch.where(mask, x, 0.0), seq) / count for x in xs)
+
+
+def trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
+    """The indices of the responses with a trained token, ascending."""
+    return torch.unique_consecutive(seq if mask.all() else seq[mask])
+
+
+def to_tokens(x: Tensor, seq: Tensor) -> Tensor:
+    """x [B] -> [N]: each token gets its response's. (Several times as fast as x[seq] on a CPU.)"""
+    return x.index_select(0, seq)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x [N] over the trained tokens, a scalar; 0 if there is none."""
+    return torch.where(mask, x, 0.0).sum() / mask.count_nonzero().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 where the
+    mask is. A single trained token gives 0, equal ones exactly 0: averaged is the distance to the least, in float64."""
+    above = x.double() - torch.where(mask, x.double(), torch.inf).min() if mask.any() else x.double()
+    centered = torch.where(mask, above - masked_mean(above, mask), 0.0)
+    variance = (centered**2).sum() / (mask.count_nonzero() - 1).clamp(min=1)
+    return (centered * torch.rsqrt(variance + 1e-8)).to(x.dtype)
+
+
+def return_to_go(reward: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N]; masked tokens count as steps.
+
+    In log2(longest response) passes: the sum over a window of 2w tokens is the sum over w plus gamma^w times the sum over
+    the next w.
+    """
+    longest = int(torch.bincount(seq).max()) if len(seq) else 0
+    total, width = reward, 1
+    while width < longest:
+        same = seq[:-width] == seq[width:]
+        total = torch.cat([total[:-width] + gamma**width * total[width:] * same, total[-width:]])
+        width *= 2
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------ aggregation
+
+
+def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
+    """The number that `aggregate` divides by; mask, seq [N] and num_seqs are of the GLOBAL mini-batch. By mode, its unit:
+
+    token-mean               trained tokens
+    token-sum                1 (so the step grows with the batch)
+    seq-mean-token-sum       responses
+    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget, a constant; Dr.GRPO, arXiv 2503.20783)
+    seq-mean-token-mean      responses with at least one trained token
+    At least 1, so that an empty batch gives a loss of 0.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}; choose from {', '.join(AGGREGATIONS)}")
+    if mode == "token-mean":
+        return float(max(1, int(mask.count_nonzero())))
+    if mode == "token-sum":
+        return 1.0
+    if mode == "seq-mean-token-mean":
+        return float(max(1, len(trained_sequences(mask, seq))))
+    if mode == "seq-mean-token-sum":
+        return float(max(1, num_seqs))
+    if budget is None:
+        raise ValueError("seq-mean-token-sum-norm divides by the response budget: pass budget=")
+    return float(max(1, num_seqs) * budget)
+
+
+def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: float) -> Tensor:
+    """loss, mask, seq [N] of a micro-batch -> its share (scalar) of the global loss; `denominator` from the function above.
+
+    The sum over trained tokens, each weighted 1, or 1 / (trained tokens of its response) in seq-mean-token-mean.
+    """
+    loss = torch.where(mask, loss, 0.0)
+    if mode == "seq-mean-token-mean":
+        loss = loss / to_tokens(sequence_sum(mask.to(loss.dtype), seq).clamp(min=1), seq)
+    return loss.sum() / denominator
+
+
+# ------------------------------------------------------------------------------------------------------- advantages
+# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
+# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
+# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
+#
+# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
+# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
+# whatever the score, n and dtype, while scores an ulp apart are still two scores.
+
+
+def advantage_estimator(
+    *verl_names: str,
+    group_of_one: Literal["zero", "score"] | None = None,
+    aggregation: str | None = None,
+    by_token: bool = False,
+) -> Callable:
+    """Declares an advantage estimator, as attributes of the function.
+
+    group_of_one: "zero" where one response a prompt always has the advantage 0, so that nothing is ever learnt; "score" where
+    it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. by_token: the
+    tokens of a response may have different advantages. Read off the signature: inputs, the names of what it takes from the
+    batch beside the usual arguments; knobs, its numbers with their defaults.
+    """
+
+    declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token}
+    return lambda function: _declare(function, ADVANTAGES, verl_names, declared)
+
+
+@advantage_estimator(group_of_one="score")
+def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
+    """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
+
+    Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give exactly 0.
+    """
+    centered, score, index = _centered(reward, mask, seq, group)
+    alone = _group_sum(torch.ones_like(score), index) == 1
+    advantage = torch.where(alone, score / (1 + eps), centered / (_group_std(centered, index) + eps))
+    return _masked_tokens(advantage, reward, mask, seq)
+
+
+@advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm")
+def dr_grpo(reward, mask, seq, group) -> Tensor:
+    """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
+
+    Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
+    """
+    return _masked_tokens(_centered(reward, mask, seq, group)[0], reward, mask, seq)
+
+
+@advantage_estimator(group_of_one="zero")
+def rloo(reward, mask, seq, group) -> Tensor:
+    """A = n / (n - 1) * (s - mean_g), which is s minus the mean of the other n - 1; a group of one gives 0.
+
+    REINFORCE leave-one-out, arXiv 2402.14740.
+    """
+    centered, _, index = _centered(reward, mask, seq, group)
+    size = _group_sum(torch.ones_like(centered), index)
+    return _masked_tokens(size / (size - 1).clamp(min=1) * centered, reward, mask, seq)
+
+
+@advantage_estimator("reinforce_plus_plus", by_token=True)
+def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
+    """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
+
+    REINFORCE++, arXiv 2501.03262. Differs from token to token if rewards do, or gamma < 1.
+    """
+    return whiten(return_to_go(reward, seq, gamma), mask)
+
+
+@advantage_estimator("reinforce_plus_plus_baseline", group_of_one="zero")
+def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
+    """A = whiten(s - mean_g), whitened over the trained tokens of the batch. REINFORCE++ with baseline, arXiv 2501.03262.
+
+    Equal scores, and a group of one, have s - mean_g = 0 exactly; whitening shifts that by the batch's mean over tokens, which
+    is not 0 where long responses score otherwise than short ones.
+    """
+    centered = _centered(reward, mask, seq, group)[0]
+    return whiten(to_tokens(centered, seq), mask).to(reward.dtype)
+
+
+@advantage_estimator(by_token=True)
+def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
+    """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
+
+    ReMax, arXiv 2310.10505.
+    """
+    return torch.where(mask, return_to_go(reward, seq) - to_tokens(baseline.to(reward.dtype), seq), 0.0)
+
+
+@advantage_estimator(group_of_one="zero")
+def opo(reward, mask, seq, group) -> Tensor:
+    """A = s - sum_g(len s) / sum_g(len), len = trained tokens: the variance-optimal baseline if gradients grow with length.
+
+    On-Policy RL with Optimal baseline, arXiv 2505.23585. Equal scores, and a group of one, give exactly 0.
+    """
+    centered, _, index = _centered(reward, mask, seq, group)
+    length = sequence_sum(mask.double(), seq, len(group))
+    baseline = _group_sum(length * centered, index) / _group_sum(length, index).clamp(min=1)
+    return _masked_tokens(centered - baseline, reward, mask, seq)
+
+
+@advantage_estimator(group_of_one="zero")
+def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
+
+    Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
+    """
+    centered, score, index = _centered(reward, mask, seq, group)
+    best = score == -_group_min(-score, index)
+    lead = score + _group_min(torch.where(best, torch.inf, -score), index)
+    alone = best & (_group_sum(best.double(), index) == 1) & lead.isfinite()
+    advantage = lead / (_group_std(centered, index) + eps) if norm_by_std else lead
+    return _masked_tokens(torch.where(alone, advantage, 0.0), reward, mask, seq)
+
+
+@advantage_estimator(group_of_one="zero")
+def gpg(reward, mask, seq, group) -> Tensor:
+    """A = alpha (s - mean_g), alpha = responses / responses of groups whose scores differ: it makes up for groups without
+    signal. Responses without a trained token count in neither.
+
+    Group Policy Gradient, arXiv 2504.02546 (verl divides by the number of non-zero scores instead). A group of one gives 0.
+    """
+    centered, score, index = _centered(reward, mask, seq, group)
+    trained = torch.zeros(len(group), dtype=torch.bool, device=mask.device).index_fill(0, trained_sequences(mask, seq), True)
+    differ = trained & (_group_min(score, index) != -_group_min(-score, index))
+    alpha = trained.sum().double() / differ.sum().clamp(min=1)
+    return _masked_tokens(alpha * centered, reward, mask, seq)
+
+
+@advantage_estimator(by_token=True)
+def gae(reward, mask, seq, group, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
+
+    What the critic learns towards is `lambda_return`, a function of its own.
+    """
+    return whiten(lambda_return(reward, mask, seq, value, gamma, lam) - value, mask)
+
+
+def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
+
+    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
+    before it.
+    """
+    index = mask.nonzero()[:, 0]  # [M] the trained tokens
+    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
+    credited = before >= 0
+    credited[credited.clone()] = seq[index[before[credited]]] == seq[credited]
+    r = torch.zeros(len(index), dtype=reward.dtype, device=reward.device)
+    r = r.index_add(0, before[credited], reward[credited])
+    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
+    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
+    advantage = return_to_go(r + gamma * following - v, s, gamma * lam)
+    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
+
+
+def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
+    index = len(group) + torch.arange(len(group), device=group.device)  # without a trained token: a group of its own
+    trained = trained_sequences(mask, seq)
+    index[trained] = torch.unique(group[trained], return_inverse=True)[1]
+    score = sequence_sum(reward.double(), seq, len(group))
+    above = score - _group_min(score, index)
+    return above - _group_sum(above, index) / _group_sum(torch.ones_like(above), index), score, index
+
+
+def _group_sum(x: Tensor, index: Tensor) -> Tensor:
+    """x [B], index [B] below 2B -> each response's sum over its group [B]."""
+    return x.new_zeros(2 * len(x)).index_add(0, index, x)[index]
+
+
+def _group_min(x: Tensor, index: Tensor) -> Tensor:
+    """x [B], index [B] below 2B -> each response's minimum over its group [B]."""
+    return x.new_full((2 * len(x),), torch.inf).scatter_reduce(0, index, x, "amin")[index]
+
+
+def _group_std(centered: Tensor, index: Tensor) -> Tensor:
+    """Standard deviation of each response's group [B], with Bessel's correction; 0 in a group of one."""
+    size = _group_sum(torch.ones_like(centered), index)
+    return (_group_sum(centered**2, index) / (size - 1).clamp(min=1)).sqrt()
+
+
+def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
+    """advantage [B] -> [N] in the reward's dtype, 0 where the mask is."""
+    return torch.where(mask, to_tokens(advantage.to(reward.dtype), seq), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------- policy losses
+# f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
+# knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
+# aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
+# gradient the clip removed; pg_clipfrac_lower, those that a second clip did. Before exp d is clamped to 20; below it needs
+# none, exp(-20) is 0 for all purposes.
+
+
+def policy_loss(
+    *verl_names: str,
+    aggregation: str | None = None,
+    by_response: bool = False,
+    one_advantage: bool = False,
+    has_ratio: bool = True,
+    chooses: Callable[..., Tensor] | None = None,
+) -> Callable:
+    """Declares a policy loss, as attributes of the function.
+
+    aggregation: that of its paper, if not token-mean. by_response: it has one ratio for a whole response, so that no other
+    aggregation makes sense; one_advantage: and one advantage, the mean of its tokens'. has_ratio: it weighs each token by the
+    ratio of the policy to the old one. Without a ratio it is right for tokens of the policy itself alone, and the caller
+    multiplies it by `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global
+    batch. Read off the signatures: inputs, the names of what it takes from the batch beside the usual arguments; knobs, its
+    numbers with their defaults; choice_inputs and choice_knobs, those of `chooses`.
+    """
+    declared = {"aggregation": aggregation, "by_response": by_response, "one_advantage": one_advantage}
+    choice_inputs, choice_knobs = _keywords(chooses) if chooses else ((), {})
+    declared |= {"has_ratio": has_ratio, "chooses": chooses, "choice_inputs": choice_inputs, "choice_knobs": choice_knobs}
+    return lambda function: _declare(function, POLICY_LOSSES, verl_names, declared)
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """d = log_prob - old_log_prob, [N]; 0 where the mask is, so that nothing non-finite there reaches loss or gradient."""
+    return torch.where(mask, log_prob - old_log_prob, 0.0)
+
+
+def importance_weight(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, *, cap: float = 20.0) -> Tensor:
+    """min(r, cap), detached, [N]: what a loss without a ratio is multiplied by. Exactly 1 where the policy is the old one. The
+    cap is there for outliers alone."""
+    return log_ratio(log_prob.detach(), old_log_prob, mask).clamp(max=math.log(cap)).exp()
+
+
+@policy_loss("vanilla")
+def ppo_clip(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 3.0
+) -> Loss:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
+
+    PPO (arXiv 1707.06347; low = high = 0.2); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip 2001.04451 (c = 3).
+    pg_clipfrac_lower: tokens whose gradient the dual clip removed.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
+    bound = -advantage * clip_c
+    loss = torch.where(advantage < 0, torch.minimum(clipped, bound), clipped)
+    return loss, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": (clipped > bound) & (advantage < 0)}
+
+
+@policy_loss(aggregation="seq-mean-token-mean", by_response=True)
+def gspo(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 3e-4, clip_high: float = 4e-4, clamp: float = 10.0
+) -> Loss:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio a sequence, the
+    geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean.
+
+    GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
+    pg_clipfrac counts whole sequences, token by token.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    (level,) = sequence_means(mask, seq, d.detach())
+    level = to_tokens(level, seq)  # [N], the same on a sequence's tokens
+    s = (d - d.detach() + level).clamp(max=clamp).exp()
+    plain, clipped = _clip_pair(s, advantage, clip_low, clip_high)
+    return clipped, {"pg_clipfrac": clipped > plain}
+
+
+@policy_loss("geo_mean", aggregation="seq-mean-token-mean", by_response=True, one_advantage=True)
+def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Loss:
+    """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
+    geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
+
+    GMPO, arXiv 2507.20673 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
+    pg_clipfrac_lower: with A < 0. Multiplied by one importance weight a token, a response counts with their arithmetic mean
+    (in verl with their geometric mean, which is the weight of the level sequence_geometric).
+    """
+    d, sign = log_ratio(log_prob, old_log_prob, mask), advantage.sign()
+    clipped = d.clamp(-clip_low, clip_high)
+    u = sign * torch.minimum(sign * d, sign * clipped)  # 0 where the mask is, as d is
+    count = sequence_sum(mask.to(d.dtype), seq).clamp(min=1)  # [B]
+    level = sequence_sum(torch.where(mask, advantage, 0.0), seq) / count
+    loss = -level * (sequence_sum(u, seq) / count).clamp(-20, 20).exp()
+    out = u.detach() != d.detach()
+    return to_tokens(loss, seq), {"pg_clipfrac": out & (advantage > 0), "pg_clipfrac_lower": out & (advantage < 0)}
+
+
+@policy_loss()
+def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 1.0, clip_high: float = 0.2) -> Loss:
+    """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
+
+    CISPO, arXiv 2506.13585, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens whose weight was
+    clipped.
+    """
+    d = log_ratio(log_prob.detach(), old_log_prob, mask)
+    least = math.log(1 - clip_low) if clip_low < 1 else -20.0
+    clipped = d.clamp(least, math.log(1 + clip_high))  # clip(exp(d)) = exp(clip(d))
+    out = clipped != d
+    weight = clipped.exp_().mul_(advantage).neg_()
+    return weight * torch.where(mask, log_prob, 0.0), {"pg_clipfrac": out}
+
+
+@policy_loss(aggregation="seq-mean-token-mean")
+def sapo(log_prob, old_log_prob, advantage, mask, seq, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
+    smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    tau = torch.where(advantage > 0, d.new_tensor(tau_pos), d.new_tensor(tau_neg))
+    gate = torch.sigmoid(tau * (d.clamp(max=20).exp() - 1)) * 4 / tau
+    return -advantage * gate, {}
+
+
+@policy_loss("gpg", has_ratio=False)
+def reinforce(log_prob, old_log_prob, advantage, mask, seq) -> Loss:
+    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On data of another policy it
+    is to be multiplied by `importance_weight`, as the scripts do."""
+    return -advantage * torch.where(mask, log_prob, 0.0), {}
+
+
+def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` where the mask is. Detached."""
+    a, lp = torch.where(mask, advantage, 0.0), torch.where(mask, log_prob.detach(), 0.0)
+    count = mask.count_nonzero().clamp(min=1)
+    product = a.sub_(a.sum() / count).mul_(lp.sub_(lp.sum() / count))
+    return torch.where(mask, product, fill)
+
+
+def top_covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, *, ratio: float = 2e-4) -> Tensor:
+    """The max(1, int(ratio * trained tokens)) trained tokens of largest covariance: bool [N]."""
+    cov = covariance(log_prob, advantage, mask, fill=-torch.inf)
+    total = int(mask.count_nonzero())
+    top = cov.topk(min(total, max(1, int(ratio * total))), sorted=False).indices
+    return torch.zeros_like(mask).index_fill_(0, top, True)
+
+
+def random_covariance(
+    log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    ratio: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    among: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """At random max(1, int(ratio * trained tokens)) of the tokens with low < covariance < high (and `among`, [N] bool), all of
+    them if they are fewer: bool [N]. Give every rank the same generator."""
+    cov = covariance(log_prob, advantage, mask)
+    allowed = (cov > low) & (cov < high) & mask & (mask if among is None else among)
+    candidates = allowed.nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=generator, device=generator.device if generator else None)
+    count = max(1, int(ratio * int(mask.count_nonzero())))
+    return torch.zeros_like(mask).index_fill(0, candidates[order[:count].to(candidates.device)], True)
+
+
+@policy_loss(chooses=random_covariance)
+def clip_cov(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    chosen: Tensor | None = None,
+) -> Loss:
+    """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
+
+    Clip-Cov, arXiv 2505.22617. The choice looks at a whole batch: to be independent of micro-batches make it once,
+    `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy is the
+    old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac: chosen
+    tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
+    if chosen is None:
+        chosen = random_covariance(log_prob, advantage, mask, among=mask & (clipped <= plain))
+    chosen = chosen & mask
+    return torch.where(chosen, 0.0, clipped), {"pg_clipfrac": chosen, "pg_clipfrac_lower": clipped > plain}
+
+
+@policy_loss(chooses=top_covariance)
+def kl_cov(log_prob, old_log_prob, advantage, mask, seq, *, coef: float = 1.0, chosen: Tensor | None = None) -> Loss:
+    """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
+
+    KL-Cov, arXiv 2505.22617, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the global batch,
+    `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens. pg_clipfrac: chosen
+    tokens. |d| has no gradient at d = 0.
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
+    index = chosen.nonzero()[:, 0]  # few: the penalty costs them alone
+    loss = -advantage * d.clamp(max=20).exp()
+    return loss.index_add(0, index, coef * d.index_select(0, index).abs()), {"pg_clipfrac": chosen}
+
+
+@policy_loss()
+def dppo_tv(
+    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 20.0
+) -> Loss:
+    """-A sg(min(r, c)) lp where p - p_old <= high (A > 0) or >= -low (A <= 0), else 0; d clamped to +-20. The trust region is
+    in the difference of probabilities (total variation), not in their ratio, which is noisy for rare tokens.
+
+    DPPO, arXiv 2602.04879. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in whose weight met c.
+    """
+    d = log_ratio(log_prob.detach(), old_log_prob, mask)
+    lp = torch.where(mask, log_prob, 0.0)
+    moved = lp.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
+    out = torch.where(advantage > 0, moved > clip_high, moved < -clip_low)
+    ratio = d.clamp(max=20).exp()
+    weight = torch.where(out, 0.0, ratio.clamp(max=clip_c))
+    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > clip_c) & ~out}
+
+
+@policy_loss()
+def decoupled_ppo(
+    log_prob,
+    old_log_prob,
+    advantage,
+    mask,
+    seq,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
+    cap: float = 5.0,
+    rollout_log_prob: Tensor,
+) -> Loss:
+    """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
+    `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
+
+    AReaL, arXiv 2505.24298. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap (AReaL drops
+    those instead).
+    """
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
+    loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq, **clips)
+    weight = log_ratio(old_log_prob, rollout_log_prob, mask).detach().clamp(-20, 20).exp()
+    return loss * weight.clamp(max=cap), stats | {"behav_clipfrac": weight > cap}
+
+
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
+    """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
+
+    vf_clipfrac: tokens whose gradient the clip removed. PPO (arXiv 1707.06347) as commonly implemented.
+    """
+    v, old, target = (torch.where(mask, x, 0.0) for x in (value, old_value, returns))
+    plain = (v - target) ** 2
+    clipped = (torch.clamp(v, old - clip, old + clip) - target) ** 2
+    return 0.5 * torch.maximum(plain, clipped), {"vf_clipfrac": clipped > plain}
+
+
+def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
+    plain = -advantage * ratio
+    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+# --------------------------------------------------------------------------------------------- KL to the reference
+# Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. Their values
+# and their gradients, as a loss, are different matters. See Schulman, "Approximating KL Divergence" (2020).
+
+
+def k1(x: Tensor) -> Tensor:
+    """x: unbiased in value, high variance, negative at times; as a loss its gradient is 0 in expectation."""
+    return x
+
+
+def k_abs(x: Tensor) -> Tensor:
+    """|x|: biased in value; as a loss a pull of constant strength."""
+    return x.abs()
+
+
+def k2(x: Tensor) -> Tensor:
+    """x^2 / 2: biased in value, but as a loss its gradient is that of the KL, unbiased."""
+    return x**2 / 2
+
+
+def k3(x: Tensor) -> Tensor:
+    """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl", GRPO); as a loss its
+    gradient is that of the reverse divergence, KL(reference || policy)."""
+    x = x.clamp(-20, 20)
+    return (torch.exp(-x) - 1 + x).clamp(-10, 10)
+
+
+def with_unbiased_gradient(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An estimator's value with the gradient of k2 (straight-through; verl's "+"): k1+ and k3+ are unbiased in both."""
+    return lambda x: value(x).detach() + k2(x) - k2(x).detach()
+
+
+KL_ESTIMATORS = {"k1": k1, "abs": k_abs, "k2": k2, "k3": k3} | {"kl": k1, "mse": k2, "low_var_kl": k3}  # and verl's names
+KL_ESTIMATORS |= {f"{name}+": with_unbiased_gradient(value) for name, value in KL_ESTIMATORS.items()}
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """The estimator `kind` (of KL_ESTIMATORS) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
+    the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass."""
+    return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
+
+
+def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
+    """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
+
+    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Ziegler et al., arXiv 1909.08593.
+    """
+    return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
+
+
+# ----------------------------------------------------------------------------------------------- rollout correction
+# The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
+# lr = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
+# take the GLOBAL batch, [N] each; everything is detached.
+
+
+def rollout_is_weights(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    level: str = "token",
+    low: float | None = None,
+    high: float = 2.0,
+    normalize: bool = False,
+) -> Tensor:
+    """Importance weights [N], 0 where the mask is, to multiply the token losses by.
+
+    level: token exp(lr); sequence exp(sum_t lr) on all its tokens; sequence_geometric exp(mean_t lr); over trained tokens.
+    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high (IcePop, masked
+    importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
+    """
+    weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
+    if normalize:
+        units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][trained_sequences(mask, seq)]
+        weight = weight * len(units) / units.sum() if (units > 0).any() else weight
+    return torch.where(mask, weight, 0.0)
+
+
+def rollout_rejection_mask(
+    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, *, criteria: Sequence[tuple[str, str, float, float]]
+) -> Tensor:
+    """mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
+
+    criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
+    of the ratios); seq_max (one bad token rejects the response). Divergences: k1, a band on the ratio learner / generator
+    itself (verl's band is on the inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, bounded by high alone. Usual:
+    seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0. Each looks at the given mask, not at what another left.
+    """
+    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    kept = mask
+    for level, divergence, low, high in criteria:
+        x = {"k1": lambda: lr, "k2": lambda: lr**2 / 2, "k3": lambda: lr.exp() - lr - 1}[divergence]()
+        if level == "seq_sum":
+            x = to_tokens(sequence_sum(x, seq), seq)
+        elif level == "seq_mean":
+            x = to_tokens(*sequence_means(mask, seq, x), seq)
+        x = x.clamp(-20, 20).exp() if divergence == "k1" else x
+        fine = (x >= low) & (x <= high) if divergence == "k1" else x <= high
+        if level == "seq_max":
+            fine = to_tokens(sequence_sum((mask & ~fine).to(lr.dtype), seq), seq) == 0
+        kept = kept & fine
+    return kept
+
+
+def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """lr [N], detached; 0 where the mask is."""
+    return log_ratio(log_prob.detach(), rollout_log_prob.detach(), mask).clamp(-20, 20)
+
+
+def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
+    """The importance ratio [N] at a level of IS_LEVELS, before any bound."""
+    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    if level == "sequence":
+        lr = to_tokens(sequence_sum(lr, seq).clamp(-20, 20), seq)
+    elif level == "sequence_geometric":
+        lr = to_tokens(*sequence_means(mask, seq, lr), seq)
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r} of importance weights; choose from {', '.join(IS_LEVELS)}")
+    return lr.exp()
+
+
+def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
+    """Capped at high, or with low given 0 outside of the band."""
+    return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------- the flags' words
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+IS_LEVELS = ("token", "sequence", "sequence_geometric")
+REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+
+
+def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
+    """The aggregation of the loss's paper, or else of the advantage's; otherwise token-mean."""
+    return POLICY_LOSSES[loss_mode].aggregation or ADVANTAGES[adv_estimator].aggregation or "token-mean"
+
+
+def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) -> None:
+    """Raises ValueError, with the reason, for an unknown word or a combination that makes no sense."""
+    for word, choices in ((adv_estimator, ADVANTAGES), (loss_mode, POLICY_LOSSES), (loss_agg_mode, AGGREGATIONS)):
+        if word not in choices:
+            raise ValueError(f"{word!r} is none of {', '.join(choices)}")
+    loss, estimator = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
+    if loss.by_response and loss_agg_mode != loss.aggregation:
+        raise ValueError(
+            f"{loss_mode} has one ratio for a whole response, whose 1 / length comes from the aggregation {loss.aggregation}: "
+            f"with {loss_agg_mode} long responses would count by their length."
+        )
+    if loss.one_advantage and estimator.by_token:
+        raise ValueError(
+            f"{loss_mode} weighs a whole response by one advantage; {adv_estimator} gives each token its own, which would be "
+            "averaged away. gspo keeps them."
+        )

@@ -1,0 +1,252 @@
+"""The learner again on the samples of a run that was recorded (--record DIR), without generators.
+
+    python replay.py runs/demo                                # the same flags: the same weights, bit for bit
+    python replay.py runs/demo --loss-mode gspo --lr 3e-5     # what these would have made of the same samples
+    python replay.py runs/demo --from-step 120                # from the checkpoint before that step
+    python replay.py runs/demo --stop-at-nan                  # straight to the first bad step, whose micro-batch becomes a file
+    torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
+
+The run comes first: its directory, or that of its record. `learn` is that of the script that was run, as it was then; --script
+FILE takes another's. All other flags are the script's, with the values of the recorded run. With other values the samples are
+off-policy: the weights that made them are not those that learn from them. Left out: validation.
+"""
+
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl import signals
+
+    signals.take()
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from rl import bad_step, checkpoint, dist, flags, process  # nothing here imports losses: `load_script` says which
+from rl.data import DataArgs
+from rl.engine import EngineArgs
+from rl.errors import UserError
+from rl.identity import MAY_CHANGE
+from rl.provenance import code_digest, digest_of, package_files
+from rl.ranges import flag
+from rl.recorder import SAMPLES, Record
+from rl.schedule import ScheduleArgs
+from rl.scoring import RewardArgs
+
+LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
+PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
+SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches"}  # the samples were made by these, and by
+SAMPLED |= {field.name for part in (DataArgs, EngineArgs, RewardArgs, ScheduleArgs) for field in dataclasses.fields(part)}
+SAMPLED -= PLACES
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is to be replayed."""
+
+    record: Record
+    run_dir: Path  # of the recorded run
+    checkpoint: Path | None  # of it, from which the replay begins; None for the model that training began with
+    first: int  # step
+    last: int
+    script: ModuleType
+    args: object  # of the script
+    changed: dict[str, tuple]  # flags that are others than in the recorded run: (was, is)
+    stop_at_nan: bool
+
+    @property
+    def start(self) -> dict:
+        """What was noted of the start of the run in which the first step was trained."""
+        return self.record.start_of(self.first)
+
+    @property
+    def off_policy(self) -> set[str]:
+        """Flags by which the weights become others than those that made the samples."""
+        return {name for name in self.changed if name not in MAY_CHANGE - LENGTH - {"model"}}
+
+
+def read(words: Sequence[str]) -> Replay:
+    """The command line, and what it names. Raises UserError for what cannot be replayed."""
+    if not words or words[0].startswith("-"):
+        if not {"-h", "--help"} & {*words}:
+            raise UserError("the first argument is the directory of a run, or of its record: python replay.py runs/demo.")
+        print(__doc__.strip())
+        sys.exit()
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--from-step", type=int)
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--stop-at-nan", action="store_true")
+    own, rest = parser.parse_known_args(words[1:])
+    record, run_dir = find(Path(words[0]))
+    wanted = own.from_step or (own.stop_at_nan and bad_step.of(run_dir / "metrics.jsonl")) or record.steps[0]
+    path, first = begin(record, run_dir, wanted)
+    start = record.start_of(first)
+    try:
+        script = load_script(own.script or record.directory / start["file"])
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"the recorded script cannot be imported ({error}): the code in rl/ is not what it was. Check out the version that "
+            "recorded, or give today's script with --script."
+        ) from error
+    was = {name: tuple(value) if isinstance(value, list) else value for name, value in start["flags"].items()}
+    was = {field.name: was.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    args = flags.read(script.Args, __doc__, rest, was)
+    changed = {name: (was[name], value) for name, value in asdict(args).items() if value != was[name]}
+    if made := [name for name in changed if name in SAMPLED]:
+        raise UserError(f"{', '.join(map(flag, made))}: what made the samples stays as it was in a replay. Leave it out.")
+    last = first
+    while last + 1 in record.steps and same_settings(record.start_of(last + 1), start):
+        last += 1
+    return Replay(record, run_dir, path, first, last, script, args, changed, own.stop_at_nan)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}.")
+
+
+def find(where: Path) -> tuple[Record, Path]:
+    """The record and the run's directory, by either directory."""
+    if (where / SAMPLES).exists():
+        record = Record(where)
+        return record, Path(record.starts[-1]["run"])
+    for config in sorted(where.glob("config*.json"), reverse=True):
+        if directory := json.loads(config.read_text())["flags"].get("record"):
+            return Record(Path(directory)), where
+    raise UserError(f"{where} is neither a run that was recorded (--record DIR) nor a record ({SAMPLES}).")
+
+
+def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]:
+    """The checkpoint to begin from so that `wanted` is replayed, the newest before it, and the first step behind it."""
+    steps = set(record.steps)
+    if wanted not in steps:
+        held = f"holds steps {min(steps)} to {max(steps)}" if steps else "holds no whole step"
+        raise UserError(f"step {wanted} is not in {record.directory}, which {held}.")
+    first = wanted
+    while first - 1 in steps:
+        first -= 1
+    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(checkpoint.STEPS)}
+    for step in sorted((step for step in saved if first - 1 <= step < wanted), reverse=True):
+        if checkpoint.damage(saved[step]) is None:
+            return saved[step], step + 1
+    if first > 1:
+        raise UserError(
+            f"{record.directory} begins with step {first}, and {run_dir} has no whole checkpoint of step {first - 1} or "
+            "later to begin from."
+        )
+    return None, 1
+
+
+def same_settings(start: dict, other: dict) -> bool:
+    """Tells whether two starts of a run trained by the same flags."""
+    kept = MAY_CHANGE - {"ppo_max_token_len_per_gpu"}
+    of = [{n: v for n, v in s["flags"].items() if n not in kept} | {"": s["total_steps"]} for s in (start, other)]
+    return of[0] == of[1]
+
+
+def load_script(file: Path) -> ModuleType:
+    """The module in the file; what lies beside it, losses.py above all, comes before what is installed."""
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not (spec and file.is_file()):
+        raise UserError(f"--script {file}: there is no such Python file.")
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(replay: Replay, ranks: dist.Ranks) -> None:
+    """Learns from each recorded step, as the script's `train` does."""
+    from rl.kl_control import KLControl  # now that the script has imported its losses
+    from rl.metrics import staleness_metrics
+    from rl.setup import make_learner, set_up
+    from rl.training_run import TrainingRun
+
+    start, script = replay.start, replay.script
+    torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
+    name = replay.args.experiment_name
+    name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
+    args = replace(replay.args, record=None, resume_mode="disable", experiment_name=name)
+    job = set_up(replace(args, test_freq=0), script.__file__)
+    total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
+    learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
+    if replay.checkpoint:
+        kl_control.restore(checkpoint.load(replay.checkpoint, learner)["kl_control"])
+    job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
+    run = TrainingRun(args, job, learner, ranks.world_size, kl_control=kl_control)
+    for line in describe(replay, run.record.dir, ranks):
+        run.record.say(line)
+
+    for step in range(replay.first, replay.last + 1):
+        run.leave_if_stopped(step - 1)
+        batch = run.begin(replay.record.groups(step))
+        watched = bad_step.Watch(learner) if replay.stop_at_nan else learner
+        try:
+            metrics = script.learn(args, watched, kl_control, batch, run.timer)
+        except bad_step.NotFinite as found:
+            run.saver.wait()
+            print(found.write(run.saver.run_dir, step, batch, ranks.rank), flush=True)
+            return
+        metrics |= staleness_metrics(batch, args.version_at(step))
+        run.log(step, batch, metrics)
+        run.save_if_due(step)
+    run.finish()
+    if ranks.is_main and not replay.off_policy:
+        print(compare(run.saver.run_dir, replay.run_dir, replay.last))
+
+
+def notes(replay: Replay) -> dict:
+    """What the replay's config.json says beside the flags."""
+    off_policy, changed = sorted(replay.off_policy), {name: list(of) for name, of in replay.changed.items()}
+    of = {"of": str(replay.run_dir), "first_step": replay.first, "changed": changed, "off_policy": off_policy}
+    return {"replay": of, "code": code_digest(Path(replay.script.__file__))}
+
+
+def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
+    """Lines for the user: what is replayed into which directory, and why its bits may be others."""
+    record, start = replay.record, replay.start
+    source = replay.checkpoint or "the model that training began with"
+    lines = [f"replays steps {replay.first} to {replay.last} of {replay.run_dir}, from {source}, into {run_dir}"]
+    if later := [step for step in record.steps if step > replay.last]:
+        why = "with other flags" if replay.last + 1 in later else f"and step {replay.last + 1} is not recorded"
+        lines.append(f"the run went on {why}: the rest is replayed by --from-step {later[0]}")
+    if record.lost:
+        lines.append(f"warning: the last {record.lost:,} bytes of {record.directory / SAMPLES} are no whole step")
+    words = ", ".join(f"{flag(name)} {replay.changed[name][1]} (was {replay.changed[name][0]})" for name in replay.off_policy)
+    if words:
+        lines.append(f"off-policy: the samples are of other weights than those that learn from them: {words}")
+    learners = {record.start_of(step)["hardware"]["world_size"] for step in range(replay.first, replay.last + 1)}
+    if learners != {ranks.world_size}:
+        of_record = " and ".join(map(str, sorted(learners)))
+        lines.append(
+            f"warning: {ranks.world_size} learners; recorded were {of_record}: sums are in another order, bits may differ"
+        )
+    if start["rl"] != digest_of(package_files()):
+        lines.append("warning: the code in rl/ is not what it was: bits may differ")
+    return lines
+
+
+def compare(ours: Path, theirs: Path, step: int) -> str:
+    """A line on whether both runs' checkpoints of the step hold the same weights."""
+    weights = []
+    for run_dir in (ours, theirs):
+        manifest = run_dir / f"step_{step:06d}" / checkpoint.MANIFEST
+        files = json.loads(manifest.read_text())["files"] if manifest.exists() else {}
+        weights.append({name: of for name, of in files.items() if name.endswith(".safetensors") and "/" not in name})
+    if not weights[1]:
+        return f"{theirs} has no checkpoint of step {step} to compare with"
+    return f"the weights are {'bit for bit' if weights[0] == weights[1] else 'NOT'} those of {theirs}/step_{step:06d}"
+
+
+if __name__ == "__main__":
+    try:
+        replay = read(sys.argv[1:])
+    except UserError as error:
+        process.fail(error)
+    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.init(replay.args.hang_timeout))

@@ -1,0 +1,190 @@
+"""GRPO and its kin, synchronously: every rank generates, then every rank learns.
+
+    python train_sync.py                                                    # the demo, on whatever this machine has
+    torchrun --standalone --nproc-per-node 2 train_sync.py --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --max-response-length 512 --lr 1e-6
+
+The algorithm stands in `train` and `learn`, top to bottom: generate -> score -> advantage -> update -> publish. The formulas
+are in losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
+"""
+
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl import signals
+
+    signals.take()
+
+from dataclasses import dataclass
+
+import losses
+from rl import dist, flags, launch, process, signals
+from rl.batch import Batch, Group, MicroBatch, micro_batches
+from rl.errors import UserError
+from rl.generator import Generator, gather_groups, make_generator
+from rl.kl_control import KLControl
+from rl.learner import FirstLogProbs, Learner, LossMeans
+from rl.metrics import ScoringEvents, batch_metrics, event_metrics
+from rl.rollout_correction import correct_rollout
+from rl.rollout_metrics import rollout_metrics
+from rl.schedule import NextTicket
+from rl.scoring import ScoringPool
+from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
+from rl.timers import Timers
+from rl.token_choice import choose_tokens
+from rl.training_run import TrainingRun
+
+
+@dataclass
+class Args(BatchArgs, CommonArgs):
+    """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
+
+    def check(self) -> None:
+        if self.train_batch_size < (ranks := launch.here().world_size):
+            raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
+
+
+def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
+    """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
+    are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
+    kept, dropped, rounds, shared = [], [], 0, generator.shared
+    while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
+        rounds += 1
+        tickets = range(ticket, ticket + args.train_batch_size - len(kept))
+        ticket = tickets.stop
+        for group in gather_groups(generator.generate(tickets[shared.index :: shared.engines])):
+            if args.filter_groups and not group.has_signal:
+                dropped.append(group)
+            else:
+                kept.append(group)
+    missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
+    metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
+    return kept + dropped[:missing], ticket, metrics
+
+
+# actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
+
+
+def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, denominator: float):
+    """One micro-batch's loss, from its log_prob and entropy, [n] each: its shares of the terms of the global mini-batch's loss
+    and of their sum "loss"; what else to report, per token; and the tokens' mask [n]."""
+    advantage, mask, seq = batch.select(micro, "advantage", "mask", "seq")  # [n] each
+    # None were computed where this update's own policy is the old one: the ratio is 1, and its gradient that of log_prob.
+    old = log_prob.detach() if batch.old_log_prob is None else batch.select(micro, "old_log_prob")[0]
+    extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
+    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.loss_knobs, **extra)
+    if not policy_loss.has_ratio:  # what older weights, or the step's earlier updates, sampled is weighed all the same
+        token_loss = token_loss * losses.importance_weight(log_prob, old, mask)
+    if batch.is_weight is not None:
+        token_loss = token_loss * batch.select(micro, "is_weight")[0]
+    stats["ppo_kl"] = old - log_prob.detach()
+
+    def share(x):  # [n] -> its share of the mini-batch's aggregate
+        return losses.aggregate(x, mask, seq, args.aggregation, denominator)
+
+    terms = {"pg_loss": share(token_loss), "entropy": share(entropy)}
+    loss = terms["pg_loss"]
+    if args.entropy_coeff:
+        loss = loss - args.entropy_coeff * terms["entropy"]
+    if args.use_kl_loss:
+        (ref,) = batch.select(micro, "ref_log_prob")
+        terms["kl_loss"] = share(losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type))
+        loss = loss + args.kl_loss_coef * terms["kl_loss"]
+    return terms | {"loss": loss}, stats, mask
+
+
+def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
+    """Trains on the batch: one optimizer step a mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
+    micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, learner.ranks) for mini in minis]
+    updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
+
+    # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.
+    recompute = args.recompute_old_log_probs(len(updates))
+    with timer("old_log_prob"):
+        if recompute:
+            batch.actor_log_prob = learner.log_probs_of("policy", batch, micros)
+        batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
+    if args.needs_reference:
+        with timer("ref"):
+            batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
+
+    # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
+    with timer("adv"):
+        metrics = {}
+        correct_rollout(args, batch)
+        batch.reward = batch.token_reward()
+        if args.use_kl_in_reward:
+            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
+            batch.reward = batch.reward - kl_control.coef * kl
+            metrics |= kl_control.update(float(losses.masked_mean(kl, batch.mask)), len(batch.score))
+        estimator = losses.ADVANTAGES[args.adv_estimator]
+        inputs = (batch.reward, batch.mask, batch.seq, batch.group)
+        batch.advantage = estimator(*inputs, **args.estimator_inputs(batch))
+        choose_tokens(args, batch, minis)
+
+    # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
+    with timer("update_actor"):
+        means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch, learner.ranks)
+        for update, (mini, its_micros) in enumerate(updates):
+            tokens = batch.span(mini)
+            denominator = losses.denominator(
+                batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
+            )
+            for micro in its_micros:
+                log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
+                terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
+                terms["loss"].backward()
+                means.add(terms, stats, mask)
+                if update == 0:
+                    first.add(micro, log_prob)
+            metrics |= learner.step()
+            norms.append(metrics["actor/grad_norm"])
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+        if not recompute:  # generator and learner are compared all the same
+            batch.actor_log_prob = first.over_ranks()
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
+
+
+def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
+    """Every rank's life: generate, learn, publish."""
+    pool = ScoringPool(args)  # first: it finds out whether --reward can be imported
+    learner, kl_control, next_ticket = make_learner(args, job, ranks), KLControl(args), NextTicket()
+    generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
+    parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
+    run = TrainingRun(args, job, learner, ranks.world_size, **parts)
+    generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=run.done)
+    if args.validates(0, job.total_steps) and not run.done:
+        with run.timer("testing"):
+            rows = generator.validate()
+        run.record.log(0, run.validated(0, rows))
+
+    for step in run.steps():
+        with run.timer("gen"):
+            groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
+        run.leave_if_stopped(step - 1)  # this batch, whole or not, will be made again
+        generator.engine.sleep()
+        batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups)
+
+        metrics |= learn(args, learner, kl_control, batch, run.timer)
+
+        # Publish: the engine samples the next step with the new weights.
+        with run.timer("update_weights"):
+            generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=step)
+
+        metrics |= event_metrics(parts["events"].state())
+        if args.validates(step, job.total_steps):
+            with run.timer("testing"):
+                metrics |= run.validated(step, generator.validate())
+        run.log(step, batch, metrics, filtered=filtered)
+        run.save_if_due(step)
+    pool.close()
+    run.finish()
+
+
+def main(args: Args, ranks: dist.Ranks) -> None:
+    train(args, ranks, set_up(args, __file__))
+
+
+if __name__ == "__main__":
+    args = flags.parse(Args, __doc__)
+    process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))
