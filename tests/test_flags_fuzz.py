@@ -130,8 +130,13 @@ def ranks():
     torch.set_num_threads(before)
 
 
-def line(given: dict) -> list[str]:
-    return [f"{flag(name)}={value}" for name, value in (BASE | given).items()]
+def line(script: str, given: dict, directory) -> list[str]:
+    """The script's command line. All that a run writes is below the directory, a record of its samples too."""
+    values = BASE | given | {"output_dir": directory}
+    if values.get("record", "None") != "None":
+        values["record"] = f"{directory}/{values['record']}"
+    hints = get_type_hints(SCRIPTS[script].Args)
+    return [f"{flag(name)}={value}" for name, value in values.items() if name in hints]
 
 
 def run(given: dict[str, str], ranks, directory) -> str:
@@ -143,7 +148,7 @@ def run(given: dict[str, str], ranks, directory) -> str:
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
-        train_sync.main(flags.read(train_sync.Args, args=[*line(given), "--output-dir", str(directory)]), ranks)
+        train_sync.main(flags.read(train_sync.Args, args=line("sync", given, directory)), ranks)
         return "ran"
     except UserError as error:
         assert "\n" not in str(error) and str(error).strip()
@@ -172,9 +177,7 @@ def test_a_step_or_a_message_for_long(given, ranks, demo_model, tmp_path_factory
 
 def run_split(script: str, given: dict, directory) -> None:
     """Runs one of the other scripts on two ranks, in forks: it trains a step or ends with one message."""
-    base = {name: value for name, value in (BASE | given).items() if name in get_type_hints(SCRIPTS[script].Args)}
-    words = [f"{flag(name)}={value}" for name, value in base.items()]
-    done = run_script(f"train_{script}.py", *words, "--output-dir", directory, ranks=2, timeout=SECONDS, check=False)
+    done = run_script(f"train_{script}.py", *line(script, given, directory), ranks=2, timeout=SECONDS, check=False)
     if done.returncode:
         ours = re.search(r'File ".*/(rl/|train_)', done.stderr)  # in a traceback
         assert done.stderr.count("error: ") == 1 and not ours, (given, done.stdout, done.stderr)
