@@ -13,8 +13,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +78,16 @@ def write(name: str, data, text: str, out: Path = RESULTS) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     (out / f"{name}.md").write_text(text.rstrip() + "\n")
+
+
+def by_seed(sides: Iterable[str], seeds: int, one_run: Callable[[str, int], Any]) -> dict[str, list]:
+    """What one_run(side, seed) returns, of each side for seeds 0, 1, ...; the sides take turns."""
+    runs = {side: [] for side in sides}
+    for seed in range(seeds):
+        for side, its in runs.items():
+            its.append(one_run(side, seed))
+            print(f"seed {seed}, {side}: {its[-1]}", flush=True)
+    return runs
 
 
 class Rounds:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import MODES, RESULTS, accuracies, over, run_script, setting, table, words, write
+from common import MODES, RESULTS, accuracies, by_seed, over, run_script, setting, table, words, write
 
 SIDES = {
     "fp32 generator": ("--rollout-dtype", "float32"),
@@ -48,11 +48,8 @@ def main(args: Args) -> None:
     from rl.demo_moe import model_dir
 
     model_dir()  # made before anything else
-    runs, machine = {side: [] for side in SIDES}, setting(seeds=args.seeds)
-    for seed in range(args.seeds):
-        for side in SIDES:  # interleaved
-            runs[side].append(one_run(side, seed, args.steps))
-            print(f"seed {seed}, {side}: {runs[side][-1]}", flush=True)
+    machine = setting(seeds=args.seeds)
+    runs = by_seed(SIDES, args.seeds, lambda side, seed: one_run(side, seed, args.steps))
     steps = list(next(iter(runs.values()))[0]["accuracy"])
     head = ["", *(f"accuracy at {step}" for step in steps), *(f"`{name}`" for name in SHOWN)]
     rows = [

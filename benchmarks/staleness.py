@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 import tyro
-from common import MODES, accuracies, over, run_script, setting, table, words, write
+from common import MODES, accuracies, by_seed, over, run_script, setting, table, words, write
 
 SIDES = {
     "sync": ("sync", ()),
@@ -37,11 +37,8 @@ def main(args: Args) -> None:
     from rl.demo import model_dir
 
     model_dir()  # made before anything else
-    runs, machine = {side: [] for side in SIDES}, setting(seeds=args.seeds)
-    for seed in range(args.seeds):
-        for side in SIDES:  # interleaved
-            runs[side].append(one_run(side, seed, args.steps))
-            print(f"seed {seed}, {side}: {runs[side][-1]}", flush=True)
+    machine = setting(seeds=args.seeds)
+    runs = by_seed(SIDES, args.seeds, lambda side, seed: one_run(side, seed, args.steps))
     steps = list(runs["sync"][0])
     head = ["", *(f"step {step}" for step in steps)]
     rows = [[side, *(over([one[step] for one in its], ".3f") for step in steps)] for side, its in runs.items()]
