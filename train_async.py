@@ -162,7 +162,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         if version > engine.version:
             with generator.timer("update_weights"):
                 subscriber.receive(version, args.partial_rollout == "recompute")
-            outbox.report(generator.timer, generator.pool, subscriber.bytes)
+            outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
                 generator.start_validation()
                 validating = True
@@ -183,7 +183,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
 def train(args: Args, split: dist.Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype))
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(args.version_at(run.done + 1))

@@ -162,7 +162,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
                 control.wait_for(version)
             with generator.timer("update_weights"):
                 subscriber.receive(version)
-            outbox.report(generator.timer, generator.pool, subscriber.bytes)
+            outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and version > start["validated"]:
                 rows = generator.validate()
                 if split.ranks.is_main:
@@ -178,7 +178,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
 def train(args: Args, split: dist.Split, job: Job) -> None:
     """A learner's life: wait for a batch, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Batches(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype))
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(run.done)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rl import dist, watchdog
 from rl.batch import Group, join_records, split_records
@@ -37,6 +37,9 @@ class SplitArgs:
     one that only generates."""
     ring_mb: Annotated[int, Range(at_least=1)] = 256
     """Shared memory for the samples on their way to the learners, in MiB on each node."""
+    publish: Literal["full", "delta"] = "full"
+    """What a publish of the weights sends. delta: the elements that have changed since the one before, in the generators'
+    precision, where that takes less; worth it for --rollout-dtype bfloat16. The first of a run is always whole."""
     cluster_key: str | None = None
     """File with a secret that all nodes hold, by which those that only generate send samples to those that learn. Without it
     torchrun's store holds one, open to the network that the job trusts."""
@@ -163,14 +166,16 @@ class Outbox:
         """Validation of that step's weights, in so many parts from as many generators."""
         self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
 
-    def report(self, timer: Timers, pool: ScoringPool, publish_bytes: int) -> None:
-        """Reports this generator's time since the last report, which ends with a publish; restarts the timer."""
+    def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
+        """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the
+        publish (rl/weights.py)."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
             "events": dict(pool.events),
             "publish_seconds": timer.seconds["update_weights"],
-            "publish_gb": publish_bytes / 1e9,
+            "publish_gb": received["bytes"] / 1e9,
+            "publish_changed": received["changed"],
         }
         self._send_json(REPORT, content)
         timer.restart()

@@ -33,7 +33,9 @@ class IdleMeter:
             waited = sum(report["ledger"]["wait"] * report["elapsed"] for report in reports)
             seconds = max(report["publish_seconds"] for report in reports)
             out["fully_async/rollouter/idle_ratio"] = waited / total
-            out |= {"publish/seconds": seconds, "publish/gb_per_s": reports[-1]["publish_gb"] / seconds}
+            newest = reports[-1]
+            out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / seconds}
+            out |= {"publish/gb": newest["publish_gb"], "publish/changed": newest["publish_changed"]}
         reports.clear()
         return out | event_metrics(self.events)
 

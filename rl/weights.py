@@ -6,8 +6,11 @@
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
 
+With --publish delta a publish sends what has changed since the one before (rl/delta.py); the digests are of the whole.
+
 Memory: the first learner holds one copy in the generators' precision, in host memory; a generator none, or if its engine does
-not adopt memory, a few buckets or its largest parameter.
+not adopt memory, a few buckets or its largest parameter. --publish delta takes one copy more in host memory, of the first
+learner and of a generator whose engine does not adopt memory.
 """
 
 import json
@@ -15,15 +18,16 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
-import xxhash
 
-from rl import watchdog
+from rl import delta, watchdog
 from rl.device import is_accelerator, side_stream
+from rl.digests import Digests, digest
 from rl.dist import Split
 from rl.engine import Engine
 from rl.learner import Learner
@@ -42,6 +46,10 @@ class Bucket:
     is_part: bool
     ends: bool  # whether its last parameter is complete with it
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -51,6 +59,7 @@ class Plan:
     shapes: list[list[int]]
     dtype: torch.dtype
     frozen: int = 0  # so many at the end never change: they are sent once
+    delta: bool = False  # whether a table says what is sent of each bucket
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -81,30 +90,30 @@ class Plan:
     def later(self) -> "Plan":
         """The plan of all publishes but the first: its stream is a beginning of this one's."""
         trained = len(self.names) - self.frozen
-        return Plan(self.names[:trained], self.shapes[:trained], self.dtype) if self.frozen else self
+        return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
 
     def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.delta])
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":
-        names, shapes, dtype, frozen = json.loads(text)
-        return Plan(names, shapes, getattr(torch, dtype), frozen)
+        names, shapes, dtype, *rest = json.loads(text)
+        return Plan(names, shapes, getattr(torch, dtype), *rest)
 
 
 class Publisher:
     """The learners' side. The first learner sends; the others take part in gathering the shards."""
 
-    def __init__(self, learner: Learner, split: Split, dtype: torch.dtype):
+    def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
         self.learner, self.split = learner, split
         shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
-        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen))
+        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
         self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
         if split.bridge:
-            pinned = is_accelerator(split.ranks.device)
-            self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=pinned)
+            self._stream = self._new()
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int) -> None:
@@ -118,6 +127,8 @@ class Publisher:
         """Copies the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
             self.plan = self.plan.later()
+            if self.plan.delta and self.split.bridge:
+                self._stream, self._sent = self._new() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False, frozen=self._is_first)):
             copies[number].copy_(tensor)
@@ -147,18 +158,41 @@ class Publisher:
 
     def _broadcast(self, version: int) -> None:
         bridge, under_way = self.split.bridge, deque()
-        digests = Digests(self.plan, self.split.ranks.device)
-        for bucket in self.plan.buckets:
-            data = self._stream[bucket.start : bucket.stop].to(bridge.device)
+
+        def send(data: torch.Tensor) -> None:
             under_way.append((bridge.broadcast(data), data))
-            digests.add(bucket, data)  # while it travels
             if len(under_way) == UNDER_WAY:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
-        table = torch.tensor([version, *digests.values()]).to(bridge.device)
-        under_way.append((bridge.broadcast(table), table))
+
+        digests = Digests(self.plan, self.split.ranks.device)
+        compares = self._sent is not None
+        changes = [self._change(bucket, digests) for bucket in self.plan.buckets] if compares else []
+        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in self.plan.buckets]
+        if self.plan.delta:
+            send(torch.tensor(rows).to(bridge.device))
+        for numbers, _ in delta.messages(rows, self.plan.dtype.itemsize):
+            bucket = self.plan.buckets[numbers[0]]
+            whole = not rows[numbers[0]].width
+            data = self._on_device(self._stream, bucket) if whole else delta.join([changes[number] for number in numbers])
+            send(data)
+            if not compares:
+                digests.add(bucket, data)  # while it travels
+        send(torch.tensor([version, *digests.values()]).to(bridge.device))
         for work, _ in under_way:
             work.wait()
+
+    def _change(self, bucket: Bucket, digests: "Digests") -> delta.Change:
+        watchdog.progress()
+        data = self._on_device(self._stream, bucket)
+        digests.add(bucket, data)
+        return delta.Change.between(self._on_device(self._sent, bucket), data)
+
+    def _on_device(self, stream: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        return stream[bucket.start : bucket.stop].to(self.split.bridge.device)
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.split.ranks.device))
 
 
 class Subscriber:
@@ -168,12 +202,15 @@ class Subscriber:
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
-        self.bytes = 0  # that the newest publish had
+        self.received: dict[str, float] = {}  # of the newest publish: bytes, and the share of elements that had changed
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
-        self._memory = None  # the engine's own, laid out as the stream: what arrives is in place at once
-        if engine.shares_memory and engine.device == self.bridge.device:
-            self._memory = self._new(self.plan.offsets[-1])
+        self._memory = None  # laid out as the stream: what arrives is in place at once
+        self._shares = engine.shares_memory and engine.device == self.bridge.device  # the memory is the engine's own
+        if self._shares:
+            self._memory = self._new(self.plan.offsets[-1], self.plan.dtype)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
+        elif self.plan.delta:
+            self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype)
 
     @property
     def _all(self) -> range:
@@ -189,11 +226,11 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        self.bytes = self.plan.offsets[-1] * self.plan.dtype.itemsize
+        self.received = {"bytes": 0, "changed": 1.0}
         digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         found = digests.values()
-        if self._memory is None:
+        if not self._shares:
             self._check_loaded(version, arrived.values())
         else:
             for i in self._moved():
@@ -228,92 +265,84 @@ class Subscriber:
         parts, kept = [], []  # parts: of a parameter that comes in several buckets
         for bucket, data in self._arriving():
             digests.add(bucket, data)
-            if self._memory is None:
+            if not self._shares:
                 arrived.add(bucket, data + 0.0)
                 parts.append(data)
             if not bucket.ends:
                 continue
-            if self._memory is not None:
+            if self._shares:
                 run = self._memory[self.plan.offsets[bucket.members.start] :]
             else:
                 run, parts = torch.cat(parts) if bucket.is_part else data, []
             for i, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
                 yield self.plan.names[i], value
                 if i >= len(self.plan.names) - self.plan.frozen:
-                    kept.append((self.plan.names[i], value if self._memory is not None else value.clone()))
+                    kept.append((self.plan.names[i], value if self._shares else value.clone()))
         yield from self._kept
         self._kept = self._kept or kept
 
     def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The buckets and their data as they come; the next ones are on their way while one is used."""
+        """The buckets and their data in order, as they come; also those in which nothing has changed, which do not come."""
+        buckets, done = self.plan.buckets, 0
+        rows = self._rows()
+        for numbers, data in self._messages(rows):
+            if self._memory is not None:
+                self._put_in_place(numbers, [rows[number] for number in numbers], data)
+            for bucket in buckets[done : numbers[-1] + 1]:
+                yield bucket, data if self._memory is None else self._part(bucket).to(self.bridge.device)
+            done = numbers[-1] + 1
+        for bucket in buckets[done:]:
+            yield bucket, self._part(bucket).to(self.bridge.device)
+
+    def _rows(self) -> list[delta.Row]:
+        """What is sent of each bucket."""
+        if not self.plan.delta:
+            return [delta.Row(0, 0, bucket.size) for bucket in self.plan.buckets]
+        table = torch.empty(len(self.plan.buckets), 3, dtype=torch.long, device=self.bridge.device)
+        self._wait(self.bridge.broadcast(table))
+        rows = [delta.Row(*row) for row in table.tolist()]
+        self.received["changed"] = sum(row.differing for row in rows) / self.plan.offsets[-1]
+        return rows
+
+    def _messages(self, rows: list[delta.Row]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """(numbers of buckets, data) of each message; the next ones are on their way while one is used."""
         under_way = deque()
-        for bucket in self.plan.buckets:
-            new = self._memory is None
-            data = self._new(bucket.stop - bucket.start) if new else self._memory[bucket.start : bucket.stop]
-            under_way.append((self.bridge.broadcast(data), bucket, data))
-            if len(under_way) == UNDER_WAY:
-                work, *arrived = under_way.popleft()
-                self._wait(work)
-                yield tuple(arrived)
-        for work, *arrived in under_way:
+
+        def arrived():
+            work, numbers, data = under_way.popleft()
             self._wait(work)
-            yield tuple(arrived)
+            self.received["bytes"] += data.nbytes
+            return numbers, data
+
+        for numbers, size in delta.messages(rows, self.plan.dtype.itemsize):
+            data = self._new(size, torch.uint8) if size else self._room(self.plan.buckets[numbers[0]])
+            under_way.append((self.bridge.broadcast(data), numbers, data))
+            if len(under_way) == UNDER_WAY:
+                yield arrived()
+        while under_way:
+            yield arrived()
+
+    def _room(self, bucket: Bucket) -> torch.Tensor:
+        """Where a whole bucket is received."""
+        if self._memory is not None and self._memory.device == self.bridge.device:
+            return self._part(bucket)
+        return self._new(bucket.size, self.plan.dtype)
+
+    def _put_in_place(self, numbers: list[int], rows: list[delta.Row], data: torch.Tensor) -> None:
+        """Brings a message into the memory."""
+        if rows[0].width:
+            for number, change in zip(numbers, delta.split(data, rows, self.plan.dtype), strict=True):
+                change.apply(self._part(self.plan.buckets[number]))
+        elif self._memory.device != data.device:
+            self._part(self.plan.buckets[numbers[0]]).copy_(data)
+
+    def _part(self, bucket: Bucket) -> torch.Tensor:
+        return self._memory[bucket.start : bucket.stop]
 
     def _wait(self, work) -> None:
         with watchdog.doing("a bucket of the weights"):
             work.wait()
         watchdog.progress()
 
-    def _new(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device)
-
-
-class Digests:
-    """A 64-bit digest of each parameter's bits, fed with the buckets in order: xxh3 on CPU machines; on accelerators a sum of
-    the bits weighted by position, which needs no order and so runs there."""
-
-    def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.on_host = plan, not is_accelerator(device)
-        self._hashes = [xxhash.xxh3_64() for _ in plan.names] if self.on_host else []
-        self._sums: list[list[torch.Tensor]] = [[] for _ in plan.names]
-
-    def add(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """data: the bucket, contiguous."""
-        offsets, size = self.plan.offsets, self.plan.dtype.itemsize
-        raw = memoryview(data.view(torch.uint8).numpy()) if self.on_host else None
-        for i in bucket.members:
-            start, stop = max(bucket.start, offsets[i]) - bucket.start, min(bucket.stop, offsets[i + 1]) - bucket.start
-            if raw is not None:
-                self._hashes[i].update(raw[start * size : stop * size])
-            else:
-                self._sums[i].append(_weighted_sum(data[start:stop], first=bucket.start + start - offsets[i]))
-
-    def values(self) -> list[int]:
-        """Signed, so that they fit into a tensor."""
-        if self.on_host:
-            return [_signed(h.intdigest()) for h in self._hashes]
-        return [_signed(sum(map(int, sums))) for sums in self._sums]
-
-
-def digest(tensor: torch.Tensor, device: torch.device) -> int:
-    """The digest of a single tensor, as Digests would find it."""
-    flat = tensor.contiguous().view(-1)
-    if not is_accelerator(device):
-        return _signed(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()))
-    return _signed(int(_weighted_sum(flat, first=0)))
-
-
-def _weighted_sum(flat: torch.Tensor, first: int) -> torch.Tensor:
-    """The elements' bits as whole numbers, each times an odd weight that depends on its position, summed modulo 2^64."""
-    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-    total = torch.zeros((), dtype=torch.long, device=bits.device)
-    for start in range(0, len(bits), 1 << 24):
-        run = bits[start : start + (1 << 24)].long()
-        position = torch.arange(first + start, first + start + len(run), device=bits.device)
-        total += (run * (position % 65_521 * 2 + 1)).sum()
-    return total
-
-
-def _signed(value: int) -> int:
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
+    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.bridge.device)

@@ -279,7 +279,7 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
         pool.close()
         return None
     learning, control = LearnerMeter(script, args, job, parts.ranks, lengths), ControlBlock(parts)
-    publisher = Publisher(learning.learner, parts, args.weights_dtype(args.dtype))
+    publisher = Publisher(learning.learner, parts, args.weights_dtype(args.dtype), args.publish)
     publisher.publish(0)
     control.update(version=0)
     rounds(learning.round, fractions(args), order.seconds, go_on)

@@ -100,7 +100,9 @@ def generate(path: str, dtype=torch.float32, truncates=True, varlen=False) -> No
             engine.add(Request(number, [2, 3, 4 + number // 2], sampling, seed=number))
         done = engine.step()
         table = torch.zeros(1 + len(plan.names), dtype=torch.long, device=place.device)
-        subscriber._new = lambda size: table if size == len(table) else torch.empty(size, dtype=dtype, device=place.device)
+        subscriber._new = lambda size, dtype: (
+            table if size == len(table) else torch.empty(size, dtype=dtype, device=place.device)
+        )
         engine.version = -1
         subscriber.receive(0, recompute_kv=True)
         while engine.num_unfinished:

@@ -1,7 +1,9 @@
 """Started under torchrun by test_split.py: learners that change their weights and publish them, one generator that samples with
 each version. Prints how far the generator's log-probs lie from the learners' forward pass, per version.
 
-    torchrun ... publish_ranks.py MODEL DTYPE [NAME]      NAME: a parameter that the generator's engine does not take
+    torchrun ... publish_ranks.py MODEL DTYPE PUBLISH [NAME]      NAME: a parameter that the generator's engine does not take
+
+Of the learners' changes the second is of every weight, the others of every hundredth.
 """
 
 import sys
@@ -18,12 +20,12 @@ from rl.learner import Learner, LearnerArgs
 from rl.weights import Publisher, Subscriber
 
 VERSIONS = 4
-model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+model, dtype, publish, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], (*sys.argv[4:], None)[0]
 
 
 def learn(split: dist.Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
-    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
+    publisher, board, inbox = Publisher(learner, split, dtype, publish), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
     torch.manual_seed(split.ranks.rank)
     for version in range(VERSIONS):
         if version:
@@ -31,7 +33,7 @@ def learn(split: dist.Split) -> None:
             with torch.no_grad():
                 for parameter in learner.policy.parameters():
                     local = parameter.to_local()
-                    local += 0.02 * torch.randn_like(local)
+                    local += 0.02 * torch.randn_like(local) * (torch.rand_like(local) < (1 if version == 2 else 0.01))
         publisher.publish(version)
         board.update(version=version)
         while not inbox.groups:
@@ -63,6 +65,7 @@ def generate(split: dist.Split) -> None:
     for version in range(VERSIONS):
         board.wait_for(version)
         subscriber.receive(version)
+        print("received", version, *subscriber.received.values(), flush=True)
         for i in range(4):
             engine.add(Request(i, prompt, sampling, seed=100 * version + i))
         outputs = []
