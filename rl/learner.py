@@ -25,6 +25,7 @@ from rl.forward_check import check_policy
 from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
+from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
 from rl.pretrained import empty_model, layers, load_config, load_weights
 from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
@@ -37,8 +38,8 @@ LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 M
 
 
 @dataclass
-class LearnerArgs(RouterArgs):
-    """The optimizer, and precision and memory of the learners."""
+class LearnerArgs(OptimizerArgs, RouterArgs):
+    """Precision, memory and layout of the learners."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation. Master weights, optimizer and the reduction of gradients are fp32 in any case."""
@@ -55,26 +56,10 @@ class LearnerArgs(RouterArgs):
     so many times --ppo-max-token-len-per-gpu tokens."""
     expert_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
-    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
-    """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
-    lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
-    """Training steps over which the rate rises linearly to --lr. All optimizer steps of a training step have one rate."""
-    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
-    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Last learning rate of the cosine, as a fraction of --lr."""
-    weight_decay: Annotated[float, Range(at_least=0)] = 0.01
-    """AdamW's decoupled weight decay."""
-    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
-    """AdamW's decay of the first moment."""
-    adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
-    """AdamW's decay of the second moment."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
     freeze_vision_tower: bool = False
     """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
-    grad_clip: Annotated[float, Range(above=0)] = 1.0
-    """Largest global norm of the gradient; a larger one is scaled down to it."""
 
 
 class Policy(nn.Module):
@@ -204,14 +189,8 @@ class Learner:
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self.parameters = self._trained | self.frozen
-        betas = (args.adam_beta1, args.adam_beta2)
-        self.optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True
-        )
-        # As in verl, the rate is one for all optimizer steps of a training step.
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda update: lr_factor(update // updates_per_step, total_steps, args)
-        )
+        self.optimizer = make_optimizer(self._trained.values(), args)
+        self.schedule = make_schedule(self.optimizer, args, total_steps, updates_per_step)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
 
     def log_probs(
@@ -313,12 +292,8 @@ class Learner:
         self.policy.reshard()
         out = {}
         for name, parameter in self._trained.items():
-            state = self.optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter.data) for _ in range(2))
             out[f"model.{name}"] = parameter.data
-            out |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+            out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
         return out
 
     def state(self) -> dict:
@@ -335,10 +310,7 @@ class Learner:
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
         self.skipped = state["skipped"]
-        self.schedule.last_epoch = state["schedule"]
-        lr = self.schedule.base_lrs[0] * self.schedule.lr_lambdas[0](state["schedule"])
-        self.schedule.load_state_dict({"last_epoch": state["schedule"], "_last_lr": [lr], "lr_lambdas": [None]})
-        self.optimizer.param_groups[0]["lr"] = lr
+        restore_schedule(self.schedule, state["schedule"])
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
 
@@ -386,14 +358,3 @@ class FirstLogProbs:
         """[N] on every rank: each token's, from the rank that computed it; NaN for tokens of later updates. A collective."""
         known = all_reduce_sum((~self._values.isnan()).float(), self._ranks.data_group)
         return all_reduce_sum(self._values.nan_to_num(), self._ranks.data_group).masked_fill(known == 0, torch.nan)
-
-
-def lr_factor(step: int, total_steps: int, args: LearnerArgs) -> float:
-    """Linear warm-up to 1 over lr_warmup_steps, then constant or a cosine down to min_lr_ratio at total_steps."""
-    if step < args.lr_warmup_steps:
-        return (step + 1) / args.lr_warmup_steps
-    if args.lr_scheduler_type == "constant":
-        return 1.0
-    done = min(1.0, (step - args.lr_warmup_steps) / max(1, total_steps - args.lr_warmup_steps))
-    cosine = 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * done))))
-    return args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine

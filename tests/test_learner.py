@@ -9,8 +9,9 @@ import torch
 from helpers import run_script
 from transformers import AutoModelForCausalLM
 
-from rl.learner import LearnerArgs, lr_factor
+from rl.learner import LearnerArgs
 from rl.log_probs import ChunkedLogProbs
+from rl.optimizer import lr_factor
 
 BUDGETS = [32, 100, 4096]
 

@@ -31,7 +31,7 @@ CAUSES = [
     ("_fully_shard/_fsdp_collectives.py", None, "gathered layers"),
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
-    ("rl/learner.py", "state_tensors", "optimizer"),
+    ("rl/optimizer.py", None, "optimizer"),
     ("torch/optim/", None, "optimizer"),
 ]
 LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, and of the reference
