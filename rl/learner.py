@@ -17,9 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rl import vision_forward
+from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
+from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
 from rl.gather import Shards
@@ -42,11 +44,15 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Precision, memory and layout of the learners."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the computation. Master weights, optimizer and the reduction of gradients are fp32 in any case."""
+    """Precision of the computation. Master weights are fp32 in any case; so are gradients and the optimizer's moments unless
+    --grad-dtype and --optim say otherwise."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass. Takes less memory and about a third more time."""
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    activation_offload: bool = False
+    """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass (accelerators
+    only)."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
     ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192
@@ -60,6 +66,18 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Passes over each batch."""
     freeze_vision_tower: bool = False
     """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
+
+    def check(self) -> None:
+        """Raises UserError for flags that would do nothing."""
+        if self.optimizer_offload and self.param_offload:
+            raise UserError(
+                "--optimizer-offload: --param-offload keeps the moments in host memory already. Leave one of them out."
+            )
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise UserError(
+                "--activation-offload moves what --gradient-checkpointing leaves; all activations are too much to move. Add "
+                "--gradient-checkpointing."
+            )
 
 
 class Policy(nn.Module):
@@ -118,11 +136,14 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         model.model.visual.requires_grad_(False)
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.activation_offload:
+            keep_inputs_on_host(model, ranks.device)
     policy = Policy(model, Router.of(model, args)).train(trainable)
 
     shard = {"mesh": ranks.mesh["data"]}
-    if args.dtype == "bfloat16":
-        shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "bfloat16" in (args.dtype, args.grad_dtype):
+        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
+        shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
     if offload:
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     if ranks.expert_parallel > 1:
@@ -226,7 +247,7 @@ class Learner:
     def step(self) -> dict[str, float]:
         """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
         the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
-        if self.ranks.expert_parallel > 1:
+        if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
             norm = clip_grad_norm(self.policy.parameters(), self.args.grad_clip, self.ranks.device)
         else:
             norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.args.grad_clip)

@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: AdamW, its learning rate, its moments."""
+"""The optimizer and its schedule: AdamW, its learning rate, the precision and place of its moments and of gradients."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from rl.compact_adamw import CompactAdamW
 from rl.ranges import Range
 
 
@@ -30,18 +31,38 @@ class OptimizerArgs:
     """AdamW's decay of the second moment."""
     grad_clip: Annotated[float, Range(above=0)] = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw keeps two fp32 moments of each parameter, 8 bytes; adamw_8bit keeps them in 8 bits, 2 bytes."""
+    optimizer_offload: bool = False
+    """Keep the moments in host memory. They visit the device, a piece at a time, for each optimizer step."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are reduced over the learners, summed over micro-batches, and kept."""
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs) -> torch.optim.Optimizer:
-    """AdamW, in torch's own fused form."""
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(parameters, lr=args.lr, betas=betas, weight_decay=args.weight_decay, fused=True)
+    """AdamW: torch's own, or where moments or gradients are to take less of the device, torch's own a piece at a time."""
+    parameters, knobs = list(parameters), (args.lr, (args.adam_beta1, args.adam_beta2), args.weight_decay)
+    if args.grad_dtype == "bfloat16":
+        for parameter in parameters:
+            parameter.grad_dtype = None  # any
+            parameter.register_post_accumulate_grad_hook(_to_bf16)
+    elif args.optim == "adamw" and not args.optimizer_offload:
+        lr, betas, weight_decay = knobs
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    return CompactAdamW(parameters, *knobs, args.optimizer_offload, args.optim == "adamw_8bit")
+
+
+def _to_bf16(parameter: torch.nn.Parameter) -> None:
+    """To be called when a layer's gradient is there: FSDP makes it in fp32, and adds later ones to what is kept."""
+    parameter.grad = parameter.grad.to(torch.bfloat16)
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """The parameter's sharded moments, by name. Zeros are made for a parameter that has taken no step yet."""
     state = optimizer.state[parameter]
-    if not state:
+    if isinstance(optimizer, CompactAdamW):
+        optimizer.begin(parameter)
+    elif not state:
         state["step"] = torch.zeros((), device=parameter.device)
         state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter.data) for _ in range(2))
     return {name: tensor for name, tensor in state.items() if name != "step"}

@@ -17,7 +17,7 @@ from huggingface_hub import StateDictSplit
 from rl.hub_names import Parts
 
 PIECE_BYTES = 16 << 20
-TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 class TensorFile:

@@ -1,0 +1,159 @@
+"""AdamW that takes less of the device: its moments rest in host memory, in 8 bits, or both, and gradients may be in bf16.
+
+The step itself is torch's fused AdamW in fp32 on the device, a piece of a parameter at a time: the moments of the piece are
+brought there and put back. Moments in host memory give the bits that they would give on the device. 8 bits do not.
+
+In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values that lie the closer
+the smaller they are (dynamic tree quantization, arXiv 2110.02861). The second moment is kept as its root: kept as it is, small
+ones would become 0 beside first moments that do not, and AdamW divides one by the root of the other. A block never crosses a
+row, and FSDP never cuts one, so that a checkpoint fits any number of learners to the bit. That is where torchao's and
+bitsandbytes' optimizers differ, whose blocks depend on what a rank holds; the first also compiles its step, the second is for
+CUDA.
+
+Left out: copies that overlap with the step. Between host and device 16 bytes a parameter move in an update, 4 in 8 bits.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from rl.device import is_accelerator, synchronize
+
+PIECE = 1 << 24  # elements that are stepped at once: 64 MB of each moment
+BLOCK = 256  # elements with a common scale
+NARROW = 64  # shorter rows, and parameters of one dimension, stay in fp32: they are few
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+TINY = torch.finfo(torch.float32).tiny
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW of one group of parameters. A parameter's state is "step", and for both moments, "exp_avg" and "exp_avg_sq", fp32
+    values, or codes in 8 bits beside an fp32 "..._scale" of each block. All but "step" are sharded as the parameter is."""
+
+    def __init__(self, parameters: Iterable, lr: float, betas: tuple, weight_decay: float, on_host: bool, in_8_bits: bool):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
+        self.on_host, self.in_8_bits = on_host, in_8_bits
+        self._tables: dict[bool, torch.Tensor] = {}
+
+    def begin(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The parameter's state, made where there is none yet."""
+        if state := self.state[parameter]:
+            return state
+        value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
+        place = {"device": parameter.device}
+        if self.on_host:
+            place = {"device": "cpu", "pin_memory": is_accelerator(parameter.device)}
+        for name in MOMENTS:
+            if self.in_8_bits and value.dim() > 1 and value.shape[-1] >= NARROW:
+                state[name] = torch.zeros_like(value, dtype=torch.uint8, **place)
+                state[f"{name}_scale"] = torch.zeros_like(value[..., ::BLOCK], **place)
+            else:
+                state[name] = torch.zeros_like(value, **place)
+        return state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes a step with every parameter that has a gradient."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state, step = self.begin(parameter), self.state[parameter]["step"]
+                kept = {name: _local(tensor) for name, tensor in state.items() if name != "step"}
+                for rows in _pieces(_local(parameter.data)):
+                    self._step(_local(parameter.data)[rows], _local(parameter.grad)[rows], step.clone(), kept, rows)
+                step += 1
+        if self.on_host:
+            synchronize()  # the moments are copied back by now: a checkpoint may read them
+
+    def _step(self, value, grad, step: torch.Tensor, kept: dict[str, torch.Tensor], rows: slice) -> None:
+        """value, grad: of the parameter's `rows`. step: taken before; it is changed. kept: the state of all rows."""
+        group = self.param_groups[0]
+        moments = [self._read(name, kept, rows, value.device) for name in MOMENTS]
+        lists = [[x] for x in (value, grad.to(value.dtype), *moments)]
+        adamw(
+            *lists,
+            max_exp_avg_sqs=[],
+            state_steps=[step],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            self._write(name, kept, rows, moment)
+
+    def _read(self, name: str, kept: dict[str, torch.Tensor], rows: slice, device: torch.device) -> torch.Tensor:
+        """Those rows of a moment in fp32 on the device; the kept tensor itself where it is just that."""
+        moment = kept[name][rows].to(device, non_blocking=True)
+        if (scale := kept.get(f"{name}_scale")) is None:
+            return moment
+        moment = from_8_bits(moment, scale[rows].to(device, non_blocking=True), self._table(name, device))
+        return moment if MOMENTS[name] else moment.square_()
+
+    def _write(self, name: str, kept: dict[str, torch.Tensor], rows: slice, moment: torch.Tensor) -> None:
+        if (scale := kept.get(f"{name}_scale")) is not None:
+            root = moment if MOMENTS[name] else moment.sqrt_()
+            moment, new_scale = to_8_bits(root, self._table(name, moment.device))
+            scale[rows].copy_(new_scale, non_blocking=True)
+        kept[name][rows].copy_(moment, non_blocking=True)
+
+    def _table(self, name: str, device: torch.device) -> torch.Tensor:
+        signed = MOMENTS[name]
+        if signed not in self._tables:
+            self._tables[signed] = torch.tensor(dynamic_values(signed), device=device)
+        return self._tables[signed]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _pieces(value: torch.Tensor) -> Iterator[slice]:
+    """Runs of rows of at most PIECE elements, or 16 rows. Their number is a multiple of 16, so that the fused step's vectors
+    are those of the whole."""
+    if not value.numel():
+        return
+    rows = max(16, PIECE // (value.numel() // len(value)) // 16 * 16)
+    yield from (slice(start, start + rows) for start in range(0, len(value), rows))
+
+
+# ------------------------------------------------------------------------------------------------------------- 8 bits
+
+
+def dynamic_values(signed: bool) -> list[float]:
+    """The 256 values of a code, ascending, from -1 or 0 to 1: 0, 1, and in each of seven decades below 1 the middles of equally
+    long parts, twice as many as in the decade below it."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2**decade if signed else 2 ** (decade + 1)
+        middles = [(0.1 + 0.9 * (i + 0.5) / parts) * 10.0 ** (decade - 6) for i in range(parts)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return sorted(values)
+
+
+def to_8_bits(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., C] -> (codes [..., C] uint8, the index of the nearest value; scale [..., C / 256 rounded up] fp32, the largest
+    magnitude of each block)."""
+    blocks = _blocks(x)  # [..., C / 256, 256]
+    scale = blocks.abs().amax(-1)
+    between = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(blocks / scale.clamp(min=TINY)[..., None], between, out_int32=True)
+    return codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scale
+
+
+def from_8_bits(codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The values [..., C] of codes [..., C] and their blocks' scales [..., C / 256 rounded up]."""
+    values = table[_blocks(codes).int()] * scale[..., None]
+    return values.flatten(-2)[..., : codes.shape[-1]].contiguous()
+
+
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    """[..., C] -> [..., C / 256 rounded up, 256], filled up with zeros."""
+    missing = -x.shape[-1] % BLOCK
+    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))

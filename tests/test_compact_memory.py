@@ -1,0 +1,180 @@
+"""What the learner's memory flags change: where moments, gradients and activations lie and in which precision, nothing else."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_group
+
+from rl.batch import Batch, micro_batches
+from rl.compact_adamw import CompactAdamW
+from rl.errors import UserError
+from rl.learner import Learner, LearnerArgs
+from rl.ranges import check
+
+CASES = {
+    "moments on the host": {"optimizer_offload": True},
+    "8 bits": {"optim": "adamw_8bit"},
+    "8 bits on the host": {"optim": "adamw_8bit", "optimizer_offload": True},
+    "gradients in bf16": {"grad_dtype": "bfloat16"},
+}
+QUICK = "8 bits on the host"
+COMPACT = [pytest.param(flags, id=name, marks=[pytest.mark.slow] * (name != QUICK)) for name, flags in CASES.items()]
+
+
+def make_learner(model: str, ranks, **flags) -> Learner:
+    args = LearnerArgs(lr=1e-2, lr_warmup_steps=0, lr_scheduler_type="constant", **flags)
+    check(args)
+    return Learner(model, args, ranks, 100)
+
+
+def gradients(learner: Learner, seed: int) -> list[torch.Tensor]:
+    """Gathers the gradients of two micro-batches or more, the same for all learners."""
+    rng = np.random.default_rng(seed)
+    batch = Batch.of([make_group(t, [3, 9, 5, 7], rng=rng) for t in range(2)])
+    micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, learner.ranks)
+    assert len(micros) > 1
+    for micro in micros:
+        log_prob, _ = learner.log_probs(micro)
+        (-log_prob.sum() / len(batch.token)).backward()
+    return [p.grad.to_local() for p in learner.parameters.values()]
+
+
+def update(learner: Learner, seed: int) -> dict[str, float]:
+    gradients(learner, seed)
+    return learner.step()
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+# ------------------------------------------------------------------------------------------------------ the learner
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_moments_on_the_host_and_inputs_of_layers_on_the_host_change_no_bit(models, ranks, dtype):
+    flags = {"dtype": dtype, "gradient_checkpointing": True}
+    plain = make_learner(models["qwen3"], ranks, **flags)
+    other = make_learner(models["qwen3"], ranks, optimizer_offload=True, activation_offload=True, **flags)
+    assert isinstance(other.optimizer, CompactAdamW) and not isinstance(plain.optimizer, CompactAdamW)
+    first = weights(plain)
+    for seed in range(3):
+        assert update(plain, seed) == update(other, seed)
+    assert torch.equal(weights(plain), weights(other)) and not torch.equal(weights(plain), first)
+    states = plain.state_tensors(), other.state_tensors()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name].to_local(), states[1][name].to_local()) for name in states[0])
+    assert plain.state() == other.state()
+
+
+@pytest.mark.parametrize("flags", COMPACT)
+def test_training_goes_as_with_plain_adamw(models, ranks, flags):
+    """Over 10 updates at a high rate the weights move nearly as far in nearly the same direction."""
+    plain, other = make_learner(models["qwen2-tied"], ranks), make_learner(models["qwen2-tied"], ranks, **flags)
+    first = weights(plain)
+    for seed in range(10):
+        update(plain, seed), update(other, seed)
+    assert relative(weights(other) - first, weights(plain) - first) < 0.05
+
+
+@pytest.mark.parametrize("flags", COMPACT)
+def test_a_run_goes_on_from_its_state_bit_for_bit(models, ranks, flags):
+    whole, half, rest = (make_learner(models["moe"], ranks, **flags) for _ in range(3))
+    for seed in range(4):
+        update(whole, seed)
+        if seed < 2:
+            update(half, seed)
+    saved = {name: tensor.to_local().clone() for name, tensor in half.state_tensors().items()}
+    for name, tensor in rest.state_tensors().items():
+        tensor.to_local().copy_(saved[name])
+    rest.restore(half.state(), half.rank_state())
+    for seed in (2, 3):
+        update(rest, seed)
+    assert torch.equal(weights(rest), weights(whole))
+
+
+def test_gradients_in_bf16_are_kept_so_and_their_norm_is_not(models, ranks):
+    plain, other = make_learner(models["qwen3"], ranks), make_learner(models["qwen3"], ranks, grad_dtype="bfloat16")
+    right, found = gradients(plain, 0), gradients(other, 0)
+    assert {grad.dtype for grad in found} == {torch.bfloat16} != {grad.dtype for grad in right}
+    assert all(relative(a, b) < 0.01 for a, b in zip(found, right, strict=True))
+    exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in found))
+    assert other.step()["actor/grad_norm"] == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"optimizer_offload": True, "param_offload": True}, "--optimizer-offload: --param-offload keeps the moments"),
+        ({"activation_offload": True}, "--activation-offload moves what --gradient-checkpointing leaves"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(flags, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        check(LearnerArgs(**flags))
+
+
+# ------------------------------------------------------------------------------------------------------ 8 bits
+
+
+def nearest(x: np.ndarray, signed: bool) -> np.ndarray:
+    """x [C] as 8 bits hold it, from the paper's words: each block of 256 over its largest magnitude, and of 7 decades below 1,
+    each cut into twice as many parts as the one below, the middle that is nearest; 0 and 1 besides."""
+    known = [0.0, 1.0]
+    for exponent in range(-6, 1):
+        edges = np.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1) * 10.0**exponent
+        for middle in (edges[1:] + edges[:-1]) / 2:
+            known += [middle, -middle] if signed else [middle]
+    assert len(known) == 256
+    known, out = np.array(known), np.zeros_like(x)
+    for start in range(0, len(x), 256):
+        block = x[start : start + 256]
+        if largest := abs(block).max():
+            distance = abs(block[:, None] / largest - known)
+            out[start : start + 256] = known[distance.argmin(1)] * largest
+    return out
+
+
+def adamw_in_8_bits(value, grads, lr, betas, weight_decay) -> np.ndarray:
+    """value [R, C] after a step with each gradient, in double precision, row by row."""
+    first, root = np.zeros_like(value), np.zeros_like(value)  # as they are kept
+    for t, grad in enumerate(grads, start=1):
+        m = betas[0] * first + (1 - betas[0]) * grad
+        v = betas[1] * root**2 + (1 - betas[1]) * grad**2
+        step = m / (1 - betas[0] ** t) / (np.sqrt(v / (1 - betas[1] ** t)) + 1e-8)
+        value = value * (1 - lr * weight_decay) - lr * step
+        first = np.stack([nearest(row, True) for row in m])
+        root = np.stack([nearest(row, False) for row in np.sqrt(v)])
+    return value
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (5, 600), (7, 65)])
+def test_8_bits_are_those_of_the_paper(shape, monkeypatch):
+    """Gradients over seven decades; pieces of 16 rows, of which the second is not full."""
+    monkeypatch.setattr("rl.compact_adamw.PIECE", 1)
+    rng = np.random.default_rng(0)
+    shape = (shape[0] + 16, shape[1])
+    start = rng.standard_normal(shape)
+    grads = [rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 1, shape) for _ in range(4)]
+    parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    optimizer = CompactAdamW([parameter], 0.1, (0.9, 0.95), 0.01, on_host=True, in_8_bits=True)
+    for grad in grads:
+        parameter.grad = torch.tensor(grad, dtype=torch.float32)
+        optimizer.step()
+    right = adamw_in_8_bits(start, grads, 0.1, (0.9, 0.95), 0.01)
+    off = abs(parameter.detach().numpy() - right) > 1e-4
+    assert off.mean() < 1e-3  # where a rounding to fp32 has chosen the neighbour of the nearest
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.uint8
+
+
+def test_moments_in_8_bits_take_a_quarter_of_the_bytes(models, ranks):
+    plain, other = (make_learner(models["qwen3"], ranks, optim=optim) for optim in ("adamw", "adamw_8bit"))
+    sizes = [sum(t.nbytes for n, t in of.state_tensors().items() if n.startswith("exp")) for of in (plain, other)]
+    assert 0.25 < sizes[1] / sizes[0] < 0.29  # rows of 64 elements have a scale each, norms and heads' stay in fp32
