@@ -69,16 +69,37 @@ def outlive_full_disks() -> None:
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         old.flush()
-        raw = _Unfailing(old.fileno(), "w", closefd=False)
+        raw = _raw[name] = _Raw(old.fileno(), "w", closefd=False)
         how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **how, write_through=old.write_through))
 
 
-class _Unfailing(io.FileIO):
+def sign_errors(name: str) -> None:
+    """From now on each line that Python prints to stderr begins with [name], for consoles of several nodes side by side. What
+    native code prints there bypasses Python."""
+    if raw := _raw.get("stderr"):
+        raw.sign = f"[{name}] ".encode()
+
+
+class _Raw(io.FileIO):
+    sign = b""
+    in_line = False
+
     def write(self, data) -> int:
         try:
-            return super().write(data)
+            return super().write(data) if not self.sign else self._write_signed(bytes(data))
         except BrokenPipeError:  # nobody reads any more
             raise
         except OSError:
             return len(data)
+
+    def _write_signed(self, data: bytes) -> int:
+        if data:
+            lines = (b"" if self.in_line else self.sign) + data[:-1].replace(b"\n", b"\n" + self.sign) + data[-1:]
+            self.in_line = not data.endswith(b"\n")
+            while lines:
+                lines = lines[super().write(lines) :]
+        return len(data)
+
+
+_raw: dict[str, _Raw] = {}  # what stdout and stderr write through

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl import device, launch, signals, watchdog
+from rl import console, device, launch, signals, watchdog
 from rl.errors import UserError
 
 SHARED_SECONDS = 90  # a network file system shows new files late: by NFS's defaults after up to 60 s
@@ -128,6 +128,7 @@ def init(hang_timeout: float = 0) -> Ranks:
     _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
         launch.meet(store, generators=0)
+        _take_name(f"rank {here.rank}")
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
@@ -144,6 +145,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all nodes to come"):
         launch.meet(store, generators)
+        _take_name(f"rank {here.rank}")
     _check_split(launch.nodes())
     number = [node.first for node in launch.nodes()].index(here.first)
     node, before = launch.nodes()[number], launch.nodes()[:number]
@@ -154,7 +156,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
         role, size = "generator", all_generators
         rank = sum(n.generators for n in before) + here.local_rank - node.learners
     ranks = Ranks(rank, size, here.local_rank, own_device)
-    watchdog.rename(f"{role} {rank}")
+    _take_name(f"{role} {rank}")
     with watchdog.doing(f"all {role}s to join"):
         own_store = dist.PrefixStore(role, store)
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
@@ -168,6 +170,13 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
         show_group("the bridge", bridge.group)
     launch.heed_sigterm(store)
     return Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
+
+
+def _take_name(name: str) -> None:
+    """Names this process in what it reports, with its machine where there are several."""
+    watchdog.rename(name)
+    if len(launch.nodes()) > 1:
+        console.sign_errors(f"{platform.node()} {name}")
 
 
 def _check_split(nodes: list[launch.Node]) -> None:
@@ -294,12 +303,12 @@ def barrier() -> None:
 
 
 def describe_hardware() -> dict[str, str | int | list]:
-    """This rank's machine, for the run's config record."""
+    """This rank's machine and the layout of the job, for the run's config record."""
     return {
         "device": device.kind(),
         "device_name": device.name(),
         "world_size": dist.get_world_size(),
-        "nodes": [[node.host, node.size, node.generators] for node in launch.nodes()],  # ranks, and how many generate
+        "layout": launch.layout(),
         "threads_per_rank": torch.get_num_threads(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "default"),
     }

@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +65,19 @@ _nodes: list[Node] = []
 def nodes() -> list[Node]:
     """All nodes of the job, in the order of their ranks; none before they have met."""
     return _nodes
+
+
+def layout() -> list[dict]:
+    """Each node's host, and by rank what runs there: "learner 0", "generator 3", or "rank 1" where every rank is both."""
+    split, numbers, out = any(node.generators for node in _nodes), Counter(), []
+    for node in _nodes:
+        roles = ["learner"] * node.learners + ["generator"] * node.generators if split else ["rank"] * node.size
+        names = {}
+        for rank, role in zip(node.ranks, roles, strict=True):
+            names[str(rank)] = f"{role} {numbers[role]}"
+            numbers[role] += 1
+        out.append({"host": node.host, "ranks": names})
+    return out
 
 
 def meet(store: dist.Store, generators: int) -> None:

@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
+import nodes
 import pytest
 from helpers import CONFIGS, GSM8K, ROOT, environment, save_model
 
@@ -44,6 +46,20 @@ def ranks():
 
     yield dist.init()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def network():
+    """Makes networks of machines, as nodes.Network; a test is skipped where that cannot be done."""
+    with ExitStack() as open_ones:
+
+        def make(*how, **more) -> nodes.Network:
+            try:
+                return open_ones.enter_context(nodes.Network(*how, **more))
+            except nodes.Unavailable as reason:
+                pytest.skip(str(reason))
+
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ import sys
 import time
 import traceback
 
+import nodes
+
 set_by_imports: dict[str, str] = {}  # environment variables
 
 
@@ -115,6 +117,8 @@ def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ran
 def serve(connection: socket.socket) -> None:
     _, pipes, _, _ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile().readline())
+    if node := request["environment"].get("NODE"):  # a process on the machine where the run is to be (tests/nodes.py)
+        nodes.enter(int(node))
     pid = os.fork()
     if not pid:
         connection.close()

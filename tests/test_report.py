@@ -187,8 +187,9 @@ def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_
     data = rows(steps, **more)
     data[0] |= {"fully_async/rollouter/idle_ratio": 0.97, "fully_async/trainer/idle_ratio": 0.99, "timing_s/step": 500.0}
     count = generators // (of_each_node or generators)
-    nodes = [[f"host{i}", (generators + learners) // count, generators // count] for i in range(count)]
-    return RunGroup("a", [Log(Path("a"), {"hardware": {"nodes": nodes}}, data)])
+    roles = ["learner 0"] * (learners // count) + ["generator 0"] * (generators // count)
+    layout = [{"host": f"host{i}", "ranks": dict(enumerate(roles))} for i in range(count)]
+    return RunGroup("a", [Log(Path("a"), {"hardware": {"layout": layout}}, data)])
 
 
 @pytest.mark.parametrize(

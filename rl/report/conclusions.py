@@ -5,6 +5,7 @@ between groups MIN_SEEDS runs of each that do not overlap.
 """
 
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -129,8 +130,9 @@ def waiting(group: RunGroup) -> list[Row]:
     generators, learners = (len(ranks_of(group, role)) for role in ("generator", "learner"))
     if not (generators and learners):
         return []
-    nodes = [tuple(split) for _, *split in group.logs[0].config.get("hardware", {}).get("nodes", [])]  # ranks, generators
-    alike = len(nodes) or 1 if len(set(nodes)) <= 1 else None
+    layout = group.logs[0].config.get("hardware", {}).get("layout", [])
+    splits = [Counter(name.split()[0] for name in node["ranks"].values()) for node in layout]  # ranks by role
+    alike = len(splits) or 1 if all(split == splits[0] for split in splits) else None
     told = advice(generators, learners, alike, *(float(np.mean(idle[role])) for role in ("generator", "learner")))
     rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
     return [(group.label, told, f"{rests}, the first step of each attempt left out; {generators} to {learners} ranks")]
