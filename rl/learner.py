@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from rl import vision_forward
 from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
+from rl.compiled import compile_layers
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.errors import UserError
@@ -48,6 +49,9 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     --grad-dtype and --optim say otherwise."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass. Takes less memory and about a third more time."""
+    compile: bool = False
+    """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
+    seconds, some where its cache on disk is warm. A CPU needs a C++ compiler for it, a GPU Triton."""
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     activation_offload: bool = False
@@ -138,6 +142,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if args.activation_offload:
             keep_inputs_on_host(model, ranks.device)
+    if args.compile:
+        compile_layers(model, path)
     policy = Policy(model, Router.of(model, args)).train(trainable)
 
     shard = {"mesh": ranks.mesh["data"]}

@@ -147,9 +147,12 @@ def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Pr
 
 def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers, of the vision tower too: what is sharded and recomputed apart."""
-    if takes_images(model.config):
-        return [*model.model.visual.blocks, *model.model.language_model.layers]
-    return [*model.model.layers]
+    tower = model.model.visual.blocks if takes_images(model.config) else ()
+    return [*tower, *decoder_layers(model)]
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [*(model.model.language_model if takes_images(model.config) else model.model).layers]
 
 
 def _auto_class(config: PretrainedConfig) -> type:

@@ -169,7 +169,7 @@ TABLE: dict[str, list[Row]] = {
                  "A.*.fsdp_config.wrap_policy.* A.*.fsdp_config.use_orig_params A.*.fsdp_config.forward_only "
                  "A.*.fsdp_config.use_no_sync_for_gradient_accumulation",
                  "sharded over all learners, layer by layer"),
-        unneeded("A.*.use_torch_compile A.*.fsdp_config.use_torch_compile", "nothing is compiled"),
+        unneeded("A.*.use_torch_compile A.*.fsdp_config.use_torch_compile", "`--compile` compiles the learner's layers"),
         unneeded("A.ref.log_prob_use_dynamic_bsz A.rollout.log_prob_use_dynamic_bsz A.ref.log_prob_max_token_len_per_gpu "
                  "A.rollout.log_prob_max_token_len_per_gpu A.ref.log_prob_micro_batch_size_per_gpu "
                  "A.rollout.log_prob_micro_batch_size_per_gpu A.ref.log_prob_micro_batch_size "

@@ -101,7 +101,7 @@ def _in_child(writer, *what) -> None:
 
 def _run(name: str, flags: dict, learners: int, varlen: bool, workload: Drawn) -> Memory:
     script = importlib.import_module(name)
-    args = script.Args(**flags)
+    args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     model = empty_model(config, args.trust_remote_code)

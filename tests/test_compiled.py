@@ -1,0 +1,54 @@
+"""--compile: the same numbers to rounding, compiled once for any number of tokens, refused where it cannot work."""
+
+import pytest
+import torch
+from test_learner import compute, relative  # noqa: F401
+
+from rl.batch import Batch, micro_batches
+from rl.compiled import compile_layers
+from rl.errors import UserError
+from rl.learner import Learner, LearnerArgs
+from rl.pretrained import empty_model, load_config
+from helpers import make_group
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, flags", [("qwen2-tied", {}), ("qwen3", {"gradient_checkpointing": True})])
+def test_compiled_layers_compute_the_same(compute, models, kind, flags):  # noqa: F811
+    plain, compiled = (compute(models[kind], 1, compile=on, **flags) for on in (False, True))
+    for name in plain:
+        if name.partition("/")[2] in ("log_prob", "ref"):
+            assert (plain[name] - compiled[name]).abs().max() < 1e-5, name
+        if name.endswith("/grad"):
+            assert relative(compiled[name], plain[name]) < 2e-6, name
+
+
+@pytest.mark.slow
+def test_a_layer_is_compiled_once_for_all_lengths(models, ranks):
+    learner = Learner(models["qwen2-tied"], LearnerArgs(compile=True), ranks, total_steps=1)
+
+    def graphs_after(sizes: list[int]) -> int:
+        batch = Batch.of([make_group(0, sizes)])
+        for micro in micro_batches(batch, torch.arange(len(sizes)), 4096, ranks):
+            learner.log_probs(micro)[0].sum().backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    begin = graphs_after([7, 9]), graphs_after([20, 30, 5])
+    assert begin[0] > 0
+    assert graphs_after([11]) == graphs_after([40, 40]) == graphs_after([3, 60, 17, 8]) == begin[1]
+
+
+def test_experts_are_refused(models):
+    with pytest.raises(UserError, match="--compile is for models without experts"):
+        compile_layers(empty_model(load_config(models["moe"]), False), models["moe"])
+
+
+def test_a_missing_compiler_is_named(models, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    from torch._inductor import cpp_builder
+
+    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
+    with pytest.raises(UserError, match="--compile: there is no C.. compiler"):
+        compile_layers(empty_model(load_config(models["qwen3"]), False), models["qwen3"])
