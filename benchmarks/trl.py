@@ -7,8 +7,9 @@
 tokens; each with every response at its full budget, and with natural lengths: the end token is one of about as many equally
 likely ones as 3/8 of the budget has tokens. (c) the demo as a user runs it: 80 steps, accuracy with it.
 One run is one process group on all the cores; the sides take turns within a round. TRL runs in one process of two threads, and
-so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. "compiled" is `--compile`. A step's seconds are those of whole steps,
-from the end of the one before; the first ones, and the last of split modes (nothing is generated beside it), do not count.
+so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. "compiled" is `--compile`. A step's seconds
+are those of whole steps, from the end of the one before; the first ones, and the last of split modes (nothing is generated
+beside it), do not count.
 """
 
 import json

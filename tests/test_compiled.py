@@ -1,26 +1,15 @@
-"""--compile: the same numbers to rounding, compiled once for any number of tokens, refused where it cannot work."""
+"""--compile: compiled once for any number of tokens, refused where it cannot work. That the numbers stay is in test_learner.py."""
 
 import pytest
 import torch
-from test_learner import compute, relative  # noqa: F401
+from helpers import make_group
+from torch._inductor import config
 
 from rl.batch import Batch, micro_batches
 from rl.compiled import compile_layers
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
 from rl.pretrained import empty_model, load_config
-from helpers import make_group
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, flags", [("qwen2-tied", {}), ("qwen3", {"gradient_checkpointing": True})])
-def test_compiled_layers_compute_the_same(compute, models, kind, flags):  # noqa: F811
-    plain, compiled = (compute(models[kind], 1, compile=on, **flags) for on in (False, True))
-    for name in plain:
-        if name.partition("/")[2] in ("log_prob", "ref"):
-            assert (plain[name] - compiled[name]).abs().max() < 1e-5, name
-        if name.endswith("/grad"):
-            assert relative(compiled[name], plain[name]) < 2e-6, name
 
 
 @pytest.mark.slow
@@ -44,11 +33,6 @@ def test_experts_are_refused(models):
 
 
 def test_a_missing_compiler_is_named(models, monkeypatch):
-    from torch._inductor import config
-
     monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    from torch._inductor import cpp_builder
-
-    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
-    with pytest.raises(UserError, match="--compile: there is no C.. compiler"):
+    with pytest.raises(UserError, match=r"--compile: there is no C\+\+ compiler"):
         compile_layers(empty_model(load_config(models["qwen3"]), False), models["qwen3"])

@@ -139,3 +139,14 @@ def test_shards_are_gathered_in_buckets_to_the_bit(models, bucket, most):
     done = run_script("tests/programs/gathers.py", models["qwen2-untied"], str(bucket), ranks=3)
     counts = [int(n) for n in re.findall(r"to_all=\w+: (\d+) collectives", done.stdout)]
     assert len(counts) == 3 * 4 and 1 <= min(counts) <= max(counts) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, flags", [("qwen2-tied", {}), ("qwen3", {"gradient_checkpointing": True})])
+def test_compiled_layers_compute_the_same(compute, models, kind, flags):
+    plain, compiled = (compute(models[kind], 1, compile=on, **flags) for on in (False, True))
+    for name in plain:
+        if name.partition("/")[2] in ("log_prob", "ref"):
+            assert (plain[name] - compiled[name]).abs().max() < 1e-5, name
+        if name.endswith("/grad"):
+            assert relative(compiled[name], plain[name]) < 2e-6, name
