@@ -1,4 +1,4 @@
-"""--compile: compiled once for any number of tokens, refused where it cannot work. That the numbers stay is in test_learner.py."""
+"""--compile: once for any number of tokens, refused where it cannot work. That the numbers stay: test_learner.py."""
 
 import pytest
 import torch
