@@ -21,6 +21,7 @@ import losses
 from rl import dist, flags, process
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox
+from rl.draw_ahead import DrawAhead
 from rl.generator import make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
@@ -142,7 +143,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines)
+    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, DrawAhead)
     validated, snapshot, validating = int(split.store.get("validated")), 0, False
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.

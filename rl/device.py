@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rl.errors import UserError
 
 HOST_BACKEND = "gloo"  # of groups that send host memory only
+os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 VARLEN_KINDS = {"cuda"}  # of devices for which torch has attention over packed sequences, in half precision
 LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
@@ -87,7 +88,10 @@ def broadcast_group(store: dist.Store, rank: int, size: int, device: torch.devic
     """A group apart from the default one, and the device on which its tensors must be. It sends device memory directly where
     each member has a CUDA device of its own, and host memory otherwise."""
     store.set(f"device/{rank}", f"{platform.node()}/{device}")
-    own = len({store.get(f"device/{i}") for i in range(size)}) == size
+    if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
+        devices = store.multi_get([f"device/{i}" for i in range(size)])
+        store.set("device/own", str(int(len(set(devices)) == size)))
+    own = store.get("device/own") == b"1"
     if device.type == "cuda" and own:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

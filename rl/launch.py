@@ -88,9 +88,13 @@ def meet(store: dist.Store, generators: int) -> None:
     _check_world(world := int(store.get("world_size")), me)
     if me.local_rank == 0:
         store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
-    _nodes.clear()
-    while (met := sum(node.size for node in _nodes)) < world:
-        _nodes.append(Node(*json.loads(store.get(f"node/{met}"))))
+    if me.rank == 0:
+        found, met = [], 0
+        while met < world:
+            found.append(json.loads(store.get(f"node/{met}")))
+            met += Node(*found[-1]).size
+        store.set("nodes", json.dumps(found))
+    _nodes[:] = [Node(*node) for node in json.loads(store.get("nodes"))]
     if len(_nodes) > 1 and me.local_rank == 0:
         number = [node.first for node in _nodes].index(me.rank) + 1
         last = me.rank + me.local_world_size - 1

@@ -10,8 +10,8 @@ flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -111,53 +111,86 @@ def _exact(decimal: float) -> Fraction:
     return Fraction(str(decimal))
 
 
+class Draws:
+    """Tickets that were drawn from the store's counters and have not started yet."""
+
+    def __init__(self, store: Store, again: list[int]):
+        """again: tickets that go before all others."""
+        self.store, self.again = store, again
+        self.reserve: deque[int] = deque()
+
+    def have(self, count: int) -> None:
+        """Draws until so many are at hand, in one go."""
+        self.reserve.extend(self._draw(count - len(self.reserve)))
+
+    def start(self) -> int:
+        """The next ticket, which is at hand; it counts as started."""
+        self.store.add("tickets/started", 1)
+        return self.reserve.popleft()
+
+    def settle(self) -> None:
+        """Returns when the store has counted all that have started."""
+
+    def _draw(self, count: int) -> list[int]:
+        drawn = []
+        if self.again and count > 0:
+            stop = self.store.add("tickets/taken_again", count)
+            drawn = self.again[stop - count : stop]
+            if stop >= len(self.again):
+                self.again = []
+        if (count := count - len(drawn)) > 0:
+            stop = self.store.add("tickets/drawn", count)
+            drawn += range(stop - count, stop)
+        return drawn
+
+
 class Tickets:
-    """Draws tickets for a generator. One that is drawn but may not start yet is kept for later.
+    """Hands a generator the tickets that may start there. It draws as many as it has room for, and keeps those that may not
+    start yet.
 
     A generator has no more under way than an even share of what all may have: with many slots the first ones would take all
-    that a publish lets start, and the others wait. Every ticket that may start finds a generator below its share.
+    that a publish lets start, and the others wait. Every ticket that may start finds a generator below its share. What is kept
+    starts before all that is not drawn yet.
     """
 
-    def __init__(self, store: Store, args: ScheduleArgs, total: int, engines: int = 1):
-        """total: tickets that will be trained in the whole run; engines: that share them."""
+    def __init__(
+        self,
+        store: Store,
+        args: ScheduleArgs,
+        total: int,
+        engines: int = 1,
+        make_draws: Callable[[Store, list[int]], Draws] = Draws,
+    ):
+        """total: tickets that will be trained in the whole run; engines: that share them; make_draws: for another way to the
+        store's counters."""
         self.store, self.args, self.total = store, args, total
         self.share = -(-args.quota(0) // engines)
-        self.reserved: int | None = None
         opened = json.loads(store.get("tickets/opened"))
-        self.again: list[int] = opened["again"]  # under way when the run was stopped: they go first
-        self._unfinished: set[int] = set(opened["unfinished"])  # those of them of which something is left
+        self._draws = make_draws(store, opened["again"])
+        self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the run that goes on of which something is left
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
         """Up to so many tickets that may start under the weights of `version`, beside those under way here; none if newer
-        weights are ready, which would sample them better."""
+        weights are ready, which would sample them better, or if the run stops."""
+        if state.stop:
+            self._draws.settle()
+            return []
+        most = max(0, min(most, self.share - under_way))
+        self._draws.have(most)
         out: list[int] = []
-        most = min(most, self.share - under_way)
-        while version == state.version and len(out) < most and (ticket := self.next(version, state.dropped)) is not None:
-            out.append(ticket)
+        while version == state.version and len(out) < most and self._may_start(version, state.dropped):
+            out.append(self._draws.start())
         watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
-
-    def next(self, version: int, dropped: int) -> int | None:
-        """The next ticket if the schedule lets it start under the weights of `version`."""
-        if self.reserved is None:
-            self.reserved = self._draw()
-        if self.reserved - dropped >= min(self.args.quota(version), self.total):
-            return None
-        ticket, self.reserved = self.reserved, None
-        self.store.add("tickets/started", 1)
-        return ticket
 
     def partial(self, ticket: int) -> Group | None:
         """The ticket's responses as they were when the run was stopped."""
         return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
-    def _draw(self) -> int:
-        if self.again:
-            index = self.store.add("tickets/taken_again", 1) - 1
-            if index < len(self.again):
-                return self.again[index]
-            self.again = []
-        return self.store.add("tickets/drawn", 1) - 1
+    def _may_start(self, version: int, dropped: int) -> bool:
+        """Whether the next ticket that was drawn may."""
+        reserve = self._draws.reserve
+        return bool(reserve) and reserve[0] - dropped < min(self.args.quota(version), self.total)
 
 
 def open_tickets(

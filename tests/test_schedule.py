@@ -46,14 +46,20 @@ def test_sync_and_one_step_off_are_settings_of_it():
         assert one_off.quota(version) == 8 * (version + 2), "and with it the batch after"
 
 
+def take_one(tickets: Tickets, version: int, dropped: int = 0) -> int | None:
+    """The next ticket, if it may start under the weights of that version, which are the newest."""
+    return next(iter(tickets.take(1, 0, version, State(version=version, dropped=dropped))), None)
+
+
 def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
     store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=2, staleness_threshold=0)
     open_tickets(store)
     tickets = Tickets(store, args, total=5)
-    assert [tickets.next(0, 0) for _ in range(4)] == [0, 1, None, None]
-    assert tickets.next(0, 1) == 2, "one was dropped"
-    assert tickets.next(0, 1) is None and tickets.next(1, 1) == 3
-    assert [tickets.next(9, 1) for _ in range(3)] == [4, 5, None], "5 will be trained and 1 was dropped: no more than 6 start"
+    assert [take_one(tickets, 0) for _ in range(4)] == [0, 1, None, None]
+    assert take_one(tickets, 0, 1) == 2, "one was dropped"
+    assert take_one(tickets, 0, 1) is None and take_one(tickets, 1, 1) == 3
+    last = [take_one(tickets, 9, 1) for _ in range(3)]
+    assert last == [4, 5, None], "5 will be trained and 1 was dropped: no more than 6 start"
     assert started(store) == 6
 
 
@@ -61,9 +67,9 @@ def test_two_generators_share_the_tickets():
     store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(store)
     a, b = Tickets(store, args, 8), Tickets(store, args, 8)
-    assert [a.next(0, 0), b.next(0, 0), b.next(0, 0), a.next(0, 0)] == [0, 1, 2, 3]
-    assert a.next(0, 0) is None and b.next(0, 0) is None
-    assert sorted([a.next(1, 0), a.next(1, 0), b.next(1, 0), a.next(1, 0)]) == [4, 5, 6, 7]
+    assert [take_one(generator, 0) for generator in (a, b, b, a)] == [0, 1, 2, 3]
+    assert take_one(a, 0) is None and take_one(b, 0) is None
+    assert sorted(take_one(generator, 1) for generator in (a, a, b, a)) == [4, 5, 6, 7]
 
 
 def test_no_generator_takes_what_is_the_others_share():
@@ -99,6 +105,37 @@ def test_a_ticket_that_may_start_always_finds_a_generator_below_its_share(engine
         while (left := needed - (started(store) - sum(under_way))) > 0:
             i = int(random.choice([i for i in range(engines) if under_way[i]]))
             under_way[i] -= int(random.integers(1, min(under_way[i], left) + 1))
+
+
+def test_tickets_are_drawn_in_one_go_and_kept_until_they_may_start():
+    asked = []
+
+    class Store(HashStore):
+        def add(self, key: str, amount: int) -> int:
+            asked.append((key, amount))
+            return super().add(key, amount)
+
+    store, args = Store(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    open_tickets(store)
+    tickets = Tickets(store, args, 8)
+    assert tickets.take(3, 0, 0, State(version=0, dropped=0)) == [0, 1, 2]
+    assert tickets.take(4, 0, 0, State(version=0, dropped=0)) == [3], "three more are there and may not start"
+    assert tickets.take(4, 0, 1, State(version=1, dropped=0)) == [4, 5, 6, 7]
+    assert [amount for key, amount in asked if key == "tickets/drawn"] == [0, 3, 4, 1]
+
+
+def test_no_ticket_starts_any_more_when_the_run_stops():
+    store = HashStore()
+    open_tickets(store)
+    assert Tickets(store, ScheduleArgs(), 8).take(1, 0, 0, State(version=0, dropped=0, stop=True)) == [] and not started(store)
+
+
+def test_tickets_that_were_under_way_go_first_each_once():
+    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=8, staleness_threshold=0)
+    open_tickets(store, drawn=12, started=9, again=[2, 5, 11])
+    a, b = Tickets(store, args, 80), Tickets(store, args, 80)
+    state = State(version=9, dropped=0)
+    assert [a.take(2, 0, 9, state), b.take(3, 0, 9, state), a.take(2, 0, 9, state)] == [[2, 5], [11, 12, 13], [14, 15]]
 
 
 def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
@@ -184,7 +221,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
         if random.random() < 0.5:
             engines[g] = version  # swaps between two engine steps; unfinished responses go on
         while engines[g] == version and random.random() < 0.7 and len(running[g]) < 6:
-            ticket = tickets[g].next(engines[g], buffer.dropped.total())
+            ticket = take_one(tickets[g], engines[g], buffer.dropped.total())
             if ticket is None:
                 break
             running[g].append((ticket, []))
