@@ -249,4 +249,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.init(replay.args.hang_timeout))
+    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.init(replay.args.hang_timeout, replay.args.node_timeout))

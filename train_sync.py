@@ -187,4 +187,4 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout))
+    process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout, args.node_timeout))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl import console, device, launch, signals, watchdog
+from rl import console, device, heartbeat, launch, signals, watchdog
 from rl.errors import UserError
 
 SHARED_SECONDS = 90  # a network file system shows new files late: by NFS's defaults after up to 60 s
@@ -119,9 +119,9 @@ class Bridge:
         return self.group.broadcast([tensor], options)
 
 
-def init(hang_timeout: float = 0) -> Ranks:
+def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
-    hang_timeout: of the watchdog, in seconds; 0 for none."""
+    hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
     here = launch.here()
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
     store = launch.join(timeout)
@@ -129,6 +129,7 @@ def init(hang_timeout: float = 0) -> Ranks:
     with watchdog.doing("all ranks to join"):
         launch.meet(store, generators=0)
         _take_name(f"rank {here.rank}")
+        heartbeat.start(node_timeout)
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
@@ -136,9 +137,10 @@ def init(hang_timeout: float = 0) -> Ranks:
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
-def init_split(generators: int, hang_timeout: float = 0) -> Split:
+def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0) -> Split:
     """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
-    UserError where the job has no generator or no learner. hang_timeout: of the watchdog, in seconds; 0 for none."""
+    UserError where the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
+    seconds; 0 for none."""
     here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     store = launch.join(timeout)
@@ -146,6 +148,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     with watchdog.doing("all nodes to come"):
         launch.meet(store, generators)
         _take_name(f"rank {here.rank}")
+    heartbeat.start(node_timeout)
     _check_split(launch.nodes())
     number = [node.first for node in launch.nodes()].index(here.first)
     node, before = launch.nodes()[number], launch.nodes()[:number]
@@ -175,6 +178,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
 def _take_name(name: str) -> None:
     """Names this process in what it reports, with its machine where there are several."""
     watchdog.rename(name)
+    heartbeat.rename(name)
     if len(launch.nodes()) > 1:
         console.sign_errors(f"{platform.node()} {name}")
 

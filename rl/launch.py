@@ -60,6 +60,7 @@ class Node:
 
 
 _nodes: list[Node] = []
+_neighbours: dict[int, int] = {}
 
 
 def nodes() -> list[Node]:
@@ -78,6 +79,11 @@ def layout() -> list[dict]:
             numbers[role] += 1
         out.append({"host": node.host, "ranks": names})
     return out
+
+
+def neighbours() -> dict[int, int]:
+    """The processes of this node's ranks, by rank; none before all have joined."""
+    return _neighbours
 
 
 def meet(store: dist.Store, generators: int) -> None:
@@ -194,6 +200,7 @@ def heed_sigterm(store: dist.Store) -> None:
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
+    _neighbours.update(processes)
 
     def all_well() -> bool:
         gone = [f"ended/{rank}" for rank, pid in processes.items() if not _is_alive(pid)]

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed
 
-from rl import console, dist, failures, launch, signals, watchdog
+from rl import console, dist, failures, heartbeat, launch, signals, watchdog
 from rl.errors import Stopped, UserError
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
@@ -36,9 +36,11 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
             if torch.distributed.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
                 torch.distributed.destroy_process_group()
         watchdog.finish()
+        heartbeat.finish()
         launch.end_well()
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
+        heartbeat.finish()
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
     except UserError as error:

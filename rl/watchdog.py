@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,11 +44,13 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is
 
 @dataclass
 class WatchdogArgs:
-    """The end of a job that hangs."""
+    """The end of a job that hangs, or that has lost a part."""
 
     hang_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 1800.0
     """Seconds that a rank may go without progress. Then every rank reports what it waits for, and the job ends. Must be longer
     than the longest step, for whose weights generators wait, and than the start with a download of the model. 0: never."""
+    node_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 20.0
+    """Seconds without a sign of life after which a rank or a node counts as lost. It is named, and the job ends. 0: never."""
 
 
 # What this process's main thread is at. Written by it, read by the watchdog's thread.
@@ -118,6 +120,19 @@ def rename(name: str) -> None:
         _watchdog.rename(name)
 
 
+def place() -> str:
+    """What the main thread is in, and for how long."""
+    now, blocks = time.monotonic(), list(_open)
+    return " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}"
+
+
+def end_silent(pids: Iterable[int]) -> None:
+    """Kills those of these silent processes that the same torchrun started, which would wait half a minute for one that is
+    stopped. A moment later, since torchrun calls the first one to go the cause."""
+    if stuck := [str(pid) for pid in pids if _state(pid, platform.node())]:
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
+
+
 def silent() -> set[int]:
     """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store has gone."""
     return _watchdog.call_the_roll() if _watchdog else set()
@@ -181,9 +196,7 @@ class Watchdog:
             answers, silent = self._collect()
             print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
             self.store.set("watchdog/reported", "")
-            if stuck := [str(pid) for pid, host in silent.values() if _state(pid, host)]:
-                # Torchrun would wait half a minute for a process that is stopped; and calls the first one to go the cause.
-                subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
+            end_silent(pid for pid, host in silent.values() if host == platform.node())
         else:
             with contextlib.suppress(DistError):
                 self.store.wait(["watchdog/reported"], timedelta(seconds=2 * ANSWER_SECONDS))
@@ -209,12 +222,12 @@ class Watchdog:
         return False
 
     def _answer(self) -> dict:
-        now, blocks = time.monotonic(), list(_open)
+        now = time.monotonic()
         return {
             "name": self.name,
             "place": f"rank {self.rank}, process {os.getpid()} on {platform.node()}",
             "idle": now - _done_at,
-            "in": " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}",
+            "in": place(),
             "waits": [f"{what} ({now - since:.0f} s)" for what, since in list(_standing.items())],
             "collectives": {name: found for name, last in _groups.items() if isinstance(found := _ask(last), tuple)},
             "facts": {name: _ask(text) for name, text in _facts.items()},

@@ -142,9 +142,9 @@ def test_a_training_run_that_hangs(demo_model, tmp_path):
 def test_every_script_hands_the_flag_on(script, monkeypatch):
     given = []
     monkeypatch.setattr(process, "run", lambda main, join: join())
-    monkeypatch.setattr(dist, "init", given.append)
-    monkeypatch.setattr(dist, "init_split", lambda generators, hang_timeout: given.append(hang_timeout))
-    for flags, seconds in (([], 1800), (["--hang-timeout", "7"], 7)):
+    monkeypatch.setattr(dist, "init", lambda *timeouts: given.append(timeouts))
+    monkeypatch.setattr(dist, "init_split", lambda generators, *timeouts: given.append(timeouts))
+    for flags, seconds in (([], (1800, 20)), (["--hang-timeout", "7", "--node-timeout", "3"], (7, 3))):
         monkeypatch.setattr(sys, "argv", [script, *flags])
         runpy.run_path(str(ROOT / script), run_name="__main__")
         assert given.pop() == seconds

@@ -1,0 +1,89 @@
+"""Ranks and nodes that fall silent without a word are named, and the job ends on every node."""
+
+import json
+import re
+import socket
+import time
+
+import pytest
+from test_nodes import run_nodes
+from torch.distributed import HashStore
+
+from rl import heartbeat
+from rl.heartbeat import ENDED, ROUNDS, Signs
+
+HOST = re.escape(socket.gethostname())
+TIME = r"\d\d:\d\d:\d\d"
+STOPPED = [  # what is stopped, and what the other node says of it
+    ("node 1", rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 "),
+    *[
+        pytest.param(what, told, marks=pytest.mark.slow)
+        for what, told in {
+            "node 0": f"node 1, {HOST}, has not answered for 4 s; rank 0 was last heard of at {TIME}, in ",
+            "rank 3": f"node 2, {HOST}: no sign of life of rank 3 for 4 s; rank 3 was last heard of at {TIME}, in ",
+            "rank 0": f"node 1, {HOST}: no sign of life of rank 0 for 4 s; rank 0 was last heard of at {TIME}, in ",
+        }.items()
+    ],
+]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("what", "told"), STOPPED)
+def test_who_falls_silent_is_named_and_every_node_ends(what, told):
+    consoles = run_nodes([(2, ["tests/programs/silent_ranks.py", *what.split()])] * 2)
+    victim = int(what == "node 1" or what == "rank 3")
+    assert [code for code, _ in consoles] == [1, 1], consoles
+    assert "the other node has ended\n" in consoles[victim][1], "it did not end by itself"
+    for number, (_, console) in enumerate(consoles):
+        if number != victim or "rank" in what:
+            assert len(re.findall(f"^error: {told}.*--node-timeout", console, re.M)) == console.count("error: ") == 1, console
+
+
+def signs(store, **of):
+    for rank, sign in of.items():
+        store.set(f"pulse/{rank.removeprefix('r')}", json.dumps([sign, f"learner {rank}", "the wait"]))
+
+
+def test_only_too_many_looks_at_the_same_sign_are_silence():
+    """Whatever the clock says: who looks may have been stopped itself. Who has not begun or has ended is not missed."""
+    store, watched = HashStore(), Signs([1, 2, 3, 4])
+    signs(store, r1=0, r2=ENDED, r3=5)
+    looks = []
+    for number in range(ROUNDS + 2):
+        signs(store, r3=number // 3)
+        looks.append(watched.look(store))
+    assert looks == [[]] * (ROUNDS + 1) + [[1]]
+    assert re.fullmatch(f"; learner r1 was last heard of at {TIME}, in the wait", watched.told(1)) and watched.told(4) == ""
+    signs(store, r1=1)
+    assert watched.look(store) == [], "it was only slow"
+
+
+class Silent(HashStore):
+    """A store that stops to answer, and to fail: its machine has lost power."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = True
+
+    def check(self, keys):
+        while not self.answers:
+            time.sleep(0.1)
+        return super().check(keys)
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch):
+    ended = []
+    monkeypatch.setattr(heartbeat, "TICK", 0.02)
+    monkeypatch.setattr(heartbeat.Heartbeat, "_end", lambda self, verdict, silent=(): ended.append(verdict))
+    nodes = [heartbeat.launch.Node(f"host{i}", i, 1, 0) for i in range(2)]
+    store = Silent()
+    watched = heartbeat.Heartbeat("rank 1", 1, nodes, 0.2, store)
+    time.sleep(0.5)
+    assert not ended and watched.rounds > 1, "there is no sign of rank 0 yet: it may not have begun"
+    store.answers = False
+    for _ in range(100):
+        time.sleep(0.1 if not ended else 0)
+    assert ended == ["node 1, host0, has not answered for 0.2 s (--node-timeout)"]
+    store.answers = True
+    watched.finish()
+    assert json.loads(store.get("pulse/1"))[0] == ENDED
