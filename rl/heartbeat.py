@@ -59,7 +59,9 @@ class Heartbeat:
         self.rounds = 0  # that the store has answered
         self._ended = threading.Event()
         self._others = Signs([r for node in nodes for r in node.ranks if r != rank] if rank == 0 else [0])
-        self._threads = [threading.Thread(target=run, name="watchdog: heartbeat", daemon=True) for run in (self._beat, self._guard)]
+        self._threads = [
+            threading.Thread(target=run, name="watchdog: heartbeat", daemon=True) for run in (self._beat, self._guard)
+        ]
         for thread in self._threads:
             thread.start()
 

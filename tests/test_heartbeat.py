@@ -13,9 +13,12 @@ from rl import heartbeat
 from rl.heartbeat import ENDED, ROUNDS, Signs
 
 HOST = re.escape(socket.gethostname())
-TIME = r"\d\d:\d\d:\d\d"
+TIME = r"[\d:]{8}"
 STOPPED = [  # what is stopped, and what the other node says of it
-    ("node 1", rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 "),
+    (
+        "node 1",
+        rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 ",
+    ),
     *[
         pytest.param(what, told, marks=pytest.mark.slow)
         for what, told in {

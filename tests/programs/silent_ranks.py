@@ -25,7 +25,7 @@ def main(ranks: dist.Ranks) -> None:
     kind, number = sys.argv[1], int(sys.argv[2])
     torchruns = [int(pid) for pid in dist.all_gather_bytes(str(os.getppid()).encode())]
     own = range(2, 4) if launch.here().first else range(2)
-    if kind == "rank" and ranks.rank == number or kind == "node" and ranks.rank == 2 * number:
+    if ranks.rank == (number if kind == "rank" else 2 * number):
         stopped = [os.getpid()] if kind == "rank" else [os.getppid(), *launch.neighbours().values()]
         (other,) = {*torchruns} - {os.getppid()}
         assert set(launch.neighbours()) == {*own}
