@@ -39,7 +39,8 @@ def test_who_falls_silent_is_named_and_every_node_ends(what, told):
     assert "the other node has ended\n" in consoles[victim][1], "it did not end by itself"
     for number, (_, console) in enumerate(consoles):
         if number != victim or "rank" in what:
-            assert len(re.findall(rf"^\[{HOST} rank \d\] error: {told}.*--node-timeout", console, re.M)) == console.count("error: ") == 1, console
+            said = re.findall(rf"^\[{HOST} rank \d\] error: {told}.*--node-timeout", console, re.M)
+            assert len(said) == console.count("error: ") == 1, console
 
 
 def signs(store, **of):
