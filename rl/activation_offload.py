@@ -10,19 +10,25 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 
 from rl.device import is_accelerator
 
 
 def keep_inputs_on_host(model: nn.Module, device: torch.device) -> None:
-    """Changes a model whose gradient checkpointing is on. Where the device is the host itself nothing is copied."""
+    """Changes a model whose gradient checkpointing is on."""
+    hooks = saved_tensors_hooks(_to_host, lambda kept: kept.to(device, non_blocking=True))
     for module in model.modules():
         if checkpoint := getattr(module, "_gradient_checkpointing_func", None):
-            module._gradient_checkpointing_func = partial(_call, checkpoint, device)
+            module._gradient_checkpointing_func = partial(_call, checkpoint, hooks)
 
 
-def _call(checkpoint, device: torch.device, *args):
+def _call(checkpoint, hooks: saved_tensors_hooks, *args):
     """What runs within a checkpoint saves nothing; what autograd is given to save is the checkpoint's own arguments."""
-    with save_on_cpu(pin_memory=is_accelerator(device), device_type=device.type):
+    with hooks:
         return checkpoint(*args)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=is_accelerator(tensor.device))
+    return kept.copy_(tensor, non_blocking=True)

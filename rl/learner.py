@@ -55,8 +55,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     activation_offload: bool = False
-    """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass (accelerators
-    only)."""
+    """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
     ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192

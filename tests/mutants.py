@@ -52,7 +52,7 @@ def _is_place(call: ast.Call) -> bool:
 def _take_out(call: ast.Call) -> None:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
         call.args = [call.func.value]
-        call.func = ast.parse("lambda x: x", mode="eval").body
+        call.func = ast.parse("lambda x, **_: x", mode="eval").body
         return
     for keyword in call.keywords:
         if keyword.arg == "device":

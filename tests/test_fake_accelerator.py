@@ -12,13 +12,16 @@ from helpers import run_script
 from mutants import places
 
 PROGRAM = "tests/programs/fake_accelerator.py"
-CASES = ["many ranks", "offload", "engine"]
-SLOW = ["one rank", "experts", "a rank without work", "chunks", "experts, bf16", "engine, CUDA's attention", "engine, experts"]
+CASES = ["many ranks", "offload", "compact", "engine"]
+SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the host", "experts, bf16"]
+SLOW += ["engine, CUDA's attention", "engine, experts"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learner.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
     "rl/attention.py": ["one rank", "many ranks", "engine"],
     "rl/log_probs.py": ["chunks"],
+    "rl/compact_adamw.py": ["compact", "moments on the host"],
+    "rl/activation_offload.py": ["compact"],
     "rl/embedded_engine.py": ["engine"],
     "rl/kv_cache.py": ["engine"],
     "rl/sampling.py": ["engine"],
@@ -28,6 +31,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # FSDP moves the inputs of the whole model
     "Packed.inputs": r"row\[None\]",
     # moved before or after, or made on the host on purpose
+    "_to_host": "torch.empty_like",
     "Learner.weights": "parameter|whole",
     "_spread_buffers": "torch.empty_like",
     # only images make it differ from 0, and no case here has any
@@ -46,6 +50,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",
 }
 MISPLACED = "two devices|same device|device type|incompatible tensor type|AssertionError"
+MISPLACED += "|run_backward .* returned NULL"  # a fault in a layer that the backward pass computes again loses its words
 QUICK = [("rl/batch.py", "Batch.select"), ("rl/kv_cache.py", "KVCache.__init__")]
 
 

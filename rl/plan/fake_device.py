@@ -111,8 +111,8 @@ def start(world_size: int = 1, varlen: bool = False) -> Ranks:
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=_Module())
     weights.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
-    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
-        setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "synchronize"):
+        setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask, and nothing to wait for
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))

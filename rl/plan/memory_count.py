@@ -32,6 +32,8 @@ CAUSES = [
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
     ("rl/optimizer.py", None, "optimizer"),
+    ("rl/compact_adamw.py", None, "optimizer"),
+    ("rl/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
 LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, and of the reference

@@ -23,7 +23,7 @@ from mutants import mutate
 import train_async
 import train_one_step_off
 import train_sync
-from rl import device, learner, weights
+from rl import compact_adamw, device, learner, weights
 from rl.batch import Batch
 from rl.dist import Split
 from rl.embedded_engine import TransformersEngine
@@ -53,7 +53,7 @@ class Bridge:
 def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_once=None, varlen=False, **flags) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
     publish, and what a checkpoint holds."""
-    place, script = start(ranks, varlen), SCRIPTS[script]
+    place, script, compact_adamw.adamw = start(ranks, varlen), SCRIPTS[script], adamw
     learner.LOGITS_AT_ONCE = logits_at_once or learner.LOGITS_AT_ONCE
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
     with FakeDevice():
@@ -65,16 +65,25 @@ def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_onc
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
-        home = torch.device("cpu") if args.param_offload else place.device
+        host = torch.device("cpu")
+        home = host if args.param_offload else place.device
         tensors = model.state_tensors()
-        assert len(tensors) == 3 * len(list(model.policy.parameters()))
+        assert len({name for name in tensors if "_scale" not in name}) == 3 * len(list(model.policy.parameters()))
+        assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
         assert {state["step"].device for state in model.optimizer.state.values()} == {home}
-        assert {tensor.device for tensor in tensors.values()} == {home}
+        for name, tensor in tensors.items():
+            assert tensor.device == (host if name.startswith("exp") and args.optimizer_offload else home)
         assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
             assert weight.device == place.device
         publish(model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(place.device)))
+
+
+def adamw(*lists, state_steps, step=compact_adamw.adamw, **more) -> None:
+    """torch's, whose stand-in for fake tensors does not look where they are."""
+    assert len({tensor.device for tensors in (*lists, state_steps) for tensor in tensors}) == 1
+    step(*lists, state_steps=state_steps, **more)
 
 
 def publish(model: Learner, split: Split) -> None:
@@ -113,6 +122,7 @@ def generate(path: str, dtype=torch.float32, truncates=True, varlen=False) -> No
         engine.sleep()
 
 
+COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
 CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
     "many ranks": lambda m: learn(
@@ -122,10 +132,12 @@ CASES = {  # a new kind of model is a line more
         m["qwen2-untied"], 2, 1, "async", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
     ),
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
+    "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
     "engine": lambda m: generate(m["qwen2-tied"]),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
+    "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
     "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, True, dtype="bfloat16", param_offload=True),
     "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, varlen=True),
     "engine, experts": lambda m: generate(m["moe"]),
