@@ -280,6 +280,17 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
         ("A.actor.fsdp_config.dtype=fp32", {"rollout-dtype": "bfloat16"}),
         ("algorithm.rollout_correction.bypass_mode=True", {"use-rollout-log-probs": True}),
+        ("A.actor.fsdp_config.optimizer_offload=True", {"optimizer-offload": True, "param-offload": None}),
+        ("A.actor.fsdp_config.optimizer_offload=True A.actor.fsdp_config.param_offload=True",
+         {"optimizer-offload": None, "param-offload": True}),
+        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
+         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0", {"optimizer-offload": True}),
+        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
+         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0", {"optimizer-offload": None}),
+        ("A.model.enable_activation_offload=True", {"activation-offload": True, "gradient-checkpointing": True}),
+        ("A.model.enable_activation_offload=True A.model.enable_gradient_checkpointing=False", {"activation-offload": None}),
+        ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
+        ("+A.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", {"grad-dtype": "bfloat16"}),
         ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
     ],
 )  # fmt: skip

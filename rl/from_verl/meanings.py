@@ -3,6 +3,7 @@
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """
 
+from rl.from_verl.memory import DTYPE
 from rl.from_verl.verl_run import ASYNC, SYNC, Run
 
 LOGGERS = ("console", "tensorboard", "wandb")
@@ -36,16 +37,6 @@ def batch(run: Run) -> dict[str, object]:
 # -- model and learner
 
 
-def dtype(run: Run) -> dict[str, object]:
-    ours = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}.get(run[DTYPE])
-    if ours is None:
-        run.lacks(DTYPE, "bfloat16 and float32 alone")
-    return {"--dtype": ours}
-
-
-DTYPE = "A.actor.fsdp_config.dtype"
-
-
 def router_replay(run: Run) -> dict[str, object]:
     mode = run["A.actor.router_replay.mode"]
     ours = {"disabled": "off", None: "off", "R2": "R2", "R3": "R3"}.get(mode if isinstance(mode, str | None) else "")
@@ -60,31 +51,6 @@ def router_dtype(run: Run) -> dict[str, object]:
     if run[key] is not None and ours is None:
         run.lacks(key, "fp32 alone")
     return {"--moe-router-dtype": ours}
-
-
-def offload(run: Run) -> dict[str, object]:
-    keys = ("fsdp_config.param_offload", "fsdp_config.optimizer_offload", "megatron.grad_offload", "fsdp_config.offload_policy")
-    asked = [bool(run[f"A.actor.{key}"]) for key in keys]
-    if any(asked) and not asked[3] and asked[0] != asked[1]:
-        run.note("verl offloads only the parameters or only the optimizer state; --param-offload offloads both.")
-    return {"--param-offload": any(asked)}
-
-
-def megatron_offload(run: Run) -> dict[str, object]:
-    of = "A.actor.optim.override_optimizer_config."
-    fraction = run[of + "optimizer_offload_fraction"] or 0
-    if not run[of + "optimizer_cpu_offload"] or not fraction:
-        return {}
-    if fraction < 1:
-        run.note(f"verl offloads {fraction} of the optimizer state; --param-offload offloads all of it and the parameters.")
-    return {"--param-offload": True}
-
-
-def ref_offload(run: Run) -> dict[str, object]:
-    if run.needs_reference:
-        return {"--ref-offload": bool(run["A.ref.fsdp_config.param_offload"])}
-    run.skips("A.ref.fsdp_config.param_offload", "without a KL term there is no reference policy")
-    return {}
 
 
 def warmup(run: Run) -> dict[str, object]:

@@ -5,6 +5,7 @@ one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those o
 """
 
 from rl.from_verl import meanings as m
+from rl.from_verl import memory
 from rl.from_verl.keys import Row, missing, to, unneeded
 from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC
 
@@ -54,28 +55,24 @@ TABLE: dict[str, list[Row]] = {
             "A.actor.fsdp_config.dtype|A.actor.megatron.dtype=bfloat16",
             "--dtype",
             "`bfloat16` in verl, `float32` here by default; master weights are fp32 either way",
-            m.dtype,
+            memory.dtype,
         ),
         to(
             "A.actor.fsdp_config.param_offload|A.actor.megatron.param_offload=False "
             "A.actor.fsdp_config.optimizer_offload|A.actor.megatron.optimizer_offload=False "
-            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy=False",
-            "--param-offload",
-            "parameters, gradients and optimizer state together",
-            m.offload,
-        ),
-        to(
+            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy=False "
             "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
             "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0",
-            "--param-offload",
-            "Megatron's: a fraction above 0; a fraction of 0 offloads nothing, whatever the other says",
-            m.megatron_offload,
+            "--param-offload, --optimizer-offload",
+            "the first is parameters, gradients and moments together, the second moments alone. Megatron's fraction of 0 "
+            "offloads nothing, whatever else is said",
+            memory.offload,
         ),
         to(
             "A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload=False",
             "--ref-offload",
             "on by default here; without a KL term there is no reference policy",
-            m.ref_offload,
+            memory.ref_offload,
         ),
         to("A.actor.optim.lr=1e-6", "--lr"),
         to(
@@ -115,14 +112,16 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.megatron.expert_model_parallel_size=1", "--expert-parallel"),
         unneeded("A.ref.megatron.expert_model_parallel_size", "`--expert-parallel` goes for the reference policy, too"),
         missing("A.model.lora_rank=0 A.model.lora.rank=0 A.model.lora_adapter_path=null", "LoRA"),
-        missing("A.model.enable_activation_offload=False A.model.tiled_mlp.enabled=False", "not for activations"),
+        to("A.model.enable_activation_offload=False", "--activation-offload", "with `--gradient-checkpointing`",
+           memory.activation_offload),
+        missing("A.model.tiled_mlp.enabled=False", "not for activations within a layer"),
         missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
         missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null",
                 "a model is one directory or hub name"),
         missing("A.model.mtp.enable=False A.rollout.mtp=null", "multi-token prediction"),
         missing("A.model.override_config.* A.model.override_config", "edit the model's config.json"),
         to("A.actor.freeze_vision_tower=False", "--freeze-vision-tower", "verl 1dda039 reads it nowhere"),
-        missing("A.actor.optim.optimizer=AdamW", "the optimizer is AdamW"),
+        to("A.actor.optim.optimizer=AdamW", "--optim", "AdamW, or AdamW8bit of torchao or bitsandbytes", memory.optimizer),
         missing("A.actor.optim.override_optimizer_config=null A.actor.optim.override_optimizer_config.*", "AdamW as it is"),
         missing("A.actor.optim.lr_warmup_init=0 A.actor.optim.min_lr=0 A.actor.optim.lr_decay_steps=null "
                 "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style=constant "
@@ -143,8 +142,8 @@ TABLE: dict[str, list[Row]] = {
         missing("A.ref.router_replay.mode=disabled", "the reference policy chooses its own experts"),
         missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False A.rollout.qat=null", "no quantised training"),
         missing("A.ref.model.path", "the reference policy is the starting model"),
-        missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*",
-                "master weights and the reduction of gradients are fp32"),
+        to("A.actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "--grad-dtype", "", memory.grad_dtype),
+        missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*", "master weights are fp32"),
         unneeded("A.hybrid_engine", "the script: `train_sync.py` is the hybrid one"),
         unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "
                  "model_engine", "always FSDP2"),
