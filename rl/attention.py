@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
-from rl.device import has_varlen_attention
+from rl.device import packed_attention
 from rl.errors import UserError
+from rl.packed_kernels import Segments, attend
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
@@ -31,16 +32,16 @@ class Packed:
     The row is made of segments, end to end. A segment is a sequence, or one continues another: after[i] is the segment in front
     of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.
 
-    Attention sees whole sequences, K tokens in all: K = T where no segment is continued twice. On a GPU in half precision
-    `varlen_attn` (FlashAttention) takes them as they are. Elsewhere sequences of similar length are gathered into a few padded
-    buckets: right-padding needs no mask under causal attention, since no real token ever looks at a later one, and one call per
-    bucket beats one per sequence.
+    Where the device has a kernel for packed rows (rl/packed_kernels.py), it takes the segments as they are. Elsewhere attention
+    sees whole sequences, K tokens in all: K = T where no segment is continued twice. Those of similar length are gathered into
+    a few padded buckets: right-padding needs no mask under causal attention, since no real token ever looks at a later one, and
+    one call per bucket beats one per sequence.
     """
 
     def __init__(self, segments: list[int], device: torch.device | str = "cpu", after: list[int] | None = None):
         after = after or [-1] * len(segments)
         continued = set(after)
-        self.device = torch.device(device)
+        self.device, self._row = torch.device(device), (segments, after)
         own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(segments)])]
         sequences = [
             np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
@@ -52,7 +53,6 @@ class Packed:
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
         tokens = np.concatenate(sequences)
         _, scatter = np.unique(tokens, return_index=True)
-        self.in_order = np.array_equal(tokens, np.arange(len(scatter)))  # whether the row is already what attention sees
         self.gather_index = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as indices into the row
         self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
@@ -66,10 +66,9 @@ class Packed:
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
-        gqa = query.shape[1] // key.shape[1]
-        if has_varlen_attention(query):
-            return self._varlen(query, key, value, scaling)
-        if gqa > 1:
+        if kernel := packed_attention(query, len(self._row[0])):
+            return attend(kernel, self._segments, query, key, value, scaling)
+        if (gqa := query.shape[1] // key.shape[1]) > 1:
             key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)
         buckets, output_index = self._buckets
         outputs = []
@@ -79,21 +78,9 @@ class Packed:
             outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
-    def _varlen(self, query, key, value, scaling: float) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if not self.in_order:
-            gather, scatter = self._on_device
-            query, key, value = (x.index_select(0, gather) for x in (query, key, value))  # [K, H, D]
-        cu, longest, window = self.cu_seqlens, self.longest, (-1, 0)  # causal
-        gqa = query.shape[1] > key.shape[1]
-        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
-        return out if self.in_order else out.index_select(0, scatter)
-
     @functools.cached_property
-    def _on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gather_index [K], scatter_index [T])."""
-        return self.gather_index.to(self.device), self.scatter_index.to(self.device)
+    def _segments(self) -> Segments:
+        return Segments(*self._row, self.device)
 
     @functools.cached_property
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:

@@ -20,7 +20,12 @@ from rl.errors import UserError
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-VARLEN_KINDS = {"cuda"}  # of devices for which torch has attention over packed sequences, in half precision
+HALF = {torch.float16, torch.bfloat16}
+# Kernels for attention over packed rows (rl/packed_kernels.py): name, precisions, most segments, most numbers a head
+PACKED_ATTENTION = {
+    "cuda": ("flash", HALF, 2**31, 256),
+    "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
+}
 LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
@@ -66,9 +71,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def has_varlen_attention(query: torch.Tensor) -> bool:
-    """True if torch's attention over packed sequences has a kernel for this tensor."""
-    return query.device.type in VARLEN_KINDS and query.dtype in (torch.float16, torch.bfloat16)
+def packed_attention(query: torch.Tensor, segments: int) -> str | None:
+    """The device's kernel for attention over a packed row of so many segments, None where it has none for them."""
+    if query.device.type not in PACKED_ATTENTION:
+        return None
+    kernel, precisions, most, size = PACKED_ATTENTION[query.device.type]
+    fits = query.dtype in precisions and segments <= most and query.shape[-1] <= size and query.shape[-1] % 8 == 0
+    return kernel if fits else None
 
 
 def experts_implementation() -> str | None:

@@ -29,6 +29,7 @@ from rl.gather import Shards
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
+from rl.packed_kernels import check_kernel
 from rl.pretrained import empty_model, layers, load_config, load_weights
 from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
@@ -207,6 +208,7 @@ class Learner:
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
+        check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
         self.reference = None
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)

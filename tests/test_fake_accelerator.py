@@ -19,6 +19,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learner.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
     "rl/attention.py": ["one rank", "many ranks", "engine"],
+    "rl/packed_kernels.py": ["one rank", "many ranks"],
     "rl/log_probs.py": ["chunks"],
     "rl/compact_adamw.py": ["compact", "moments on the host"],
     "rl/activation_offload.py": ["compact"],

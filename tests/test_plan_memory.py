@@ -69,7 +69,7 @@ def flags(model: str, **more) -> train_async.Args:
 
 def test_shards_by_arithmetic(model):
     args = flags(model, dtype="bfloat16", ppo_max_token_len_per_gpu=240, save_freq=5, use_kl_loss=True)
-    memory = dry_run("train_async", args, 4, True, lengths_like("budget", 4, 100, 20))
+    memory = dry_run("train_async", args, 4, "cuda", lengths_like("budget", 4, 100, 20))
     own = parameters() / 4
     assert memory.parameters == parameters()
     wanted = {"weights": 4, "optimizer": 8, "reference": 4, "checkpoint": 12, "publish": 4 * 2}  # bytes a parameter

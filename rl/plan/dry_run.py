@@ -62,9 +62,9 @@ class Memory:
         return self.device.total()
 
 
-def dry_run(script: str, args: CommonArgs, learners: int, varlen: bool, workload: Drawn) -> Memory:
+def dry_run(script: str, args: CommonArgs, learners: int, attention: str, workload: Drawn) -> Memory:
     """In a process of its own, since the fake device stays, and forked from a fresh one: where a backward pass has run before,
-    autograd knows of no new device. varlen: see fake_device.start. Raises UserError for what the run itself would refuse."""
+    autograd knows of no new device. attention: see fake_device.start. Raises UserError for what the run itself would refuse."""
     for name in ("sequence_parallel", "expert_parallel"):
         if getattr(args, name) > 1:
             raise UserError(
@@ -75,7 +75,7 @@ def dry_run(script: str, args: CommonArgs, learners: int, varlen: bool, workload
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)
     own = {field.name: getattr(args, field.name) for field in dataclasses.fields(importlib.import_module(script).Args)}
-    child = context.Process(target=_in_child, args=(writer, script, own, learners, varlen, workload), daemon=True)
+    child = context.Process(target=_in_child, args=(writer, script, own, learners, attention, workload), daemon=True)
     child.start()
     writer.close()
     try:
@@ -99,7 +99,7 @@ def _in_child(writer, *what) -> None:
         writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
-def _run(name: str, flags: dict, learners: int, varlen: bool, workload: Drawn) -> Memory:
+def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn) -> Memory:
     script = importlib.import_module(name)
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
@@ -107,7 +107,7 @@ def _run(name: str, flags: dict, learners: int, varlen: bool, workload: Drawn) -
     model = empty_model(config, args.trust_remote_code)
     shapes = {p.shape for p in model.parameters() if p.dim() > 1}
     learner_module.load_weights, learner_module.check_policy = _unread, lambda *_: None
-    ranks = start(learners, varlen)
+    ranks = start(learners, attention)
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
     with FakeDevice() as fake, count:
         dist.init_device_mesh = fake.host_too(False)(dist.init_device_mesh)  # ranks are counted in real numbers

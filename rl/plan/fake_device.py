@@ -10,7 +10,7 @@ would on the machine. What is read back from the device has forgotten its values
 
 The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda"
 tensor of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells
-the two apart here, its attention. Left out: time, values, and kernels of a maker's own package.
+the two apart here, its attention (rl/plan/fake_kernels.py). Left out: time and values.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from rl import device, weights
 from rl.device import is_accelerator
 from rl.dist import Ranks
+from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
 
 KIND = "npu"
 aten = torch.ops.aten
@@ -99,12 +100,12 @@ class _Module:
         return "fake"
 
 
-def start(world_size: int = 1, varlen: bool = False) -> Ranks:
+def start(world_size: int = 1, attention: str = KIND) -> Ranks:
     """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
-    process. varlen: the device has attention over packed sequences in half precision, as CUDA has. Experts are grouped
-    products: the sizes of one after another would depend on values."""
-    if varlen:
-        device.VARLEN_KINDS.add(KIND)
+    process. attention: the kind of device whose attention it has. Experts are grouped products: the sizes of one after another
+    would depend on values."""
+    (define_npu_kernels if attention == KIND else define_cuda_kernels)()
+    device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
     device.LOOPED_EXPERTS_KINDS.discard(KIND)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -178,7 +179,7 @@ class FakeDevice(TorchDispatchMode):
             if func._schema.is_mutable and any(not isinstance(x, FakeTensor) for x in self._mutated(func, args, kwargs)):
                 return self._into_host(func, args, kwargs, tensors)
             args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
-        if func.namespace == "torch_attn" and len({x.device for x in tensors}) > 1:  # whose fake does not look
+        if func.namespace in ("torch_attn", KIND) and len({x.device for x in tensors}) > 1:  # whose fakes do not look
             raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
         with self.fake:
             return func(*args, **kwargs)

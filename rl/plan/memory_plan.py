@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from rl.device import VARLEN_KINDS
 from rl.errors import UserError
 from rl.plan.choices import Machine
 from rl.plan.devices import Device
@@ -91,7 +90,7 @@ def plan_memory(script: str, args: CommonArgs, machine: Machine, lengths: str, d
 
 def make_plan(script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device) -> Plan:
     workload = lengths_like(lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
-    learner = dry_run(script, args, learners_of(args, machine), device.kind in VARLEN_KINDS, workload)
+    learner = dry_run(script, args, learners_of(args, machine), device.kind, workload)
     return Plan(args, device, learner, engine_memory(args, device))
 
 

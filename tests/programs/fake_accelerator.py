@@ -50,10 +50,10 @@ class Bridge:
     def wait(self) -> None: ...
 
 
-def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_once=None, varlen=False, **flags) -> None:
+def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_once=None, attention="npu", **flags) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
     publish, and what a checkpoint holds."""
-    place, script, compact_adamw.adamw = start(ranks, varlen), SCRIPTS[script], adamw
+    place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     learner.LOGITS_AT_ONCE = logits_at_once or learner.LOGITS_AT_ONCE
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
     with FakeDevice():
@@ -92,9 +92,9 @@ def publish(model: Learner, split: Split) -> None:
     publisher.wait()
 
 
-def generate(path: str, dtype=torch.float32, truncates=True, varlen=False) -> None:
+def generate(path: str, dtype=torch.float32, truncates=True, attention="npu") -> None:
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests."""
-    place = start(varlen=varlen)
+    place = start(attention=attention)
     with FakeDevice():
         store, bridge = HashStore(), Bridge(place.device)
         engine = TransformersEngine(path, 32, 4, 16, dtype, place.device, end_tokens={1})
@@ -126,7 +126,7 @@ COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpoin
 CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
     "many ranks": lambda m: learn(
-        m["qwen3"], 4, 0, "one step off", 160, True, dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1
+        m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1
     ),
     "offload": lambda m: learn(
         m["qwen2-untied"], 2, 1, "async", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
@@ -138,8 +138,8 @@ CASES = {  # a new kind of model is a line more
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
     "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
-    "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, True, dtype="bfloat16", param_offload=True),
-    "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, varlen=True),
+    "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", param_offload=True),
+    "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, attention="cuda"),
     "engine, experts": lambda m: generate(m["moe"]),
 }
 

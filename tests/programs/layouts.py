@@ -1,7 +1,7 @@
 """Started by tests/layouts.py: `learn` of train_sync.py on the same batches, for each layout of ranks and each loss.
 
 torchrun ... layouts.py OUT JSON
-{"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}}
+{"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind}
 """
 
 import json
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import kernels
 from helpers import make_group
 
 import train_sync
@@ -44,6 +45,8 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks) -> dict:
 def main(ranks) -> None:
     out, what = sys.argv[1], json.loads(sys.argv[2])
     found = {}
+    if what["attention"] != "cpu":
+        kernels.give_to_cpu(what["attention"])
     for layout, (model, flags) in what["layouts"].items():
         for case, (more, sizes) in what["cases"].items():
             found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks)

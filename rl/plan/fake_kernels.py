@@ -1,0 +1,146 @@
+"""Attention kernels on the fake device: their true signatures, what they refuse, and the shapes of what they keep.
+
+npu_fusion_attention has the schema that torch_npu documents (hiascend.com, and docs/context of Ascend/op-plugin), its layout
+TND alone; it keeps its inputs, its output, and of each token and head the largest score and the sum, 8 times in fp32. Of CUDA,
+`scaled_dot_product_attention` without a mask is a kernel that keeps its output and a number for each token and head; its
+attention over packed rows is an operator of torch's own. Left out: values, which the tests compute by kernels of their own, and
+memory that a kernel takes within its call.
+"""
+
+import torch
+
+from rl.device import PACKED_ATTENTION
+from rl.packed_kernels import COMPRESSED, RIGHT_DOWN_CAUSAL
+
+KEPT = 8  # times that a token's and head's largest score and sum are kept
+_SHARED = (
+    "float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, {}int[]? prefix=None, "
+    "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+    'bool sync=False, str softmax_layout=""'
+)
+FORWARD = (
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
+    f"Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., {_SHARED.format('')}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+)
+BACKWARD = (
+    "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout, *, "
+    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? softmax_max=None, Tensor? softmax_sum=None, "
+    "Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1., "
+    f"{_SHARED.format('int seed=0, int offset=0, int numels=0, ')}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_libraries: list[torch.library.Library] = []  # what was defined stays as long as they do
+
+
+def define_npu_kernels() -> None:
+    """torch.ops.npu.npu_fusion_attention with its gradient, on fake tensors. Once a process."""
+    library = torch.library.Library("npu", "FRAGMENT")
+    _libraries.append(library)
+    library.define(FORWARD)
+    library.define(BACKWARD)
+    torch.library.register_fake("npu::npu_fusion_attention", _forward)
+    torch.library.register_fake("npu::npu_fusion_attention_grad", _backward)
+    torch.library.register_autograd("npu::npu_fusion_attention", _gradient, setup_context=_keep)
+
+
+def check(query, key, value, head_num: int, layout: str, queries, keys, mask, sparse_mode: int, **others) -> None:
+    """Raises ValueError for what npu_fusion_attention refuses, or would compute without a word otherwise than it is meant."""
+    tokens, heads, size = query.shape
+    most, precisions = PACKED_ATTENTION["npu"][2], PACKED_ATTENTION["npu"][1]
+    wrong = {
+        "layout": layout != "TND",
+        "precision": query.dtype not in precisions or {key.dtype, value.dtype} != {query.dtype},
+        "shapes": key.shape != value.shape or key.shape[2] != size or size > 768,
+        "heads": head_num != heads or heads % key.shape[1] or heads > 256,
+        "segments": not 0 < len(queries) == len(keys) <= most,
+        "ends": queries[-1] != tokens or keys[-1] != len(key) or sorted(queries) != queries or sorted(keys) != keys,
+        "mask": mask is None or mask.dtype not in (torch.bool, torch.uint8) or mask.shape != (COMPRESSED, COMPRESSED),
+        "sparse mode": sparse_mode != RIGHT_DOWN_CAUSAL,
+        "more queries than keys": any(q > k for q, k in zip(_sizes(queries), _sizes(keys), strict=False)),
+        "others": others != dict.fromkeys(others),
+    }
+    if named := [name for name, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"npu_fusion_attention refuses {', '.join(named)}")
+
+
+def _sizes(ends: list[int]) -> list[int]:
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _forward(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=2147483647,
+    next_tockens=2147483647,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    *_,
+):
+    dropout = None if keep_prob == 1.0 else keep_prob
+    others = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "dropout": dropout}
+    check(query, key, value, head_num, input_layout, actual_seq_qlen, actual_seq_kvlen, atten_mask, sparse_mode, **others)
+    kept = [query.new_empty(*query.shape[:2], KEPT, dtype=torch.float32) for _ in range(2)]
+    return torch.empty_like(query), *kept, query.new_empty(0), 0, 0, 0
+
+
+def _backward(query, key, value, dy, head_num, input_layout, **_):
+    if dy.shape != query.shape or dy.dtype != query.dtype:
+        raise ValueError("npu_fusion_attention_grad refuses a gradient unlike the queries")
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), query.new_empty(0)
+
+
+def _keep(ctx, inputs, output) -> None:
+    query, key, value, ctx.head_num, ctx.layout, _, _, mask, ctx.scale, *_ = inputs
+    ctx.queries, ctx.keys, ctx.sparse_mode = inputs[14:17]
+    out, largest, total, *_ = output
+    ctx.save_for_backward(query, key, value, mask, out, largest, total)
+
+
+def _gradient(ctx, dy, *_):
+    query, key, value, mask, out, largest, total = ctx.saved_tensors
+    dq, dk, dv, _ = torch.ops.npu.npu_fusion_attention_grad(
+        query,
+        key,
+        value,
+        dy.contiguous(),
+        ctx.head_num,
+        ctx.layout,
+        atten_mask=mask,
+        softmax_max=largest,
+        softmax_sum=total,
+        attention_in=out,
+        scale_value=ctx.scale,
+        actual_seq_qlen=ctx.queries,
+        actual_seq_kvlen=ctx.keys,
+        sparse_mode=ctx.sparse_mode,
+    )
+    return dq, dk, dv, *[None] * 17
+
+
+def define_cuda_kernels() -> None:
+    """On the fake device, scaled_dot_product_attention without a mask as CUDA has it in every precision. Once a process."""
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
+
+
+def _scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    if attn_mask is None and not enable_gqa:
+        kept = (None, True, dropout_p, is_causal)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, *kept, scale=scale)[0]
+    given = (attn_mask, dropout_p, is_causal)
+    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *given, scale=scale, enable_gqa=enable_gqa)[0]

@@ -1,0 +1,215 @@
+"""The devices' attention over packed rows: exact around kernels that compute in double precision, bounded by count."""
+
+import functools
+import json
+
+import kernels
+import pytest
+import torch
+from helpers import make_group, run_script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import ALONE, assert_taught_the_same, learn_on
+from transformers import Qwen2Config
+
+from rl.attention import Packed
+from rl.batch import Batch, MicroBatch
+from rl.device import PACKED_ATTENTION, packed_attention
+from rl.errors import UserError
+from rl.learner import Learner, LearnerArgs
+from rl.packed_kernels import check_kernel
+from rl.plan import fake_kernels
+
+CPU = torch.device("cpu")
+PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=6)
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
+
+
+@pytest.fixture
+def on_cpu():
+    """Gives the CPU the attention of another device until the test ends."""
+    yield kernels.give_to_cpu
+    PACKED_ATTENTION.pop("cpu", None)
+    kernels.MISALIGNED.clear()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    PROMPTS,
+    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    st.sampled_from([("npu", torch.float32), ("npu", torch.bfloat16), ("cuda", torch.bfloat16), ("cuda", torch.float16)]),
+    st.integers(0, 99),
+)
+def test_a_kernel_sees_what_rectangles_see(prompts, heads, kind, seed):
+    """Values and gradients, against rectangles in double precision: those are held against a softmax in test_batch.py."""
+    segments, after = [], []
+    for prompt, responses in prompts:
+        after += [-1, *[len(segments)] * len(responses)]
+        segments += [prompt, *responses]
+    name, dtype = kind
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(sum(segments), n, 8, generator=generator).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0])]
+    *leaves, weight = made
+    exact = [x.double().requires_grad_() for x in leaves]
+    expected = Packed(segments, after=after).attend(0, *exact, scaling=0.3)
+    kernels.give_to_cpu(name)
+    try:
+        leaves = [x.requires_grad_() for x in leaves]
+        before = kernels.CALLS.total()
+        found = Packed(segments, after=after).attend(0, *leaves, scaling=0.3)
+        assert found.dtype == dtype and found.shape == expected.shape
+        gradients = torch.autograd.grad(found, leaves, weight)
+        assert kernels.CALLS.total() == before + 2, "forward and backward pass are one call each"
+    finally:
+        del PACKED_ATTENTION["cpu"]
+    assert relative(found, expected) < ROUNDING[dtype]
+    for got, want in zip(gradients, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+        assert relative(got, want) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "segments", "size", "kernel"),
+    [
+        ("npu", torch.float32, 9, 128, "fusion"),
+        ("npu", torch.bfloat16, 1000, 128, "fusion"),
+        ("npu", torch.float64, 9, 128, None),
+        ("npu", torch.bfloat16, 1001, 128, None),
+        ("cuda", torch.float16, 5000, 256, "flash"),
+        ("cuda", torch.float32, 9, 128, None),
+        ("cuda", torch.bfloat16, 9, 320, None),
+        ("cuda", torch.bfloat16, 9, 100, None),
+        ("cpu", torch.bfloat16, 9, 128, None),
+    ],
+)
+def test_rectangles_only_where_there_is_no_kernel(kind, dtype, segments, size, kernel, on_cpu):
+    if kind != "cpu":
+        on_cpu(kind)
+    assert packed_attention(torch.empty(1, 1, size, dtype=dtype), segments) == kernel
+
+
+def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and the gradient of packed rows with shared prompts of uneven lengths."""
+    learner = Learner(path, LearnerArgs(dtype=dtype), ranks, 10)
+    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
+    log_prob, _ = learner.log_probs(MicroBatch.of(batch, list(range(6)), CPU))
+    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
+    gradient = torch.cat([p.grad.full_tensor().flatten() for p in learner.policy.parameters()])
+    return log_prob.detach(), gradient
+
+
+@pytest.mark.parametrize(("kind", "dtype", "within"), [("npu", "float32", 2e-6), ("cuda", "bfloat16", 2e-2)])
+def test_a_learner_computes_the_same_with_a_kernel(models, ranks, on_cpu, kind, dtype, within):
+    expected = learn(models["qwen3"], ranks, dtype)
+    on_cpu(kind)
+    kernel, before = PACKED_ATTENTION[kind][0], kernels.CALLS.copy()
+    found = learn(models["qwen3"], ranks, dtype)
+    made = kernels.CALLS - before
+    assert made.pop(f"{kernel} backward") == 1 + 2, "the check at the start, and two layers"
+    assert made.pop(kernel) == (3 if dtype == "bfloat16" else 3 + 2), "the comparison with transformers is in fp32"
+    assert not made
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < within
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_row_call_the_kernel_with_their_heads(models):
+    """The NPU's, on two and four ranks; on four, each of the two heads of keys and values is on two of them."""
+    alone = learn_on(1, {"alone": [models["qwen2-tied"], ALONE]})
+    for size in (2, 4):
+        found = learn_on(size, {"npu": [models["qwen2-tied"], {"sequence_parallel": size} | ALONE]}, attention="npu")
+        assert_taught_the_same(found, alone)
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+def test_a_kernel_that_computes_something_else_is_refused_at_the_start(on_cpu, kind, monkeypatch):
+    config, dtype = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, hidden_size=64), torch.bfloat16
+    check = functools.partial(check_kernel, config, 1, dtype, CPU)
+    check()  # no kernel, nothing to check
+    on_cpu(kind)
+    check()
+    kernels.MISALIGNED.add(PACKED_ATTENTION[kind][0])
+    with pytest.raises(UserError, match="its values differ from a plain softmax by"):
+        check()
+    kernels.MISALIGNED.clear()
+    right = kernels.backward
+    monkeypatch.setattr(kernels, "backward", lambda *given: [x * s for x, s in zip(right(*given), (1, 1.1, 1), strict=True)])
+    with pytest.raises(UserError, match="its gradients of keys differ"):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("refused", "changes"),
+    [
+        ("precision", {"query": torch.zeros(6, 4, 8).double()}),
+        ("heads", {"head_num": 3}),
+        ("shapes", {"value": torch.zeros(9, 1, 8)}),
+        ("ends", {"actual_seq_qlen": [2, 5]}),
+        ("segments", {"actual_seq_kvlen": [9]}),
+        ("mask", {"atten_mask": torch.zeros(9, 9, dtype=torch.bool)}),
+        ("sparse mode", {"sparse_mode": 2}),
+        ("more queries than keys", {"actual_seq_kvlen": [1, 9]}),
+        ("layout", {"input_layout": "BSND"}),
+        ("others", {"keep_prob": 0.9}),
+    ],
+)
+def test_the_fake_kernel_refuses_what_the_real_one_would(refused, changes, on_cpu):
+    on_cpu("npu")
+    mask = torch.ones(fake_kernels.COMPRESSED, fake_kernels.COMPRESSED, dtype=torch.bool).triu(1)
+    right = {"query": torch.zeros(6, 4, 8), "key": torch.zeros(9, 2, 8), "value": torch.zeros(9, 2, 8), "head_num": 4}
+    right |= {"input_layout": "TND", "atten_mask": mask, "sparse_mode": 3}
+    right |= {"actual_seq_qlen": [2, 6], "actual_seq_kvlen": [5, 9]}
+    torch.ops.npu.npu_fusion_attention(**right)
+    with pytest.raises(ValueError, match=f"refuses .*{refused}"):
+        torch.ops.npu.npu_fusion_attention(**right | changes)
+
+
+# ------------------------------------------------------------------------------------------------------------- its memory
+
+
+def counted(kind: str, dtype: str, **row) -> dict:
+    """Bytes at the peak, at the end of the forward pass, and of the largest tensor, of attention with its gradient."""
+    row = {"segments": [], "after": [], "heads": 32, "kv_heads": 8, "size": 128} | row
+    done = run_script("tests/programs/attention_memory.py", kind, dtype, json.dumps(row), timeout=60)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(kind, dtype, {name: f"{bytes / 1e9:.2f} GB" for name, bytes in found.items()})
+    return found
+
+
+LONG = [1000, 20_000, 9000, 300, 4000]  # a prompt with three responses, and a sequence of its own
+AFTER = [-1, 0, 0, 0, -1]
+TOKENS, KEYS = 34_300, 37_300  # each response's keys have the prompt's before them
+CELLS = 21_000 + 10_000 + 4000 + 1300  # of rectangles: each sequence in one of its own
+HEADS, KV, SIZE = 32, 8, 128
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "extra"),
+    [
+        ("npu", "bfloat16", 2 * 8 * 4 * TOKENS * HEADS + 2048**2),  # the largest scores and the sums, 8 times; the mask
+        ("npu", "float32", 2 * 8 * 4 * TOKENS * HEADS + 2048**2),
+        ("cuda", "bfloat16", 4 * TOKENS * HEADS),  # log-sum-exps
+    ],
+)
+def test_a_kernel_at_20k_tokens_holds_nothing_but_rows(kind, dtype, extra):
+    """To the byte, but for indices: no padding, and nothing that grows with the square of a sequence."""
+    found = counted(kind, dtype, segments=LONG, after=AFTER)
+    width = getattr(torch, dtype).itemsize * SIZE
+    out, keys = TOKENS * HEADS * width, 2 * KEYS * KV * width
+    indices = found["kept"] - (out + keys + extra)
+    assert 0 <= indices <= 8 * KEYS + 1000
+    assert found["largest"] == out
+    assert found["peak"] <= found["kept"] + 2 * out + 2 * keys  # the gradients
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_rectangles_at_20k_tokens_are_bounded(kind):
+    """In fp32, which these have no kernel for: a padded copy of a sequence at a time, and never its square."""
+    found = counted(kind, "float32", segments=LONG, after=AFTER)
+    cell = 4 * HEADS * SIZE
+    assert found["largest"] <= 4 / 3 * KEYS * cell
+    assert found["kept"] <= 6 * CELLS * cell
+    assert found["peak"] <= 12 * CELLS * cell < 4 * HEADS * 21_000**2 / 2
