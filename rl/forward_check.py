@@ -20,7 +20,6 @@ import torch
 
 from rl.attention import ATTENTION, REMEDY, Packed
 from rl.errors import UserError
-from rl.pretrained import layers
 from rl.vision import Images, positions, takes_images
 from rl.vision_forward import row_inputs
 
@@ -42,7 +41,7 @@ SUSPECTS = {
 
 @torch.no_grad()
 def check_policy(policy, path: str) -> None:
-    """Raises UserError if the learner's log-probs are not transformers'. policy: on the CPU, not sharded, in any precision."""
+    """Raises UserError if the learner's log-probs are not transformers'. policy: on the CPU, not sharded, in fp32."""
     probe = Probe.of(policy.model)
     ids, prompt = probe.ids, probe.prompt
     row = torch.cat([ids[0], ids[1, prompt:]])  # the prompt, the first response, the second one
@@ -55,7 +54,7 @@ def check_policy(policy, path: str) -> None:
     def ours() -> torch.Tensor:
         return policy(inputs, layout, predict, ids[:, prompt:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
 
-    with _all_cores(), in_fp32(policy.model, layers(policy.model)):
+    with _all_cores():
         _compare(ours, policy.model, probe, path, torch.float32)
 
 
@@ -152,29 +151,6 @@ def _eager(model):
     finally:
         for config in ours:
             config._attn_implementation = ATTENTION
-
-
-@contextlib.contextmanager
-def in_fp32(model, layers: list):
-    """Has the model compute in fp32 whatever its weights are held in, a layer at a time, so that there is no copy of all. They
-    come out as they were: fp32 holds every half precision exactly."""
-    held = next(model.parameters()).dtype
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-
-    def cast(parameters, dtype: torch.dtype) -> None:
-        for parameter in parameters:
-            parameter.data = parameter.data.to(dtype)
-
-    cast(rest, torch.float32)
-    hooks = [layer.register_forward_pre_hook(lambda layer, _: cast(layer.parameters(), torch.float32)) for layer in layers]
-    hooks += [layer.register_forward_hook(lambda layer, *_: cast(layer.parameters(), held)) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        cast(model.parameters(), held)
 
 
 @contextlib.contextmanager

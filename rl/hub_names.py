@@ -2,14 +2,26 @@
 
 It fuses all experts of a layer into two tensors; files on the hub, and the tools that read them, have a tensor for each of an
 expert's projections, gate, up and down. Those are consecutive runs of the fused tensor's elements, so that an export needs
-another header only, and no copy.
+another header only, and no copy, and a rank can read its own part of a fused tensor from the files.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 Parts = list[tuple[str, torch.Size]]  # (name, shape), end to end
 
@@ -31,3 +43,73 @@ def _parts(model: nn.Module, name: str, shape: torch.Size) -> Parts:
     if not torch.equal(torch.cat([numbered[part].flatten() for part in ordered]), torch.arange(math.prod(small))):
         return [(name, shape)]
     return [(part, parts[part].shape) for part in ordered]
+
+
+# ------------------------------------------------------------------------------------------------------ what is read
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors in the files that make up one of the model's."""
+
+    names: list[str]
+    convert: WeightConverter | None = None  # makes it of them; None where they are its elements, end to end
+    patterns: tuple[str, ...] = ()  # the converter's, by name
+
+    def whole(self, model: PreTrainedModel, target: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The model's tensor `target`, of the tensors in the files, as transformers converts them. Raises ValueError or
+        RuntimeError if these make no such tensor."""
+        convert = deepcopy(self.convert)
+        for name, pattern, tensor in zip(self.names, self.patterns, tensors, strict=True):
+            convert.add_tensor(target, name, pattern, tensor)
+        made = convert.convert(target, model=model, config=model.config)
+        if set(made) != {target}:
+            raise ValueError(f"{', '.join(made)} are made together")
+        tensor = made[target]
+        return tensor[0] if isinstance(tensor, list) else tensor
+
+
+def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, Source] | None:
+    """Each name in the model's state dict that the files hold -> its source there. None if they hold one of them in a shape or
+    form that cannot be read by itself. shapes: of the tensors in the files."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [of for of in transforms if isinstance(of, WeightRenaming)]
+    converters = [of for of in transforms if isinstance(of, WeightConverter)]
+    by_pattern = {pattern: of for of in converters for pattern in of.source_patterns}
+    wanted, found = model.state_dict(), defaultdict(list)
+    for name in sorted(shapes, key=dot_natural_key):  # as transformers does: experts are stacked in this order
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target in wanted:
+            found[target].append((name, pattern))
+    out = {}
+    for target, given in found.items():
+        names, patterns = zip(*given, strict=True)
+        if None in patterns:
+            if len(names) > 1 or shapes[names[0]] != wanted[target].shape:
+                return None
+            out[target] = Source(list(names))
+            continue
+        source = Source(list(names), by_pattern[patterns[0]], patterns)
+        try:
+            made = source.whole(model, target, [torch.empty(shapes[name], device="meta") for name in names])
+        except (ValueError, RuntimeError):
+            return None
+        if made.shape != wanted[target].shape:
+            return None
+        out[target] = _if_cut(source, model, target, shapes)
+    return out
+
+
+def _if_cut(source: Source, model: PreTrainedModel, target: str, shapes: dict[str, torch.Size]) -> Source:
+    """The source without its converter, if that does no more than to put the tensors' elements end to end."""
+    numbered, first = {}, 0
+    for name in source.names:  # small ones, put together in the same way, their elements being numbers
+        small = (2, 2, 2, 4, 3)[-len(shapes[name]) :]
+        numbered[name] = torch.arange(first, first + math.prod(small)).view(small)
+        first += math.prod(small)
+    made = source.whole(model, target, list(numbered.values())).flatten()
+    starts = {int(tensor.flatten()[0]): name for name, tensor in numbered.items()}
+    ordered = [starts[number] for number in made.tolist() if number in starts]
+    return Source(ordered) if torch.equal(made, torch.cat([numbered[name].flatten() for name in ordered])) else source

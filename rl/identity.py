@@ -101,13 +101,23 @@ def _digest_model(path: str) -> str:
         return path  # a hub name
     state = xxhash.xxh3_64()
     for file in files:
-        size = file.stat().st_size
-        state.update(f"{file.name} {size} ".encode())
-        with open(file, "rb") as handle:
-            for i in range(SAMPLES):
-                handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-                state.update(handle.read(SAMPLE_BYTES))
+        _sample(file, state)
     return state.hexdigest()
+
+
+def sample(file: Path) -> str:
+    """A digest of a file's name, size, and SAMPLES pieces."""
+    _sample(file, state := xxhash.xxh3_64())
+    return state.hexdigest()
+
+
+def _sample(file: Path, state: xxhash.xxh3_64) -> None:
+    size = file.stat().st_size
+    state.update(f"{file.name} {size} ".encode())
+    with open(file, "rb") as handle:
+        for i in range(SAMPLES):
+            handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            state.update(handle.read(SAMPLE_BYTES))
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:

@@ -30,11 +30,11 @@ from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
 from rl.packed_kernels import check_kernel
-from rl.pretrained import empty_model, layers, load_config, load_weights
+from rl.pretrained import empty_model, layers, load_config
 from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
-from rl.sharded_weights import spread
+from rl.sharded_weights import fill, open_weights
 from rl.vision import image_sizes, takes_images, tower_flops
 from rl.watchdog import progress
 
@@ -123,17 +123,14 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks, in fp32. Only rank 0 reads the weights, in the
-    files' precision. Raises UserError if they are not whole, or if what is computed with them is not what transformers
-    computes."""
-    model, whole, buffers = empty_model(load_config(path, trust_remote_code), trust_remote_code), {}, {}
-    if ranks.is_main:
-        read = load_weights(path, None, trust_remote_code, say=trainable)
-        _without_dropout(read)
-        if trainable:
-            check_policy(Policy(read, Router.of(read, args)).train(), path)
-        whole, buffers, model.generation_config = read.state_dict(), dict(read.named_buffers()), read.generation_config
-        del read
+    """The model at `path` (a directory or a hub name), sharded over all ranks, in fp32; each rank reads its own part of the
+    weights. Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
+    weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
+    if weights and trainable:
+        _without_dropout(weights.model)
+        with weights.by_layer():
+            check_policy(Policy(weights.model, Router.of(weights.model, args)).train(), path)
+    model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     _without_dropout(model)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -163,8 +160,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
             module.set_force_sum_reduction_for_comms(True)
 
     policy.to_empty(device="cpu" if offload else ranks.device)
-    spread(whole, model, ranks)
-    _spread_buffers(policy, buffers, ranks)
+    fill(model, weights, path, ranks, say=trainable)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
@@ -177,17 +173,6 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-
-
-def _spread_buffers(policy: Policy, buffers: dict[str, torch.Tensor], ranks: Ranks) -> None:
-    """Non-persistent buffers (rotary frequencies) are in no state dict: without this, ranks other than 0 compute with
-    uninitialised memory."""
-    for name, buffer in policy.model.named_buffers():
-        value = buffers.get(name, torch.empty_like(buffer, device="cpu")).cpu()
-        if ranks.world_size > 1:
-            torch.distributed.broadcast(value, src=0)
-        module, _, leaf = name.rpartition(".")
-        setattr(policy.model.get_submodule(module), leaf, value.to(ranks.device))
 
 
 class Learner:

@@ -9,11 +9,11 @@ import contextlib
 import functools
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from rl.attention import ATTENTION, check_supported
 from rl.device import experts_implementation
@@ -145,6 +145,23 @@ def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Pr
         return _auto_class(config).from_config(config, **options)
 
 
+def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model with its parameters on the meta device and its buffers, which files hold rarely, on the CPU."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is there already may be tied
+            parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        options = _computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+        return _auto_class(config).from_config(config, **options)
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
 def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers, of the vision tower too: what is sharded and recomputed apart."""
     tower = model.model.visual.blocks if takes_images(model.config) else ()
@@ -228,11 +245,10 @@ def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTra
 # ----------------------------------------------------------------------------------------------------- weights
 
 
-def load_weights(path: str, dtype: torch.dtype | None, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape. dtype:
-    None for the files' own where that loses nothing, and fp32 elsewhere."""
+def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape."""
     where = f"--model {path}"
-    _check_files(path, where)
+    check_files(path, where)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers' table of missing weights would stand beside our message
     try:
@@ -240,7 +256,7 @@ def load_weights(path: str, dtype: torch.dtype | None, trust_remote_code: bool =
             config = load_config(path, trust_remote_code)
             model, info = _auto_class(config).from_pretrained(
                 path,
-                dtype=dtype or _stored_dtype(path),
+                dtype=dtype,
                 **_computed(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
@@ -253,33 +269,17 @@ def load_weights(path: str, dtype: torch.dtype | None, trust_remote_code: bool =
         raise UserError(f"{where}: the weights cannot be read ({reason}). Copy or download the files again.") from error
     finally:
         logging.set_verbosity(level)
-    _check_loading(info, where, say)
+    _check_loading(info, where)
+    if say:
+        say_unused(path, info["unexpected_keys"])
     # Where an lm_head in the files differs from the embedding transformers unties them, on this rank and in no other place.
     tied = empty_model(model.config, trust_remote_code)
     if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
-        raise UserError(
-            f"{where}: config.json ties {min(extra)} to the embedding (tie_word_embeddings), but the files hold another one. "
-            "Set tie_word_embeddings to false, or remove that weight."
-        )
+        raise UserError(not_tied(path, min(extra)))
     return model
 
 
-def _stored_dtype(path: str) -> torch.dtype:
-    """The one half precision that the files hold all weights in; otherwise fp32, which can hold any."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    index, single = (cached_file(path, f"model.safetensors{end}", **quiet) for end in (".index.json", ""))
-    names = (
-        set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"} if single else ()
-    )
-    found = set()
-    for name in names:
-        with safe_open(cached_file(path, name), "pt") as file:
-            found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-    halves = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
-    return halves.get(frozenset(found), torch.float32)
-
-
-def _check_files(path: str, where: str) -> None:
+def check_files(path: str, where: str) -> None:
     """Raises UserError for weights in the directory that would be left unread in silence."""
     directory = Path(path)
     if (directory / "adapter_config.json").exists():
@@ -297,8 +297,21 @@ def _check_files(path: str, where: str) -> None:
         raise UserError(f"{where}: {min(unread)} is not listed in {index.name}. Remove it, or mend the index.")
 
 
-def _check_loading(info: dict, where: str, say: bool) -> None:
-    """info: transformers' report. Raises UserError for weights that were not in the files, says which were not used."""
+def not_tied(path: str, name: str) -> str:
+    return (
+        f"--model {path}: config.json ties {name} to the embedding (tie_word_embeddings), but the files hold another one. "
+        "Set tie_word_embeddings to false, or remove that weight."
+    )
+
+
+def say_unused(path: str, names: Iterable[str]) -> None:
+    """names: of tensors in the files that the model does not have."""
+    if unused := sorted(name for name in names if not name.endswith(HARMLESS)):
+        print(f"warning: --model {path}: {len(unused)} weights in the files are not used, {unused[0]} first.", flush=True)
+
+
+def _check_loading(info: dict, where: str) -> None:
+    """info: transformers' report. Raises UserError for weights that were not in the files."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         shapes = f"{name} is {list(stored)} in the files, {list(wanted)} by config.json"
@@ -312,9 +325,6 @@ def _check_loading(info: dict, where: str, say: bool) -> None:
             f"{where}: {len(missing)} of the model's weights are not in its files, {missing[0]} first; they would be random. "
             "Copy or download the files again, or take config.json from the same model."
         )
-    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS))
-    if say and unused:
-        print(f"warning: {where}: {len(unused)} weights in the files are not used, {unused[0]} first.", flush=True)
 
 
 def _reason(error: BaseException) -> str:

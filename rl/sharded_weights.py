@@ -1,28 +1,223 @@
-"""The whole weights on the first learner, and each learner's own part of them."""
+"""Each learner's part of the weights, read from the files: no rank, the first included, ever holds the model.
+
+The first rank finds out which runs of which files make up each parameter, and tells the others; each then reads the runs of
+its own part, in the files' precision, and casts them as they come. What cannot be read in parts the first rank reads, and sends
+to all, a parameter at a time: all of them where a learner does not see the files; those that files hold in another form than a
+model in memory, transposed, say. The forward check at the start has the first rank hold a layer at a time.
+
+Left out: weights that are in no safetensors files, are quantized, or are cut otherwise than into parameters. These transformers
+reads, whole and in fp32, on the first rank.
+"""
+
+import contextlib
+import functools
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import GenerationConfig, PreTrainedModel
 
-from rl import watchdog
+from rl import dist, launch, watchdog
 from rl.dist import Ranks
+from rl.errors import UserError
+from rl.hub_names import Source, sources
+from rl.identity import sample
+from rl.pretrained import check_files, layers, load_config, load_weights, not_tied, say_unused, unfilled_model
+from rl.progress import track
+from rl.weight_files import DTYPES, Reader, Run, Stored, find, stored_tensors
+
+
+@dataclass
+class Weights:
+    """A model's weights, as the first rank has them before anything is sharded."""
+
+    model: PreTrainedModel  # on the CPU; its parameters may be on the meta device
+    whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
+    dtypes: dict[str, torch.dtype]  # of these, by parameter
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by parameter: its elements, end to end, where that can be said
+
+    @contextlib.contextmanager
+    def by_layer(self) -> Iterator[None]:
+        """Has the model hold the weights in fp32: a layer's while it computes, those outside of layers all the time."""
+        places = defaultdict(list)  # of each parameter on the meta device: the modules that have it
+        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.is_meta}
+        for module in self.model.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if parameter in names:
+                    places[parameter].append((module, leaf))
+
+        def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
+            for module, leaf in places[parameter]:
+                setattr(module, leaf, value)
+
+        def fill(parameters: list[nn.Parameter], *_) -> None:
+            for parameter in parameters:
+                put(parameter, nn.Parameter(self.whole(names[parameter]).float(), requires_grad=False))
+
+        def leave(parameters: list[nn.Parameter], *_) -> None:
+            for parameter in parameters:
+                put(parameter, parameter)
+
+        hooks, rest = [], dict.fromkeys(places)
+        for layer in layers(self.model):
+            own = [parameter for parameter in layer.parameters() if parameter in names]
+            hooks.append(layer.register_forward_pre_hook(functools.partial(lambda own, *_: fill(own), own)))
+            hooks.append(layer.register_forward_hook(functools.partial(lambda own, *_: leave(own), own)))
+            for parameter in own:
+                rest.pop(parameter, None)
+        try:
+            fill(rest)
+            yield
+        finally:
+            leave(places)
+            for hook in hooks:
+                hook.remove()
+
+
+def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
+    """The weights at `path`, a directory or a hub name. Raises UserError unless each of them is there and can be read. say:
+    whether weights that are not used are told."""
+    check_files(path, f"--model {path}")
+    config = load_config(path, trust_remote_code)
+    stored = None if hasattr(config, "quantization_config") else stored_tensors(path)
+    weights = _stored_weights(path, unfilled_model(config, trust_remote_code), stored, say) if stored else None
+    if weights is None:
+        model = load_weights(path, torch.float32, trust_remote_code, say)
+        held = model.state_dict()
+        weights = Weights(model, held.pop, {name: held[name].dtype for name, _ in model.named_parameters()})
+    return weights
+
+
+def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored], say: bool) -> Weights | None:
+    """None if the files hold less, or otherwise, than is read here."""
+    found = sources(model, {name: of.shape for name, of in stored.items()})
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    needed = parameters.keys() | (model.state_dict().keys() & buffers.keys())
+    if found is None or not needed <= found.keys():
+        return None
+    used = {name for source in found.values() for name in source.names}
+    if not {stored[name].run.dtype for name in used} <= DTYPES.keys():
+        return None
+    files = {name: find(path, name) for name in {stored[name].run.file for name in used}}
+    whole = functools.partial(_whole, model, found, stored, Reader(files))
+    for name in found.keys() - needed:  # the same parameter as another
+        first = next(n for n, p in model.named_parameters() if p is model.get_parameter(name))
+        if not torch.equal(whole(name).float(), whole(first).float()):
+            raise UserError(not_tied(path, name))
+    with torch.no_grad():
+        for name in needed & buffers.keys():
+            buffers[name].copy_(whole(name))
+    if say:
+        say_unused(path, stored.keys() - used)
+    model.generation_config = _generation_config(path)
+    runs = {name: [stored[part].run for part in found[name].names] for name in parameters if not found[name].convert}
+    dtypes = {name: _dtype(found[name], stored) for name in parameters}
+    return Weights(model, whole, dtypes, runs)
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """As from_pretrained finds it."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # many models have none
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+
+
+def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
+    """That of the files' tensors, or one that holds them all."""
+    dtypes = {DTYPES[stored[name].run.dtype] for name in source.names}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: Reader, name: str) -> torch.Tensor:
+    source = found[name]
+    dtype, wanted = _dtype(source, stored), model.state_dict()[name].shape
+    if not source.convert:
+        out = torch.empty(wanted, dtype=dtype)
+        reader.read([stored[part].run for part in source.names], out.view(-1))
+        return out
+    tensors = [torch.empty(stored[part].shape, dtype=dtype) for part in source.names]
+    for part, tensor in zip(source.names, tensors, strict=True):
+        reader.read([stored[part].run], tensor.view(-1))
+    return source.whole(model, name, tensors)
+
+
+# --------------------------------------------------------------------------------------------------------- every rank
 
 
 @torch.no_grad()
-@watchdog.doing("the first learner to send the weights")
-def spread(whole: dict[str, torch.Tensor], model: nn.Module, ranks: Ranks) -> None:
-    """Copies into every rank's part of the model's parameters, which are DTensors in fp32, what `whole` holds on the first rank
-    in any precision, and empties it. A rank holds one whole parameter at a time in fp32. A collective."""
-    for name, parameter in model.named_parameters():
-        if ranks.is_main:
-            tensor = whole.pop(name).to(ranks.device, torch.float32)
-        else:
-            tensor = torch.empty(parameter.shape, dtype=torch.float32, device=ranks.device)
+@watchdog.doing("the weights to be loaded")
+def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
+    """Gives every rank its part of the model's parameters, which are DTensors in fp32, and all buffers. weights: on the first
+    rank, of no use any more afterwards. Raises UserError where `path` has other files on one node than on the first. A
+    collective. say: whether the first rank tells how far it is."""
+    _fill_rest(model, weights, ranks)
+    known = {}
+    if weights:
+        weights.model = None  # its parameters, if it holds any, go one by one
+        known["runs"] = weights.runs
+        known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
+    known = json.loads(dist.from_main(json.dumps(known)))
+    runs = {name: [Run(*run) for run in of] for name, of in known["runs"].items()}
+    files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
+    with contextlib.closing(Reader(files or {})) as reader:
+        for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
+            local = parameter.to_local()
+            shape, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            if files and name in runs and shape[1:] == parameter.shape[1:]:  # cut along the first dimension, or not at all
+                first = begin[0] * parameter.shape[1:].numel() if shape else 0
+                reader.read(runs[name], local.view(-1), first)
+            else:
+                whole = _from_first(weights, name, getattr(torch, known["dtypes"][name]), parameter.shape, ranks)
+                local.copy_(whole[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))])
+                watchdog.progress()
+
+
+def _fill_rest(model: PreTrainedModel, weights: Weights | None, ranks: Ranks) -> None:
+    """Most buffers, rotary frequencies above all, are in no file: without this, ranks compute with uninitialised memory."""
+    if weights:
+        model.generation_config = weights.model.generation_config
+    known = dict(weights.model.named_buffers()) if weights else {}
+    for name, buffer in model.named_buffers():
+        value = known.get(name, torch.empty_like(buffer, device="cpu")).cpu()
         if ranks.world_size > 1:
-            torch.distributed.broadcast(tensor, src=0)
-        shape, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        own = tensor[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))]
-        parameter.to_local().copy_(own)
-        watchdog.progress()
-    whole.clear()
+            torch.distributed.broadcast(value, src=0)
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, value.to(ranks.device))
+
+
+def _from_first(weights: Weights | None, name: str, dtype: torch.dtype, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
+    if weights:
+        whole = weights.whole(name).to(ranks.device, dtype)
+    else:
+        whole = torch.empty(shape, dtype=dtype, device=ranks.device)
+    if ranks.world_size > 1:
+        torch.distributed.broadcast(whole, src=0)
+    return whole
+
+
+def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
+    """The model's files of these names on this machine; None if a rank does not see all. Raises UserError if a node has others
+    than the first. A collective."""
+    if not names:
+        return None
+    files = {name: find(path, name) for name in sorted(names)}
+    samples = None
+    if len(launch.nodes()) > 1 and launch.here().local_rank == 0 and all(files.values()):
+        samples = {name: sample(file) for name, file in files.items()}
+    own = [platform.node(), all(files.values()), samples]
+    reports = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+    first, _, expected = reports[0]
+    for host, _, found in reports:
+        if other := [name for name in found or () if found[name] != expected[name]]:
+            raise UserError(
+                f"--model {path}: {other[0]} on {host} is not the file that {first} has. Give all nodes the same model."
+            )
+    return files if all(seen for _, seen, _ in reports) else None

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from rl import dist
 from rl import learner as learner_module
@@ -35,6 +34,7 @@ from rl.pretrained import empty_model, load_config, resolve
 from rl.ranges import flag
 from rl.schedule import SplitArgs
 from rl.setup import CommonArgs, make_learner
+from rl.sharded_weights import Weights
 from rl.timers import Timers
 from rl.weights import Publisher
 
@@ -106,7 +106,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
     config = load_config(path, args.trust_remote_code)
     model = empty_model(config, args.trust_remote_code)
     shapes = {p.shape for p in model.parameters() if p.dim() > 1}
-    learner_module.load_weights, learner_module.check_policy = _unread, lambda *_: None
+    learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention)
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
     with FakeDevice() as fake, count:
@@ -143,12 +143,15 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
     return memory
 
 
-def _unread(path: str, dtype: torch.dtype | None, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
-    """Stands for load_weights: a model of the right size."""
+def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
+    """Stands for open_weights: tensors of the right size."""
     config = load_config(path, trust_remote_code)
-    model = empty_model(config, trust_remote_code).to(dtype or config.dtype or torch.float32).to_empty(device="cpu")
-    model.tie_weights()
-    return model
+    model, dtype = empty_model(config, trust_remote_code), config.dtype or torch.float32
+    for name, buffer in dict(model.named_buffers()).items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, torch.empty_like(buffer, device="cpu"))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), dict.fromkeys(shapes, dtype))
 
 
 def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks) -> tuple[Batch, float]:

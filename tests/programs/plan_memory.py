@@ -37,7 +37,7 @@ def main(path: str, fake: bool, flags: dict) -> None:
     config = load_config(path)
     learner_module.check_policy = lambda *_: None  # of values
     if fake:
-        learner_module.load_weights = dry_run._unread
+        learner_module.open_weights = dry_run._unread
     args = train_sync.Args(model=path, rollout_n=len(lengths), train_batch_size=2, ppo_mini_batch_size=1, **flags)
     batch = Batch.of([make_group(ticket, lengths, prompt) for ticket in range(2)])
     count = MemoryCount(config.vocab_size, set())

@@ -1,0 +1,46 @@
+"""Started by test_sharded_weights.py: whether every rank has its part of the weights that transformers reads, bit for bit.
+
+torchrun ... load_parts.py FLAGS(JSON) MODEL...       # of each case a line, with how many tensors the first has sent
+"""
+
+import json
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rl import process, sharded_weights
+from rl.dist import all_gather_bytes
+from rl.learner import Learner, LearnerArgs
+from rl.pretrained import load_weights
+
+
+def is_whole(path: str, ranks) -> bool:
+    learner = Learner(path, LearnerArgs(**json.loads(sys.argv[1])), ranks, total_steps=1)
+    expected = load_weights(path, torch.float32, say=False)
+    parameters = dict(learner.policy.model.named_parameters())
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in parameters.values())
+    own = all(torch.equal(p.full_tensor(), expected.get_parameter(name)) for name, p in parameters.items())
+    buffers = dict(learner.policy.model.named_buffers())
+    return own and all(torch.equal(buffer, buffers[name]) for name, buffer in expected.named_buffers())
+
+
+def main(ranks) -> None:
+    find, from_first, sent = sharded_weights.find, sharded_weights._from_first, []
+
+    def counted(weights, name: str, *more) -> torch.Tensor:
+        sent.append(name)
+        return from_first(weights, name, *more)
+
+    sharded_weights._from_first = counted
+    for path in sys.argv[2:]:
+        for case in ("seen by all", "not seen by the last"):
+            blind = case != "seen by all" and ranks.rank == ranks.world_size - 1
+            sharded_weights.find = (lambda *_: None) if blind else find
+            sent.clear()
+            whole = is_whole(path, ranks)
+            if all(record == b"True" for record in all_gather_bytes(str(whole).encode())) and ranks.is_main:
+                print(f"{case}: the same on all ranks, {len(sent)} sent", flush=True)
+
+
+process.run(main)
