@@ -17,6 +17,7 @@ SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the 
 SLOW += ["engine, CUDA's attention", "engine, experts"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learner.py": ["one rank"],
+    "rl/sharded_weights.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
     "rl/attention.py": ["one rank", "many ranks", "engine"],
     "rl/packed_kernels.py": ["one rank", "many ranks"],
@@ -34,7 +35,9 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # moved before or after, or made on the host on purpose
     "_to_host": "torch.empty_like",
     "Learner.weights": "parameter|whole",
-    "_spread_buffers": "torch.empty_like",
+    "_fill_rest": "torch.empty_like",
+    # weights that cannot be read in parts, of which no case here has any
+    "_from_first": "",
     # only images make it differ from 0, and no case here has any
     "TransformersEngine._decode_all": r".*images",
     "TransformersEngine._fill": "inputs",
