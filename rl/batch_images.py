@@ -13,20 +13,26 @@ import torch
 
 from rl.batch import Group
 from rl.data import PromptDataset, PromptOrder
+from rl.dist import Ranks
 from rl.vision import Images
 from rl.vision_forward import RowImages, row_inputs
+from rl.vision_sequence import divide
 
 
 class BatchImages:
     """Images by group, and the packed rows that hold some, in the order in which they are computed."""
 
     @staticmethod
-    def of(prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group]) -> "BatchImages | None":
-        """None if the model takes no images."""
-        return BatchImages(prompts, order, groups) if prompts.prep else None
+    def of(
+        prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None
+    ) -> "BatchImages | None":
+        """None if the model takes no images. ranks: the learners, where several share a row."""
+        return BatchImages(prompts, order, groups, ranks) if prompts.prep else None
 
-    def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group]):
+    def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None):
         self.prompts, self.order = prompts, order
+        self._sharing = ranks.sequence_parallel if ranks else 1
+        self._place = ranks.rank % self._sharing if ranks else 0  # among those that share a row
         self.groups = sorted(groups, key=lambda group: group.ticket)
         self._read = functools.cache(self._read_again)
         self._rows: list[RowImages] = []
@@ -48,7 +54,9 @@ class BatchImages:
     def _prepare(self, number: int) -> None:
         """Has the thread prepare that row's images; behind the last row comes the first, since rows are computed several times:
         for the old policy, the reference, the update."""
-        for images, file in self._rows[number % len(self._rows)].files:
+        row = self._rows[number % len(self._rows)]
+        for image in divide(row, self._sharing)[self._place]:
+            images, file = row.files[image]
             self._thread.submit(images.pixels_of, file)
 
     def _read_again(self, number: int) -> Images | None:

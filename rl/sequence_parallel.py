@@ -5,7 +5,8 @@ heads of its piece gets some heads of the whole row, and back. Everything else i
 no difference. The log-probs are then gathered, and each rank of the group computes the loss of the whole micro-batch, which may
 look at whole sequences. In the backward pass it keeps the gradient of its own tokens; gradients are sums over all ranks anyway.
 
-Left out: images, tensor parallelism, ring attention (docs/long-sequences.md says why).
+Images are divided among the ranks of a group, too (rl/vision_sequence.py). Left out: tensor parallelism, ring attention
+(docs/long-sequences.md says why).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch.distributed
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
+from rl import vision_sequence
 from rl.attention import Packed
 from rl.dist import AllToAll, Ranks
 from rl.errors import UserError
 from rl.router import UNKNOWN
+from rl.vision_forward import RowImages
 
 if TYPE_CHECKING:
     from rl.batch import MicroBatch
@@ -32,8 +35,6 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
     if size == 1:
         return
     text, given = config.get_text_config(), f"--sequence-parallel {size}"
-    if text is not config:
-        raise UserError(f"{given}: a row with images cannot be cut into pieces yet. Leave the flag out.")
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
     if heads % size:
@@ -96,13 +97,20 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
     own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
     return dataclasses.replace(
         micro,
-        inputs={name: piece.of(x[0])[None] for name, x in micro.inputs.items()},
+        inputs={name: _input_part(x, piece) for name, x in micro.inputs.items()},
         layout=piece,
         predict=micro.predict[own] - piece.begin,
         labels=micro.labels[own],
         routes=None if micro.routes is None else piece.of(micro.routes, UNKNOWN),
         own=own,
     )
+
+
+def _input_part(x: torch.Tensor | RowImages, piece: Piece):
+    """One of the inputs of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
+    if isinstance(x, RowImages):
+        return vision_sequence.part_of(x, piece)
+    return piece.of(x.movedim(-1, 0)).movedim(0, -1)
 
 
 def gather_log_probs(

@@ -70,7 +70,7 @@ class TrainingRun:
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
         batch = Batch.of(groups)
-        batch.images = BatchImages.of(self.job.prompts, self.job.order, groups)
+        batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
         self._begun += 1

@@ -26,6 +26,7 @@ class RowImages:
     feature: Tensor  # [m] which of the distinct images' features stands there
     files: list[tuple[Images, int]]  # the distinct images: a prompt's, and the number among them
     taken: Callable[[], None] | None = None  # called when the pixels have been
+    exchange: Callable[[Tensor], Tensor] | None = None  # where ranks share the row: features of `files` -> of `places`
 
     @staticmethod
     def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
@@ -44,9 +45,15 @@ class RowImages:
         joined = lambda parts: torch.cat([torch.zeros(0, dtype=torch.long), *parts])  # noqa: E731
         return RowImages(joined(grid).view(-1, 3), joined(places), joined(feature), files)
 
-    def pixels(self) -> Tensor:
-        """[patches, values of a patch] fp32 on the CPU, of the distinct images. Raises rl.images.ImageError."""
-        pixels = torch.cat([images.pixels_of(number) for images, number in self.files])
+    @property
+    def token_counts(self) -> Tensor:
+        """[images] image tokens of each of the distinct ones."""
+        return torch.tensor([images.token_counts[number] for images, number in self.files], dtype=torch.long)
+
+    def pixels(self) -> Tensor | None:
+        """[patches, values of a patch] fp32 on the CPU, of the distinct images; None without any. Raises
+        rl.images.ImageError."""
+        pixels = torch.cat([images.pixels_of(number) for images, number in self.files]) if self.files else None
         if self.taken:
             self.taken()
         return pixels
@@ -87,16 +94,20 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
     embeds = base.get_input_embeddings()(input_ids)
     if images is None:
         return {"inputs_embeds": embeds}
-    device, is_empty = input_ids.device, not images.files
-    pixels, grid = _zeros(base.visual.config) if is_empty else (images.pixels(), images.grid)
+    device, pixels, grid = input_ids.device, images.pixels(), images.grid
+    if pixels is None:
+        pixels, grid = _zeros(base.visual.config)
     found = base.get_image_features(pixels.to(device), grid.to(device), return_dict=True)
     levels = (found.pooler_output, *getattr(found, "deepstack_features", ()))
     levels = [torch.cat(level) for level in levels]  # [features, hidden] each
-    if is_empty:  # out of place: gradients of zero for the tower, the same bits for the row
+    if images.exchange:
+        levels = images.exchange(torch.cat(levels, dim=1)).chunk(len(levels), dim=1)
+    elif not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
         return {"inputs_embeds": embeds + 0.0 * sum(level.sum() for level in levels).to(embeds.dtype)}
-    places, feature = images.places.to(device), images.feature.to(device)
-    if len(feature) > len(levels[0]):  # an image stands in more than one prompt
+    elif len(images.feature) > len(levels[0]):  # an image stands in more than one prompt
+        feature = images.feature.to(device)
         levels = [level.index_select(0, feature) for level in levels]
+    places = images.places.to(device)
     first, *deeper = (level.to(embeds.dtype) for level in levels)
     inputs = {"inputs_embeds": embeds[0].index_copy(0, places, first)[None]}
     if deeper:

@@ -23,11 +23,13 @@ CASES = {  # flags, and the sizes of the responses of each group
 ALONE = {"ppo_max_token_len_per_gpu": 4096}  # a batch is one micro-batch
 
 
-def learn_on(ranks: int, layouts: dict, cases: dict = CASES, timeout: float = 240, attention: str = "cpu") -> dict:
+def learn_on(
+    ranks: int, layouts: dict, cases: dict = CASES, timeout: float = 240, attention: str = "cpu", rows: str | None = None
+) -> dict:
     """What programs/layouts.py saves: gradients, metrics and weights by "layout/case". layouts: name -> [model, flags];
-    attention: the kind of device whose kernels the CPU gets."""
+    attention: the kind of device whose kernels the CPU gets; rows: a file of prompts."""
     with tempfile.TemporaryDirectory() as directory:
-        out, what = Path(directory) / "found.pt", {"layouts": layouts, "cases": cases, "attention": attention}
+        out, what = Path(directory) / "found.pt", {"layouts": layouts, "cases": cases, "attention": attention, "rows": rows}
         run_script("tests/programs/layouts.py", out, json.dumps(what), ranks=ranks, timeout=timeout)
         return torch.load(out)
 

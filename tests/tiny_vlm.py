@@ -30,8 +30,9 @@ TEXT = SMALL | dict(
 TOWER = dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, initializer_range=0.2)
 
 
-def config(kind: str):
-    """kind: "qwen3-vl" (deepstack, untied head), "qwen3-vl-moe", or "qwen2.5-vl" (windows in the tower, tied head)."""
+def config(kind: str, **more):
+    """kind: "qwen3-vl" (deepstack, untied head), "qwen3-vl-moe", or "qwen2.5-vl" (windows in the tower, tied head). more: of
+    the language model's config."""
     from transformers import Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
     names = dict(vision_start="vision_start", vision_end="vision_end", image="image_pad", video="video_pad")
@@ -39,14 +40,14 @@ def config(kind: str):
     if kind.startswith("qwen3-vl"):
         rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], mrope_interleaved=True)
         tower = TOWER | dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
-        text = TEXT | dict(rope_parameters=rope)
+        text = TEXT | dict(rope_parameters=rope) | more
         if kind.endswith("-moe"):
-            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+            text = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True) | text
             return Qwen3VLMoeConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
         return Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])
     tower = TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1])
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | dict(rope_parameters=rope, tie_word_embeddings=True)
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | dict(rope_parameters=rope, tie_word_embeddings=True) | more
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
@@ -76,13 +77,13 @@ def save_image_processor(kind: str, path: Path, max_pixels: int) -> None:
     (path / "preprocessor_config.json").write_text(json.dumps(own | {"temporal_patch_size": 2, "merge_size": 2}))
 
 
-def save_vlm(kind: str, path: Path, max_pixels: int = 2**17) -> str:
-    """The directory, made. max_pixels: of an image after its resizing, 128 tokens of Qwen3-VL by default."""
+def save_vlm(kind: str, path: Path, max_pixels: int = 2**17, **more) -> str:
+    """The directory, made. max_pixels: of an image after its resizing, 128 tokens of Qwen3-VL by default. more: see config."""
     import torch
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config(kind)).save_pretrained(path)
+    AutoModelForImageTextToText.from_config(config(kind, **more)).save_pretrained(path)
     save_tokenizer(path)
     save_image_processor(kind, Path(path), max_pixels)
     return str(path)
@@ -105,8 +106,37 @@ def png(image) -> bytes:
     return file.getvalue()
 
 
+def odd_files() -> dict[str, tuple[bytes, object]]:
+    """Kind -> an image's file and what is seen of it, a plain PIL image: what stands in people's data."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    def file(image, format: str = "PNG", **options) -> bytes:
+        image.save(out := io.BytesIO(), format, **options)
+        return out.getvalue()
+
+    palette = picture(96, 64, 9).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
+    plain, turned = palette.convert("RGB"), Image.Exif()
+    turned[0x0112] = 6  # a quarter turn: the camera was held upright
+    faded, half = plain.convert("RGBA"), plain.copy()
+    faded.paste((0, 0, 0, 0), (48, 0, 96, 64))
+    half.paste("white", (48, 0, 96, 64))
+    grey = np.asarray(plain.convert("L"))
+    frames = {"save_all": True, "append_images": [Image.new("P", palette.size)], "duration": 50}
+    return {
+        "palette": (file(palette), plain),
+        "animated": (file(palette, "GIF", **frames), plain),
+        "transparent": (file(faded), half),
+        "turned by EXIF": (file(plain.transpose(Image.Transpose.ROTATE_90), exif=turned), plain),
+        "grey, 16 bits": (file(Image.fromarray(grey.astype(np.uint16) * 257)), Image.fromarray(grey).convert("RGB")),
+        "large": (file(picture(1500, 1000, 9), "TIFF"), picture(1500, 1000, 9)),
+    }
+
+
 def prompt_with_images(path: str, text: str, pictures: list):
-    """(token ids, Images or None) of a user's message: the pictures, then the text."""
+    """(token ids, Images or None) of a user's message: the pictures, PIL images or files, then the text."""
     from types import SimpleNamespace
 
     from transformers import AutoConfig, AutoTokenizer
@@ -117,7 +147,8 @@ def prompt_with_images(path: str, text: str, pictures: list):
     messages = [{"role": "user", "content": content}]
     ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     prep = ImagePrep.of(path, AutoConfig.from_pretrained(path), SimpleNamespace(min_pixels=None, max_pixels=None))
-    return prep.expand(ids, [png(picture) for picture in pictures]) if pictures else (ids, None)
+    files = [of if isinstance(of, bytes) else png(of) for of in pictures]
+    return prep.expand(ids, files) if pictures else (ids, None)
 
 
 def row(text: str, images: list, answer: str = "1") -> dict:

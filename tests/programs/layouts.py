@@ -1,7 +1,10 @@
 """Started by tests/layouts.py: `learn` of train_sync.py on the same batches, for each layout of ranks and each loss.
 
 torchrun ... layouts.py OUT JSON
-{"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind}
+{"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind,
+ "rows": null or a file}
+
+Prompts are random, or those of the file, which may have images: the first row's belong to the first group.
 """
 
 import json
@@ -14,16 +17,33 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels
 from helpers import make_group
+from test_vision import dataset
 
 import train_sync
 from rl import process
-from rl.batch import Batch
+from rl.batch import Batch, Group
+from rl.batch_images import BatchImages
+from rl.data import PromptOrder
 from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.timers import Timers
 
 
-def learn(model: str, sizes: list[list[int]], flags: dict, ranks) -> dict:
+def batch_of(model: str, sizes: list[list[int]], rows: str | None, ranks) -> Batch:
+    rng = np.random.default_rng(0)
+    groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
+    if rows is None:
+        return Batch.of(groups)
+    prompts = dataset(model, rows)
+    for ticket, (group, prompt) in enumerate(zip(groups, prompts, strict=False)):
+        digest = prompt.images.digest if prompt.images else ""
+        groups[ticket] = Group(ticket, np.array(prompt.ids, np.int32), "demo", group.responses, images=digest)
+    batch = Batch.of(groups)
+    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, ranks)
+    return batch
+
+
+def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | None) -> dict:
     """The gradient of each update, the metrics, and the weights after them."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
     args = train_sync.Args(model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
@@ -31,12 +51,12 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks) -> dict:
     gradients, step = [], learner.step
 
     def recorded() -> dict:
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in learner.policy.parameters()]))
+        trained = [p for p in learner.policy.parameters() if p.requires_grad]
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in trained]))
         return step()
 
-    learner.step, rng = recorded, np.random.default_rng(0)
-    groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
-    metrics = train_sync.learn(args, learner, KLControl(args), Batch.of(groups), Timers())
+    learner.step = recorded
+    metrics = train_sync.learn(args, learner, KLControl(args), batch_of(model, sizes, rows, learner.ranks), Timers())
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
     return {"gradients": gradients, "metrics": metrics, "weights": weights}
@@ -49,7 +69,7 @@ def main(ranks) -> None:
         kernels.give_to_cpu(what["attention"])
     for layout, (model, flags) in what["layouts"].items():
         for case, (more, sizes) in what["cases"].items():
-            found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks)
+            found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks, what["rows"])
     if ranks.is_main:
         torch.save(found, out)
 
