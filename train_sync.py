@@ -22,6 +22,7 @@ from rl.errors import UserError
 from rl.generator import Generator, gather_groups, make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
+from rl.local_weights import LocalWeights
 from rl.metrics import ScoringEvents, batch_metrics, event_metrics
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
@@ -152,7 +153,8 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
     parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
     run = TrainingRun(args, job, learner, ranks.world_size, **parts)
-    generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=run.done)
+    weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
+    weights.publish(version=run.done)
     if args.validates(0, job.total_steps) and not run.done:
         with run.timer("testing"):
             rows = generator.validate()
@@ -169,7 +171,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
 
         # Publish: the engine samples the next step with the new weights.
         with run.timer("update_weights"):
-            generator.engine.update(learner.weights(args.weights_dtype(args.dtype)), version=step)
+            weights.publish(version=step)
 
         metrics |= event_metrics(parts["events"].state())
         if args.validates(step, job.total_steps):
