@@ -230,6 +230,7 @@ class Generator:
         for number in range(work.n + work.greedy):
             work.outputs[number] = Output((key, number), [], [], [], "length")
             work.scores[number] = Score(None, event="image", message=message)
+            self.pool.events["image"] += 1
         self.working[key] = work
         self._unusable.append(key)
 

@@ -61,7 +61,7 @@ class RewardArgs:
             raise UserError(f"--reward {self.reward}: there is no file {path}.")
 
 
-EVENTS = ("timeout", "error", "bad_value", "died")
+EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: the prompt's is damaged (rl/generator.py)
 
 
 @dataclass(frozen=True)

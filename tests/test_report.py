@@ -21,6 +21,7 @@ from report import Args, main
 from rl.errors import UserError
 from rl.report.conclusions import THROUGHPUT, conclude, first_at, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
+from rl.scoring import EVENTS
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -235,11 +236,12 @@ def test_whether_the_reward_moved():
 
 
 def test_clipping_mismatch_and_trouble_are_told():
-    more = {"response_length/clip_ratio": 0.25, "training/rollout_probs_diff_max": 0.5, "reward/events/timeout": 3}
+    more = {"response_length/clip_ratio": 0.25, "training/rollout_probs_diff_max": 0.5}
+    more |= {f"reward/events/{kind}": 3 for kind in EVENTS}
     told = [told for _, told, _ in conclude([alone(rows(40, **more), dtype="float32")])]
     assert any(t.startswith("25% of the last responses were cut") for t in told)
     assert "generator and learner disagree on a token's probability: something is wrong (fp32, on-policy)" in told
-    assert "3 responses could not be scored (timeout)" in told
+    assert all(f"3 responses could not be scored ({kind})" in told for kind in EVENTS)
     stale = rows(40, **more | {"staleness/max": 1})
     assert not any("agree" in t for _, t, _ in conclude([alone(stale, dtype="float32")])), "staleness explains a difference"
     assert not any("agree" in t for _, t, _ in conclude([alone(rows(40, **more), dtype="bfloat16")]))

@@ -133,6 +133,7 @@ def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, 
     flags, ranks = (SYNC, 1) if script == "train_sync.py" else (ASYNC, 2)
     metrics, _, done = go(script, vlms["qwen3-vl"], str(file), tmp_path / "out", *flags, "--test-freq", 2, ranks=ranks)
     assert [metrics[step]["reward/unscored"] for step in range(1, 5)] == [2] * 4
+    assert metrics[4]["reward/events/image"] >= 2 * 4, "validations count, too"
     assert "rows.parquet row 2: image 0 cannot be decoded" in done.stdout + done.stderr
     validated = [m["val-aux/reward/unscored"] for m in metrics.values() if "val-aux/reward/unscored" in m]
     assert len(validated) >= 2 and set(validated) == {1}

@@ -170,9 +170,8 @@ def mismatch(group: RunGroup) -> list[Row]:
 def trouble(group: RunGroup) -> list[Row]:
     """Counters that should be zero."""
     counters = {"actor/skipped_steps": "optimizer steps were skipped for a non-finite gradient"}
-    counters |= {
-        f"reward/events/{kind}": f"responses could not be scored ({kind})" for kind in ("timeout", "error", "bad_value", "died")
-    }
+    kinds = ("timeout", "error", "bad_value", "died", "image")
+    counters |= {f"reward/events/{kind}": f"responses could not be scored ({kind})" for kind in kinds}
     counters |= {"fully_async/count/dropped_stale_samples": "prompts were dropped as too stale"}
     out = []
     for name, told in counters.items():
