@@ -222,18 +222,16 @@ class TransformersEngine:
 
     def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
         """token, position, ahead [A], one of each sequence -> hidden states [A, hidden]."""
-        if self.takes_images:
-            position = (position + ahead).expand(3, 1, -1)
-        return self._forward(token, position, layout)
+        return self._forward(token, position + ahead if self.takes_images else position, layout)
 
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
-        """token [T], position [T], of a model that takes images [3, 1, T] -> hidden states [T, hidden]."""
+        """token [T], position [T], or [3, 1, T] of a row that may have images -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
-        if self.has_fast_path:
+        if self.has_fast_path and position.dim() == 1:
             return hidden_states(self.model, token, position, layout)
         if self.takes_images:
-            return vision_forward.hidden_states(self.model.model, layout, token[None], position, images)
+            return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
 

@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from rl.device import is_accelerator
 
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FAMILIES |= {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}  # but for rows with images in them
 
 
 def has_fast_path(model) -> bool:
-    biased = getattr(model.config, "mlp_bias", False)
-    return type(model).__name__ in FAMILIES and model.config.hidden_act == "silu" and not biased
+    config = model.config.get_text_config()
+    biased = getattr(config, "mlp_bias", False)
+    return type(model).__name__ in FAMILIES and config.hidden_act == "silu" and not biased
 
 
 def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
-    """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values."""
-    base, rows = model.model, len(token)
+    """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values. Of a
+    model that takes images all tokens are text: their three positions are one."""
+    base, rows = getattr(model.model, "language_model", model.model), len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
     cos, sin = base.rotary_emb(x, position[:, None])  # [A, 1, D] each
     half = cos.shape[-1] // 2
