@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 from test_vision import KINDS, dataset, vlms  # noqa: F401  (fixtures)
 from tiny_vlm import picture, row
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoImageProcessor
@@ -24,6 +25,7 @@ from rl.batch_images import BatchImages
 from rl.data import DataArgs, PromptOrder
 from rl.errors import UserError
 from rl.images import ImageError
+from rl.learner import Policy
 from rl.pretrained import load_weights
 
 
@@ -275,3 +277,33 @@ def test_the_towers_flops_are_those_that_torch_counts(vlms, kind):  # noqa: F811
     assert vision.tower_flops(model.config, patches, frozen=False) == pytest.approx(3 * ours)
     ids = [9, *[model.config.image_token_id] * 16, 9, *[model.config.image_token_id] * 12, 9]
     assert vision.image_sizes(model.config, ids) == patches
+
+
+def test_eight_responses_hold_what_one_holds_of_an_image(vlms, tmp_path):  # noqa: F811
+    """Counted: all that the tower keeps for its backward pass, pixels among it, by storage."""
+    from test_vision import make_batch
+
+    Dataset.from_list([row("<image>How many?", [picture(90, 60)])]).to_parquet(file := tmp_path / "a.parquet")
+    prompts, held = dataset(vlms["qwen3-vl"], str(file)), {}
+    policy = Policy(load_weights(vlms["qwen3-vl"], torch.float32))
+    base, weights = policy.model.model, {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    features = base.get_image_features
+    for n in (1, 8):
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        def counted(*given, keep=keep, **how):
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                return features(*given, **how)
+
+        base.get_image_features = counted
+        micro = MicroBatch.of(make_batch(prompts, [9, 9], n=n), list(range(n)), torch.device("cpu"))
+        log_prob, _ = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
+        held[n] = sum(kept.values())
+        log_prob.sum().backward()
+    assert held[8] == held[1] > prompts[0].images.pixels.nbytes

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tiny_vlm import picture, prompt_with_images
+from tiny_vlm import odd_files, picture, prompt_with_images
 from vllm_checks import main, wrongly_loaded
 
 from rl.engine import EngineArgs, Output, Request, SamplingParams
@@ -121,20 +121,46 @@ def publishes(path: str) -> dict:
             "versions": sorted({v for o in outputs.values() for v in o.versions}),
         }
     out["names"] = [name for name, _ in model.named_parameters()]
+    out["odd"] = odd_images(case, engine, model)
     out["marks"] = marks_in_responses(case, engine, model)
     out["shared"] = shared_prefix(case, engine, model)
     return out
 
 
+def odd_images(case, engine, model) -> dict:
+    """Files of every kind, and two of them in one prompt, against transformers' forward of what is seen of them."""
+    odd = odd_files()
+    kinds = {kind: [kind] for kind in odd} | {"two": ["animated", "turned by EXIF"]}
+    given, seen = (
+        [prompt_with_images(case.path, "what?", [odd[kind][which] for kind in of]) for of in kinds.values()] for which in (0, 1)
+    )
+    outputs = drain(engine, case.requests(given, n=1))
+    return {kind: case.error({(i, 0): outputs[i, 0]}, model, seen) for i, kind in enumerate(kinds)}
+
+
 def mixture(path: str) -> dict:
-    """A mixture of experts, whose weights come with the first publish."""
+    """A mixture of experts, whose weights come with the first publish, and whose experts are told (R3)."""
     case, out = Case(path), {}
-    engine, model = case.engine(load_format="dummy"), case.model
+    engine, model = case.engine(load_format="dummy", router_replay="R3"), case.model
     for version, part in enumerate(("both", "tower", "text")):
         model = changed(model, part, version)
         engine.update(model.named_parameters(), version)
-        out[part] = {"error": case.error(drain(engine, case.requests()), model), "wrong": wrongly_loaded(engine, model)}
+        outputs = drain(engine, case.requests())
+        out[part] = {"error": case.error(outputs, model), "wrong": wrongly_loaded(engine, model)}
+        out[part]["elsewhere"] = sum(wrong_routes(model, case.prompts[i], output) for (i, _), output in outputs.items())
     return out
+
+
+def wrong_routes(model, of, output) -> int:
+    """The number of (token, layer) pairs that the engine says went to other experts than in transformers' forward."""
+    seen, layers = [], model.model.language_model.layers
+    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[2])) for layer in layers]
+    log_probs(model, of, output.token_ids)
+    for hook in hooks:
+        hook.remove()
+    expected = torch.stack(seen, dim=1)[:-1].sort(-1).values  # the last token was never fed
+    found = torch.from_numpy(output.routes).long().sort(-1).values
+    return int((found != expected).any(-1).sum()) if found.shape == expected.shape else expected.numel()
 
 
 def marks_in_responses(case, engine, model) -> dict:

