@@ -8,6 +8,8 @@ in every round, from their files, but for the bare learner, which has their pixe
 - learner: `learn` of train_sync.py beside transformers' forward, backward and fused AdamW on the same packed rows, with each
   picture through the tower once. Tokens count each response with its prompt.
 - generator: our step loop over vLLM beside vLLM's own engine with its own settings, given the same pixels and seeds.
+- memory: the most that a step of the learner takes above weights and moments, beside what it would if each response had its
+  image, and beside a count of what it must hold (images_memory.py).
 - steps: train_sync.py and train_one_step_off.py, with the embedded engine, beside TRL; every response at its full budget. A
   step's seconds are those of whole steps, the first ones not counted.
 """
@@ -48,7 +50,7 @@ SIZES = {
 
 @dataclass
 class Args:
-    parts: tuple[Literal["learner", "generator", "steps"], ...] = ("learner", "generator")
+    parts: tuple[Literal["learner", "generator", "memory", "steps"], ...] = ("learner", "generator", "memory")
     """What is measured; what the result file holds of other parts stays."""
     sizes: tuple[Literal[tuple(SIZES)], ...] = ("1M", "30M")
     """Which models, by about how many parameters they have."""
@@ -133,20 +135,41 @@ def prompts_of(model: str, file: str):
     return PromptDataset((file,), "train", load_tokenizer(model), args, ImagePrep.of(model, load_config(model), args))
 
 
+def batch_of(size: Size, model: str, file: str):
+    """What a learner is given: random responses to the first prompts, the same in each call; no pixels have been made."""
+    import numpy as np
+
+    from rl.batch import Batch, Group, Response
+    from rl.batch_images import BatchImages
+    from rl.data import PromptOrder
+
+    rng, rows, groups = np.random.default_rng(0), prompts_of(model, file), []
+    lengths = rng.integers(size.tokens // 4, size.tokens + 1, (PROMPTS, RESPONSES))
+    answers = [[rng.integers(60, 70, n).astype(np.int32) for n in of_one] for of_one in lengths]
+    scores = rng.integers(0, 2, lengths.shape).astype(float)
+    for ticket in range(PROMPTS):
+        responses = [
+            Response(tokens, np.full(len(tokens), -4, np.float32), np.zeros(len(tokens), np.int32), "stop", score)
+            for tokens, score in zip(answers[ticket], scores[ticket], strict=True)
+        ]
+        prompt = rows[ticket]
+        groups.append(Group(ticket, np.array(prompt.ids, np.int32), "demo", responses, images=prompt.images.digest))
+    out = Batch.of(groups)
+    out.images = BatchImages.of(rows, PromptOrder(PROMPTS, 0, shuffle=False), groups)
+    return out
+
+
 # --------------------------------------------------------------------------------------------------------- the parts
 
 
 def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[float]]:
     """Tokens/s by side, one a round."""
-    import numpy as np
     import torch
     import torch.nn.functional as F
 
     import train_sync
     from rl import dist
-    from rl.batch import Batch, Group, Response, micro_batches
-    from rl.batch_images import BatchImages
-    from rl.data import PromptOrder
+    from rl.batch import micro_batches
     from rl.flags import read
     from rl.kl_control import KLControl
     from rl.learner import Learner
@@ -155,29 +178,10 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
 
     ranks = dist.init()
     sync = read(train_sync.Args, args=["--model", model, "--max-response-length", str(size.tokens)])
-    learns, order = Learner(model, sync, ranks, total_steps=1000), PromptOrder(PROMPTS, 0, shuffle=False)
+    learns = Learner(model, sync, ranks, total_steps=1000)
     bare = load_weights(model, torch.float32, say=False).train()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(size.tokens // 4, size.tokens + 1, (PROMPTS, RESPONSES))
-    answers = [[rng.integers(60, 70, n).astype(np.int32) for n in of_one] for of_one in lengths]
-    scores = rng.integers(0, 2, lengths.shape).astype(float)
-
-    def batch() -> Batch:
-        rows, groups = prompts_of(model, file), []
-        for ticket in range(PROMPTS):
-            responses = [
-                Response(tokens, np.full(len(tokens), -4, np.float32), np.zeros(len(tokens), np.int32), "stop", score)
-                for tokens, score in zip(answers[ticket], scores[ticket], strict=True)
-            ]
-            prompt = rows[ticket]
-            ids = np.array(prompt.ids, np.int32)
-            groups.append(Group(ticket, ids, "demo", responses, images=prompt.images.digest))
-        out = Batch.of(groups)
-        out.images = BatchImages.of(rows, order, groups)
-        return out
-
-    first = batch()
+    first = batch_of(size, model, file)
     micros = micro_batches(first, torch.arange(len(first.lengths)), sync.ppo_max_token_len_per_gpu, ranks)
     pixels = [micro.inputs["images"].pixels() for micro in micros]
 
@@ -197,7 +201,7 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
         optimizer.zero_grad()
 
     update = lambda given: train_sync.learn(sync, learns, KLControl(sync), given, Timers())  # noqa: E731
-    out = rates({"bare": bare_step, "update": update}, batch, sum(first.total_lengths()), args)
+    out = rates({"bare": bare_step, "update": update}, lambda: batch_of(size, model, file), sum(first.total_lengths()), args)
     torch.distributed.destroy_process_group()  # vLLM would join it
     return out
 
@@ -240,6 +244,21 @@ def generator(size: Size, model: str, file: str, args: Args) -> dict[str, list[f
 
     sides = {"vLLM's own loop": vllms, "our loop over vLLM": ours}
     return rates(sides, lambda: prompts_of(model, file), count * size.tokens, args)
+
+
+def memory(size: Size, model: str, file: str, args: Args) -> dict[str, list[float]]:
+    """MB by side, one a round."""
+    import sys
+
+    out: dict[str, list[float]] = {side: [] for side in ("counted", "update", "an image for each response")}
+    (name,) = (name for name, of in SIZES.items() if of is size)
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # a large tensor's memory goes back when the tensor does
+    for _ in Rounds(3, args.minutes):
+        for side, of in out.items():
+            script = str(Path(__file__).with_name("images_memory.py"))
+            done = run([sys.executable, script, side, model, file, name], threads=2, **env)
+            of.append(json.loads(done.output.splitlines()[-1])["peak"] / 1e6)
+    return out
 
 
 def rates(sides: dict, make: Callable, tokens: int, args: Args) -> dict[str, list[float]]:
@@ -302,8 +321,9 @@ def trl_steps(args: Args, side: str, size: Size, model: str, file: str, total: i
 
 # -------------------------------------------------------------------------------------------------------- the tables
 
-BASES = {"learner": "bare", "generator": "vLLM's own loop", "steps": TRL}
+BASES = {"learner": "bare", "generator": "vLLM's own loop", "memory": "counted", "steps": TRL}
 UNITS = {"learner": ("tokens/s", ",.0f"), "generator": ("response tokens/s", ",.0f"), "steps": ("seconds a step", ".2f")}
+UNITS["memory"] = ("MB above weights and moments", ",.0f")
 
 
 def part_table(part: str, sizes: dict[str, dict]) -> str:
@@ -329,7 +349,7 @@ def main(args: Args) -> None:
                 size, model = SIZES[name], f"{folder}/model"
                 parameters = save(model, size)
                 rows = save_rows(folder, size)
-                act = {"learner": learner, "generator": generator, "steps": steps}[part]
+                act = {"learner": learner, "generator": generator, "memory": memory, "steps": steps}[part]
                 about = f"{parameters / 1e6:.1f}M, pictures of {size.side} x {size.side}, up to {size.tokens} tokens"
                 results[part]["sizes"][name] = {"about": about, "sides": act(size, model, rows, args)}
     text = [

@@ -121,6 +121,7 @@ def learner(of: dict) -> list[list[str]]:
 
 def images(of: dict) -> list[list[str]]:
     out, named = [], {"learner": "the learner", "generator": "the generator", "steps": "a step"}
+    named["memory"] = "the memory of a learner's step"
     for part, result in of.items():
         unit, form = UNITS[part]
         for size in result["sizes"].values():
