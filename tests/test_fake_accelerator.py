@@ -19,7 +19,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learner.py": ["one rank"],
     "rl/sharded_weights.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
-    "rl/attention.py": ["one rank", "many ranks", "engine"],
+    "rl/attention.py": ["offload", "engine"],
     "rl/packed_kernels.py": ["one rank", "many ranks"],
     "rl/log_probs.py": ["chunks"],
     "rl/compact_adamw.py": ["compact", "moments on the host"],
@@ -49,6 +49,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "check_kernel": r"x\.to",
     # indices may lie on the host
     "MicroBatch.of": "nothing|torch.cat",
+    "Packed.__init__": "torch.tensor",
     "PrefillLayout.__init__": "torch.tensor",
     "DecodeLayout.__init__": r"torch.arange\(len",
     "TransformersEngine._free": "torch.tensor",
