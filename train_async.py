@@ -21,7 +21,7 @@ import losses
 from rl import dist, flags, process
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox
-from rl.draw_ahead import DrawAhead
+from rl.elastic_tickets import draws
 from rl.generator import make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
@@ -143,7 +143,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, DrawAhead)
+    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(split))
     validated, snapshot, validating = int(split.store.get("validated")), 0, False
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
@@ -165,7 +165,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
                 subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
-                generator.start_validation()
+                generator.start_validation(split.share_of(state.engines, args.rollout_tp))
                 validating = True
 
         # Fresh tickets, one engine step, and what is finished with it.
@@ -222,6 +222,5 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    process.run(
-        lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout, args.node_timeout)
-    )
+    meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators)
+    process.run(lambda split: main(args, split), join=lambda: dist.init_split(*meet))

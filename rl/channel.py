@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from rl import dist, watchdog
+from rl import dist, signals, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.dist import Split
+from rl.elastic import sealed
 from rl.errors import UserError
 from rl.ranges import Range
 from rl.relay import Forwarder, Receiver
@@ -26,6 +27,7 @@ from rl.scoring import ScoringPool
 from rl.timers import Timers
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+FROM, CREW = b"F", b"C"  # where generators come and go: a record of a member, and who has come or gone
 
 
 @dataclass
@@ -54,7 +56,7 @@ class SplitArgs:
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
     """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
     join. None on other learners, who get their samples from the first, and where nothing would come through it."""
-    key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
+    key, makes = f"ring/{split.place}", split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _sends_to(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
@@ -67,11 +69,17 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
     return ring
 
 
-def _sends_to(split: Split) -> list[int]:
+def _receiver_of(split: Split) -> int | str:
+    """The name of this node's place at a node with learners."""
+    return f"joined/{split.elastic.member % split.elastic.learning_nodes}" if split.is_member else split.node
+
+
+def _sends_to(split: Split) -> list[int | str]:
     """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
     learning = [number for number, node in enumerate(split.nodes) if node.learners]
     generating = [number for number, node in enumerate(split.nodes) if not node.learners]
-    return [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
+    joining = [f"joined/{learning.index(split.node)}"] if split.elastic and split.here.learners else []
+    return joining + [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,8 @@ class State:
     dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
     snapshot: int = 0  # the step whose checkpoint wants to know what is under way
     stop: bool = False
+    again: int = 0  # lists of tickets that start again since generators were lost
+    engines: list | None = None  # where generators come and go: those that were at work when this version was published
 
 
 class ControlBlock:
@@ -94,6 +104,7 @@ class ControlBlock:
 
     def __init__(self, split: Split):
         self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
+        self._may_leave = split.is_member
         self.state: State | None = None
         self._number = 0  # of the state
         self._changed, self._error = threading.Condition(), None
@@ -111,8 +122,9 @@ class ControlBlock:
         self.state = new
 
     def read(self) -> State:
-        """The newest state that has come here; waits until there is one."""
-        return self._wait(lambda state: True, "the control block in the store")
+        """The newest state that has come here; waits until there is one. A generator that may leave stops at SIGTERM."""
+        state = self._wait(lambda state: True, "the control block in the store")
+        return replace(state, stop=True) if self._may_leave and signals.stop_requested() else state
 
     def wait_for(self, version: int) -> None:
         """Returns when the weights of this version, or newer ones, are ready."""
@@ -149,7 +161,7 @@ class Outbox:
         self.ring, self.split = _open_ring(split, args.ring_mb), split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
-            self._forwarder = Forwarder(self.ring, split.store, split.node, args.cluster_key)
+            self._forwarder = Forwarder(self.ring, split.store, _receiver_of(split), args.cluster_key)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
@@ -193,7 +205,7 @@ class Outbox:
             while self._queue:
                 time.sleep(1e-3)
                 self.flush()
-            place = f"handed_over/{self.split.node}"
+            place = f"handed_over/{self.split.place}"
             handed_over = self.split.store.add(place, 1)
             while self._forwarder and handed_over < self.split.here.generators:
                 time.sleep(1e-2)
@@ -217,10 +229,10 @@ class Outbox:
         watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
-        self._send(kind, json.dumps({"rank": self.split.ranks.rank, **content}).encode())
+        self._send(kind, json.dumps({"rank": self.split.number, **content}).encode())
 
     def _send(self, kind: bytes, body: bytes) -> None:
-        self._queue.append((kind, body))
+        self._queue.append((FROM + sealed(kind, self.split.elastic.member), body) if self.split.is_member else (kind, body))
         self.flush()
 
 
@@ -229,8 +241,10 @@ class Inbox:
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
+        self.crew = split.elastic
         senders = _sends_to(split) if self.ring else []
-        self._receiver = Receiver(self.ring, split.store, senders, args.cluster_key) if senders else None
+        rest = (args.cluster_key, self.crew and self.crew.host)
+        self._receiver = Receiver(self.ring, split.store, senders, *rest) if senders else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
@@ -239,12 +253,15 @@ class Inbox:
         self._snapshots: list[dict] = []
         self.validated = -1  # the newest step whose validation has come whole
         self._rows: dict[int, list[dict]] = {}  # validations: step -> its parts that have come
+        self._validators: dict[int, list[int | str]] = {}  # where generators come and go: step -> those that divide it
 
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
         records, wait = [], seconds
         if self._receiver:
             self._receiver.check()
+        if self.crew:
+            records += [CREW + news for news in self.crew.news()]
         with watchdog.doing("a record in the ring"):
             while self.ring:
                 try:
@@ -259,6 +276,14 @@ class Inbox:
 
     def _sort(self, kind: bytes, body: bytes) -> None:
         watchdog.progress()
+        if kind == CREW:
+            self.crew.change(body)
+            self._see_validations()
+            return
+        if kind == FROM:
+            if record := self.crew.open(body, GROUP):
+                self._sort(record[:1], record[1:])
+            return
         if kind in (GROUP, UNFINISHED):
             group = Group.from_bytes(body)
             if kind == GROUP:
@@ -269,19 +294,44 @@ class Inbox:
             return
         content = json.loads(body)
         if kind == ROWS:
-            parts = self._rows.setdefault(content["step"], [])
-            parts.append(content)
-            if len(parts) == content["parts"]:
-                self.validated = max(self.validated, content["step"])
+            self._rows.setdefault(content["step"], []).append(content)
+            self._see_validations()
         else:
             lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
             lists[kind].append(content)
 
+    @property
+    def _at_work(self) -> set[int | str]:
+        """The numbers of all generators."""
+        return self.crew.names if self.crew else {*range(self.generators)}
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether all parts of that step's validation have come that will come."""
+        parts = self._rows.get(step, [])
+        if not self.crew:
+            return len(parts) == parts[0]["parts"]
+        published = [at for at in self._validators if at >= step]
+        awaited = {*self._validators[min(published)]} & self._at_work if published else set()
+        return awaited <= {part["rank"] for part in parts}
+
+    def _see_validations(self) -> None:
+        whole = [step for step in {*self._rows, *self._validators} if self._is_whole(step)]
+        self.validated = max([self.validated, *whole])
+
+    def expect_validation(self, step: int, engines: list[int | str]) -> None:
+        """Where generators come and go: those that divide the validation of the weights of that step, if there is one."""
+        self._validators[step] = engines
+
+    def have_ended(self) -> bool:
+        """Whether every generator has said its last word."""
+        return self._at_work <= {last["rank"] for last in self.last_words}
+
     def unfinished_at(self, step: int) -> list[Group]:
         """The responses under way in all generators, which have been asked for them at this step: waits for all. They are
         not in `groups`."""
+        asked = self._at_work
         with watchdog.doing("the generators to say what is under way"):
-            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+            while asked & self._at_work - {said["rank"] for said in self._snapshots if said["step"] == step}:
                 self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
@@ -295,7 +345,7 @@ class Inbox:
 
     def state(self) -> dict:
         """For a checkpoint: validations, besides `groups`."""
-        whole = [parts for parts in self._rows.values() if len(parts) == parts[0]["parts"]]
+        whole = [parts for step, parts in self._rows.items() if self._is_whole(step)]
         return {"validated": self.validated, "rows": whole}
 
     def restore(self, state: dict) -> None:
@@ -304,13 +354,13 @@ class Inbox:
 
     def unfinished(self) -> list[int]:
         """Tickets that the generators gave up at their end."""
-        return [ticket for last in self.last_words for ticket in last["unfinished"]]
+        return [ticket for last in self.last_words if last["rank"] in self._at_work for ticket in last["unfinished"]]
 
     def take_validations(self, until: int | None = None) -> list[tuple[int, list[dict]]]:
         """(step whose weights it was of, rows) of every validation that has come whole since the last call. With `until`, waits
         for that step's (a collective)."""
         while until is not None and until > self.validated:
             self.receive()
-        whole = [step for step, parts in self._rows.items() if len(parts) == parts[0]["parts"]]
+        whole = [step for step in self._rows if self._is_whole(step)]
         validations = [(step, [row for part in self._rows.pop(step) for row in part["rows"]]) for step in whole]
-        return [(step, sorted(rows, key=lambda row: row["index"])) for step, rows in validations]
+        return [(step, sorted(rows, key=lambda row: row["index"])) for step, rows in validations if rows]

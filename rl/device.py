@@ -108,6 +108,11 @@ def broadcast_group(store: dist.Store, rank: int, size: int, device: torch.devic
     return dist.ProcessGroupGloo(store, rank, size, timeout), torch.device("cpu")
 
 
+def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta):
+    """A group apart from all others, which sends host memory. timeout: for all members to come, and for what is sent."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 def flight_record(backend_name: str) -> list[dict]:
     """The collectives of the backend that torch's flight recorder holds; nothing where it has no recorder."""
     dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")

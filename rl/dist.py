@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl import console, device, heartbeat, launch, signals, watchdog
+from rl import console, device, elastic, heartbeat, launch, signals, watchdog
 from rl.errors import UserError
 
 SHARED_SECONDS = 90  # a network file system shows new files late: by NFS's defaults after up to 60 s
@@ -90,11 +90,36 @@ class Split:
     nodes: list[launch.Node]
     node: int  # which of them this is
     store: dist.Store  # shared by all ranks of the job
-    bridge: "Bridge | None"  # the first learner and all generators; None on other learners
+    bridge: "Bridge | elastic.Links | elastic.JoiningBridge | None"  # first learner and all generators; None on other learners
+    elastic: "elastic.Crew | elastic.Seat | None" = None  # where generators come and go: a learner's part in it, a generator's
 
     @property
     def name(self) -> str:
         return f"{self.role} {self.ranks.rank}"
+
+    @property
+    def number(self) -> int | str:
+        """A generator's name among all that there are."""
+        return elastic.names(self.elastic.member, self.generators)[self.ranks.rank] if self.is_member else self.ranks.rank
+
+    def share_of(self, engines: list[int | str] | None, tensor_parallel: int) -> tuple[int, int] | None:
+        """Where generators come and go: which of these engines is this rank's, and how many they are; 0 if it is not among
+        them. None elsewhere."""
+        if engines is None:
+            return None
+        first = self.ranks.rank - self.ranks.rank % tensor_parallel
+        number = elastic.names(self.elastic.member, self.generators)[first] if self.is_member else first
+        return (engines.index(number), len(engines)) if number in engines else (0, 0)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this is a job that has joined the learners'."""
+        return not self.learners
+
+    @property
+    def place(self) -> str:
+        """Names this node in the store."""
+        return f"member/{self.elastic.member}/{self.node}" if self.is_member else str(self.node)
 
     @property
     def here(self) -> launch.Node:
@@ -137,10 +162,10 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
-def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0) -> Split:
+def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, elastic_at: str | None = None) -> Split:
     """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
     UserError where the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
-    seconds; 0 for none."""
+    seconds; 0 for none. elastic_at: the address at which generators may join."""
     here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     store = launch.join(timeout)
@@ -149,7 +174,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         launch.meet(store, generators)
         _take_name(f"rank {here.rank}")
     heartbeat.start(node_timeout)
-    _check_split(launch.nodes())
+    _check_split(launch.nodes(), elastic_at)
     number = [node.first for node in launch.nodes()].index(here.first)
     node, before = launch.nodes()[number], launch.nodes()[:number]
     learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
@@ -165,14 +190,15 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
     bridge = None
-    if role == "generator" or ranks.is_main:
+    if learners and all_generators and (role == "generator" or ranks.is_main):
         place = 0 if role == "learner" else 1 + rank
         with watchdog.doing("the bridge's ranks to join"):
             bridge_store = dist.PrefixStore("bridge", store)
             bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + all_generators, own_device, timeout))
         show_group("the bridge", bridge.group)
     launch.heed_sigterm(store)
-    return Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
+    split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
+    return elastic.enter(split, elastic_at, node_timeout) if elastic_at else split
 
 
 def _take_name(name: str) -> None:
@@ -183,12 +209,12 @@ def _take_name(name: str) -> None:
         console.sign_errors(f"{platform.node()} {name}")
 
 
-def _check_split(nodes: list[launch.Node]) -> None:
+def _check_split(nodes: list[launch.Node], elastic_at: str | None) -> None:
     """Raises UserError, the same on all ranks, where a node has fewer ranks than generators, or the job lacks a role."""
     for node in nodes:
         if node.generators > node.size:
             raise UserError(f"--generators {node.generators}: {node.host} has {node.size} ranks. Lower it there.")
-    for role in ("learners", "generators"):
+    for role in () if elastic_at else ("learners", "generators"):
         if not sum(getattr(node, role) for node in nodes):
             remedy = (
                 "start at least two with `torchrun --standalone --nproc-per-node 2 ...`" if len(nodes) == 1 else "change that"

@@ -16,7 +16,7 @@ class DrawAhead(Draws):
         self._changed, self._error = threading.Condition(), None
         threading.Thread(target=self._serve, name="tickets", daemon=True).start()
 
-    def have(self, count: int) -> None:
+    def have(self, count: int, lists: int = 0) -> None:
         with self._changed:
             if self._error:
                 raise self._error
@@ -43,6 +43,9 @@ class DrawAhead(Draws):
     def _lacks(self) -> int:
         return max(0, self._wanted - len(self.reserve))
 
+    def _keep(self, drawn: list[int]) -> None:
+        self.reserve.extend(drawn)
+
     def _serve(self) -> None:
         try:
             while True:
@@ -51,9 +54,9 @@ class DrawAhead(Draws):
                     lacks, started = self._lacks, self._started
                 drawn = self._draw(lacks)
                 if started:
-                    self.store.add("tickets/started", started)
+                    self.store.add(self.counter, started)
                 with self._changed:
-                    self.reserve.extend(drawn)
+                    self._keep(drawn)
                     self._started -= started
                     self._changed.notify_all()
         except BaseException as error:  # raised again in the main thread

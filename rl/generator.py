@@ -144,11 +144,13 @@ class Generator:
             groups += self.poll(wait=1.0)
         return sorted(groups, key=lambda g: g.ticket)
 
-    def start_validation(self) -> None:
-        """Gives the engine this rank's share of the validation prompts, val_n times each."""
+    def start_validation(self, share: tuple[int, int] | None = None) -> None:
+        """Gives the engine its share of the validation prompts, val_n times each: by default one of as many as there are
+        engines. share: which of how many, of none if that is 0."""
         a, shared = self.args, self.shared
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
-        for index in range(shared.index, len(self.job.val_prompts), shared.engines):
+        first, of = share or (shared.index, shared.engines)
+        for index in range(first, len(self.job.val_prompts), of) if of else ():
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
 
     def take_rows(self) -> list[dict]:

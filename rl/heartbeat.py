@@ -28,27 +28,31 @@ ROUNDS = 10  # in --node-timeout
 TICK = 0.5  # seconds; of the thread that looks at the other one
 LEAVING_SECONDS = 5.0  # for the last words
 
-_heartbeat: "Heartbeat | None" = None
+_heartbeats: list["Heartbeat"] = []
 
 
 def start(timeout: float) -> None:
     """Begins to give signs of life and to look for the others', who have all met. timeout: in seconds; 0 for never."""
-    global _heartbeat
     here = launch.here()
     if timeout and here.world_size > 1:
-        _heartbeat = Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, launch.open_store(timedelta(minutes=1)))
+        add(Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, launch.open_store(timedelta(minutes=1))))
+
+
+def add(heartbeat: "Heartbeat") -> None:
+    """One more, towards others than this job's ranks."""
+    _heartbeats.append(heartbeat)
 
 
 def rename(name: str) -> None:
     """Tells what others call this process, now that its role is known."""
-    if _heartbeat:
-        _heartbeat.name = name
+    for heartbeat in _heartbeats:
+        heartbeat.name = name
 
 
 def finish() -> None:
     """This rank has come to its end, and is not missed from here on."""
-    if _heartbeat:
-        _heartbeat.finish()
+    for heartbeat in _heartbeats:
+        heartbeat.finish()
 
 
 class Heartbeat:
@@ -134,7 +138,7 @@ class Signs:
     def __init__(self, ranks: list[int]):
         self.ranks = ranks
         self.last: dict[int, list] = {}  # rank -> its last sign
-        self._looks: dict[int, int] = dict.fromkeys(ranks, 0)  # since that one came
+        self._looks: dict[int, int] = {}  # since that one came
         self._at: dict[int, str] = {}  # when it came
 
     def look(self, store: Store) -> list[int]:

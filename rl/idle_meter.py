@@ -63,6 +63,8 @@ class IdleMeter:
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
             return "too few steps to say who waits for whom"
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
+        if self.split.elastic:  # how many generate is not the job's to say
+            return advice(1, 1, None, *idle).partition(":")[0]
         nodes = self.split.nodes
         alike = len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
         return advice(self.split.generators, self.split.learners, alike, *idle)

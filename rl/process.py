@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed
 
-from rl import console, dist, failures, heartbeat, launch, signals, watchdog
+from rl import console, dist, elastic, failures, heartbeat, launch, signals, watchdog
 from rl.errors import Stopped, UserError
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
@@ -25,7 +25,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     signals.take()
     console.outlive_full_disks()
     faulthandler.enable()
-    code, name = 0, f"rank {os.environ.get('RANK', 0)}"
+    code, joined, name = 0, None, f"rank {os.environ.get('RANK', 0)}"
     try:
         if "RANK" in os.environ:
             _die_with_parent()
@@ -49,6 +49,8 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
         code = 1
         if signals.stop_requested():  # the others have left already
             os._exit(128 + signal.SIGTERM)
+        if getattr(joined, "elastic", None) and joined.is_member and failures.lost_connection(error):
+            fail(UserError(f"the learners have gone. {elastic.RESTARTS}"), name)
         _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()

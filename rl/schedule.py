@@ -62,6 +62,9 @@ class ScheduleArgs(SplitArgs):
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
     """Age in versions of the oldest token that may be trained; each publish makes a version. By default
     --staleness-threshold alone bounds the age."""
+    elastic_generators: str | None = None
+    """HOST:PORT of the first learner at which generators may join and leave while the learners go on: torchrun jobs of their
+    own, in which every rank generates (docs/nodes.md). The same for all."""
     stale: Literal["drop", "wait"] = "drop"
     """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
     groups before these get too old."""
@@ -97,6 +100,9 @@ class ScheduleArgs(SplitArgs):
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
+        host, _, port = (self.elastic_generators or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UserError(f"--elastic-generators {self.elastic_generators}: give HOST:PORT, such as node1:29600.")
         if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
             raise UserError(
                 f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
@@ -114,18 +120,20 @@ def _exact(decimal: float) -> Fraction:
 class Draws:
     """Tickets that were drawn from the store's counters and have not started yet."""
 
+    counter = "tickets/started"  # in the store
+
     def __init__(self, store: Store, again: list[int]):
         """again: tickets that go before all others."""
         self.store, self.again = store, again
         self.reserve: deque[int] = deque()
 
-    def have(self, count: int) -> None:
-        """Draws until so many are at hand, in one go."""
+    def have(self, count: int, lists: int = 0) -> None:
+        """Draws until so many are at hand, in one go. lists: of tickets to start again (rl/elastic_tickets.py)."""
         self.reserve.extend(self._draw(count - len(self.reserve)))
 
     def start(self) -> int:
         """The next ticket, which is at hand; it counts as started."""
-        self.store.add("tickets/started", 1)
+        self.store.add(self.counter, 1)
         return self.reserve.popleft()
 
     def settle(self) -> None:
@@ -164,7 +172,7 @@ class Tickets:
         """total: tickets that will be trained in the whole run; engines: that share them; make_draws: for another way to the
         store's counters."""
         self.store, self.args, self.total = store, args, total
-        self.share = -(-args.quota(0) // engines)
+        self.engines = engines
         opened = json.loads(store.get("tickets/opened"))
         self._draws = make_draws(store, opened["again"])
         self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the run that goes on of which something is left
@@ -175,8 +183,9 @@ class Tickets:
         if state.stop:
             self._draws.settle()
             return []
-        most = max(0, min(most, self.share - under_way))
-        self._draws.have(most)
+        share = -(-self.args.quota(0) // (len(state.engines or ()) or self.engines))
+        most = max(0, min(most, share - under_way))
+        self._draws.have(most, state.again)
         out: list[int] = []
         while version == state.version and len(out) < most and self._may_start(version, state.dropped):
             out.append(self._draws.start())
@@ -321,6 +330,10 @@ class SampleBuffer:
             setattr(self, name, value)
         self._high, self.dropped = set(self._high), Counter(self.dropped)
         self.waiting = {group.ticket: group for group in groups}
+        return self.open(drawn)
+
+    def open(self, drawn: int) -> list[int]:
+        """The tickets, of `drawn` in all, that are neither dealt with nor here."""
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def _drop(self, ticket: int, reason: str) -> None:

@@ -6,6 +6,7 @@ that have come in (train_async.py). Every learner holds the same.
 
 import json
 
+from rl import elastic_tickets, watchdog
 from rl.batch import Group
 from rl.channel import ControlBlock, Inbox, SplitArgs
 from rl.dist import Split
@@ -87,6 +88,7 @@ class Stream(_Samples):
 
     def __init__(self, args: ScheduleArgs, split: Split):
         super().__init__(args, split)
+        self.args, self.crew = args, split.elastic
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
         self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
 
@@ -95,21 +97,42 @@ class Stream(_Samples):
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validated))
+        with watchdog.doing("a generator to join"):
+            while self.crew and not self.crew.names:
+                self.inbox.receive()
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of the step: the oldest of those that have come in; None while there are not enough."""
         while self.inbox.groups:
             self.buffer.add(self.inbox.groups.popleft())
+        if self.crew:
+            self._reissue()
         groups = self.buffer.take(step)
         self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
         return groups
 
     def published(self, version: int) -> None:
         self.buffer.published(version)
-        super().published(version)
+        if self.crew:
+            engines = self.crew.engines(self.args.rollout_tp)
+            self.inbox.expect_validation(version * self.args.trigger_parameter_sync_step, engines)
+            self.control.update(version=version, engines=engines)
+        else:
+            super().published(version)
 
     def metrics(self, timer: Timers) -> dict[str, float]:
-        return super().metrics(timer) | self.buffer.metrics(started(self.split.store))
+        return super().metrics(timer) | self.buffer.metrics(self._started())
+
+    def _started(self) -> int:
+        return elastic_tickets.started(self.split.store, self.crew) if self.crew else started(self.split.store)
+
+    def _reissue(self) -> None:
+        """Has the tickets of generators that have gone start again elsewhere."""
+        if self.split.ranks.is_main and (losses := self.crew.unsettled()):
+            tickets = self.buffer.open(drawn(self.split.store))
+            number = (self.control.state.again if self.control.state else 0) + 1
+            if elastic_tickets.reissue(self.split.store, number, tickets, self.crew.gone, losses == "new"):
+                self.control.update(again=number)
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
@@ -130,8 +153,10 @@ class Stream(_Samples):
     def close(self) -> str:
         """Stops the generators; returns one line on where every ticket went. Raises RuntimeError if one was lost."""
         self.control.update(stop=True)
-        while len(self.inbox.last_words) < self.split.generators:
+        if self.crew and self.crew.lobby:
+            self.crew.lobby.closes = True
+        while not self.inbox.have_ended():
             self.inbox.receive()
         for group in self.inbox.groups:
             self.buffer.add(group)
-        return self.buffer.account(self.inbox.unfinished(), started(self.split.store))
+        return self.buffer.account(self.inbox.unfinished(), self._started())

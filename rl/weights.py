@@ -17,7 +17,7 @@ import json
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -112,15 +112,21 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
+        self._whole = self.plan  # what a generator gets first
+        self._reading, self._has_copy = threading.Lock(), threading.Event()  # the lock is held by whoever uses the copy
         if split.bridge:
             self._stream = self._new()
             split.store.set("weights/plan", self.plan.to_json())
+            if split.elastic:
+                split.elastic.lobby.serve(self)
 
     def publish(self, version: int) -> None:
         """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
         then goes over the bridge is the copy. The generators have to be told of the version."""
         self.wait()
-        self.take_copy()
+        with self._reading:
+            self.take_copy()
+            self._version = version
         self.send(version)
 
     def take_copy(self) -> None:
@@ -128,7 +134,7 @@ class Publisher:
         if not self._is_first:
             self.plan = self.plan.later()
             if self.plan.delta and self.split.bridge:
-                self._stream, self._sent = self._new() if self._sent is None else self._sent, self._stream
+                self._stream, self._sent = self._new_like() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False, frozen=self._is_first)):
             copies[number].copy_(tensor)
@@ -139,6 +145,16 @@ class Publisher:
         if self.split.bridge:
             self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
             self._thread.start()
+            self._has_copy.set()
+
+    def greet(self, link, tell: Callable[[int], None]) -> None:
+        """Sends all of the newest copy to one who has nothing, over a link of its own; tell: is called with its version before.
+        For any thread."""
+        self._has_copy.wait()
+        with self._reading:
+            tell(self._version)
+            self._broadcast(self._version, link, self._whole, compares=False)
+            self.split.bridge.add(link, self._version)
 
     def wait(self) -> None:
         """Returns when the generators have what was published; raises what went wrong with it."""
@@ -151,13 +167,15 @@ class Publisher:
 
     def _send(self, version: int) -> None:
         try:
-            with side_stream(self.split.bridge.device):
-                self._broadcast(version)
+            with self._reading, side_stream(self.split.bridge.device):
+                if self.split.elastic:
+                    self.split.bridge.begin(version)
+                self._broadcast(version, self.split.bridge, self.plan, compares=self._sent is not None)
         except BaseException as error:  # raised again in the main thread
             self._error = error
 
-    def _broadcast(self, version: int) -> None:
-        bridge, under_way = self.split.bridge, deque()
+    def _broadcast(self, version: int, bridge, plan: Plan, compares: bool) -> None:
+        under_way = deque()
 
         def send(data: torch.Tensor) -> None:
             under_way.append((bridge.broadcast(data), data))
@@ -165,14 +183,13 @@ class Publisher:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
 
-        digests = Digests(self.plan, self.split.ranks.device)
-        compares = self._sent is not None
-        changes = [self._change(bucket, digests) for bucket in self.plan.buckets] if compares else []
-        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in self.plan.buckets]
-        if self.plan.delta:
+        digests = Digests(plan, self.split.ranks.device)
+        changes = [self._change(bucket, digests) for bucket in plan.buckets] if compares else []
+        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in plan.buckets]
+        if plan.delta:
             send(torch.tensor(rows).to(bridge.device))
-        for numbers, _ in delta.messages(rows, self.plan.dtype.itemsize):
-            bucket = self.plan.buckets[numbers[0]]
+        for numbers, _ in delta.messages(rows, plan.dtype.itemsize):
+            bucket = plan.buckets[numbers[0]]
             whole = not rows[numbers[0]].width
             data = self._on_device(self._stream, bucket) if whole else delta.join([changes[number] for number in numbers])
             send(data)
@@ -191,6 +208,12 @@ class Publisher:
     def _on_device(self, stream: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         return stream[bucket.start : bucket.stop].to(self.split.bridge.device)
 
+    def _new_like(self) -> torch.Tensor:
+        """Another stream; with what never changes where a generator may yet come that has nothing."""
+        if not self.split.elastic:
+            return self._new()
+        return self._stream.clone().pin_memory() if self._stream.is_pinned() else self._stream.clone()
+
     def _new(self) -> torch.Tensor:
         return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.split.ranks.device))
 
@@ -202,6 +225,9 @@ class Subscriber:
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
+        if split.is_member:
+            self.bridge.open()
+        self._first = self.bridge.first if split.is_member else -1  # the version to begin with, at least
         self.received: dict[str, float] = {}  # of the newest publish: bytes, and the share of elements that had changed
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
@@ -219,7 +245,9 @@ class Subscriber:
     def next_version(self, announced: int) -> int:
         """The version to receive next, when the newest that was announced is this: each is sent once, but a generator that has
         just started begins with the newest."""
-        return announced if self.engine.version < 0 else min(announced, self.engine.version + 1)
+        if self.engine.version < 0:
+            return announced if announced >= self._first else -1
+        return min(announced, self.engine.version + 1)
 
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
