@@ -31,7 +31,8 @@ from rl.errors import UserError
 
 FOREVER = timedelta(days=7)
 SLICE = timedelta(seconds=0.5)  # after which a wait for a member looks whether that has been given up
-RESTARTS = "With torchrun's --max-restarts this job starts again, and waits for them."
+LEARNERS_GONE = "the learners have gone. With torchrun's --max-restarts this job starts again, and waits for them."
+GIVEN_UP = "the learners took this job for lost. With torchrun's --max-restarts it starts again, and joins them anew."
 LOOK_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # for a member that is let in to answer
 
@@ -84,6 +85,13 @@ class Seat:
     def __init__(self, member: int, host: str, learning_nodes: int):
         self.member, self.host, self.learning_nodes = member, host, learning_nodes
 
+    def why_it_fails(self, store: dist.Store, lost_connection: bool) -> str:
+        """What is behind an error of a member: empty if it is its own."""
+        try:
+            return GIVEN_UP if store.check([f"life/gone/{self.member}"]) else LEARNERS_GONE * lost_connection
+        except dist.DistError:
+            return LEARNERS_GONE
+
     def show_life(self, store: dist.Store, timeout: float) -> None:
         """Gives the learners signs of life, and ends this job if they have fallen silent or taken it for lost."""
         nodes = [launch.Node(self.host, 0, 1, 0)]
@@ -94,7 +102,7 @@ class MemberHeartbeat(heartbeat.Heartbeat):
     def _round(self) -> tuple[str, list[int]]:
         found = super()._round()
         if self.store.check([f"gone/{self.rank}"]):
-            return "the learners have taken this job for lost, and given its work to others", [self.rank]
+            return GIVEN_UP, [self.rank]
         return found
 
 
@@ -255,9 +263,9 @@ class Link:
         while work and not self.lost:
             try:
                 return work.wait(SLICE)
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():  # and has failed
-                    self._drop(f"the connection has broken ({str(error).splitlines()[0]})")
+                    self._drop("the connection has broken")
 
 
 class Sending:

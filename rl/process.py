@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed
 
-from rl import console, dist, elastic, failures, heartbeat, launch, signals, watchdog
+from rl import console, dist, failures, heartbeat, launch, signals, watchdog
 from rl.errors import Stopped, UserError
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
@@ -49,8 +49,9 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
         code = 1
         if signals.stop_requested():  # the others have left already
             os._exit(128 + signal.SIGTERM)
-        if getattr(joined, "elastic", None) and joined.is_member and failures.lost_connection(error):
-            fail(UserError(f"the learners have gone. {elastic.RESTARTS}"), name)
+        is_member = isinstance(joined, dist.Split) and joined.is_member
+        if is_member and (why := joined.elastic.why_it_fails(joined.store, failures.lost_connection(error))):
+            fail(UserError(why), name)
         _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
