@@ -81,6 +81,26 @@ def test_shards_by_arithmetic(model):
 
 
 @pytest.mark.slow
+def test_what_the_memory_flags_move_and_shrink(model):
+    """Moments are 2 bytes a parameter and a scale for each row of 64, gradients travel in bf16, and so do layers' inputs."""
+    plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 2400}
+    compact = {"optim": "adamw_8bit", "optimizer_offload": True, "grad_dtype": "bfloat16", "activation_offload": True}
+    before, after = (
+        dry_run("train_async", flags(model, **plain, **more), 4, True, lengths_like("budget", 4, 100, 20))
+        for more in ({}, compact)
+    )
+    own = parameters() / 4
+    moments = after.host_kept["optimizer"] / own
+    assert before.kept["optimizer"] == pytest.approx(8 * own, rel=0.01) and after.kept["optimizer"] < 2500
+    assert before.host_kept["optimizer"] == 0 and 2 * (1 + 4 / 128) < moments < 2.4
+    assert before.saved - after.saved == pytest.approx((8 - moments) * parameters(), rel=0.01)
+    inputs = SMALL["num_hidden_layers"] * after.tokens * SMALL["hidden_size"] * 2
+    assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
+    assert before.device["activations"] - after.device["activations"] >= inputs
+    assert after.sent / before.sent == pytest.approx(6 / 8, rel=0.02)  # two gathers in bf16, and the reduction
+
+
+@pytest.mark.slow
 def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
     args = flags(model, ppo_max_token_len_per_gpu=4096, ppo_mini_batch_size=32)
     machine, kind = Machine(1, 2), devices.device("H100-80GB")

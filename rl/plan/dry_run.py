@@ -126,6 +126,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
         for ledger in (count.host.live, count.host.at_peak):
             ledger["batch"] = int(ledger.pop(OTHER, 0) / share)
         parameters = sum(p.numel() for p in learner.policy.parameters())
+        state = sum(tensor.numel() * tensor.itemsize for tensor in learner.state_tensors().values())
         precision = args.weights_dtype(args.dtype).itemsize
         memory = Memory(
             device=count.device.at_peak,
@@ -133,7 +134,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
             host=max(read, +count.host.at_peak, key=Counter.total),
             host_kept=+count.host.live,
             parameters=parameters,
-            saved=parameters * (12 + (config.dtype or torch.float32).itemsize),
+            saved=state + parameters * (config.dtype or torch.float32).itemsize,
             tokens=tokens,
             micro_batches=max(1, round(micros / share)),
             sent=sent,
