@@ -87,7 +87,7 @@ def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, d
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
     """Trains on the batch: one optimizer step a mini-batch of prompts, --ppo-epochs times. Returns metrics."""
     minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
-    micros = [micro_batches(batch, mini, args.ppo_max_token_len_per_gpu, learner.ranks) for mini in minis]
+    micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
 
     # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import resource
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 
@@ -141,6 +142,20 @@ def memory_gb() -> dict[str, float]:
         out["perf/max_memory_reserved_gb"] = torch.accelerator.max_memory_reserved() / 2**30
         torch.accelerator.reset_peak_memory_stats()
     return out
+
+
+def memory_left() -> tuple[int, int]:
+    """(bytes of the accelerator that new tensors may take, all of its bytes). What the allocator holds for no tensor counts."""
+    free, total = torch.accelerator.get_memory_info()
+    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated(), total
+
+
+def peak_memory(act: Callable[[], object]) -> int:
+    """Bytes that tensors take on the accelerator at most while it acts, beside those that were there before."""
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    act()
+    return torch.accelerator.max_memory_allocated() - before
 
 
 # ------------------------------------------------------------------------------------------------------------------- facts

@@ -59,8 +59,9 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
-    ppo_max_token_len_per_gpu: Annotated[int, Range(at_least=1)] = 8192
-    """Most tokens, of prompts and responses, in a packed micro-batch on one rank."""
+    ppo_max_token_len_per_gpu: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = 8192
+    """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto is as many as an accelerator's memory
+    holds, and on a CPU as many as make it fast."""
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     so many times --ppo-max-token-len-per-gpu tokens."""
@@ -205,6 +206,13 @@ class Learner:
         self.optimizer = make_optimizer(self._trained.values(), args)
         self.schedule = make_schedule(self.optimizer, args, total_steps, updates_per_step)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
+        self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/micro_batch.py)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch on this rank."""
+        given = self.args.ppo_max_token_len_per_gpu
+        return self.chosen_tokens if given == "auto" else given
 
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
@@ -312,7 +320,8 @@ class Learner:
     def state(self) -> dict:
         """The rest, the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        return {"adam_step": int(first["step"]), "schedule": self.schedule.last_epoch, "skipped": self.skipped}
+        chosen = {"chosen_tokens": self.chosen_tokens} if self.chosen_tokens else {}
+        return {"adam_step": int(first["step"]), "schedule": self.schedule.last_epoch, "skipped": self.skipped} | chosen
 
     def rank_state(self) -> dict:
         """The rest that differs by rank."""
@@ -322,7 +331,7 @@ class Learner:
         """Takes `state` and `rank_state` back; the tensors have been read already."""
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
-        self.skipped = state["skipped"]
+        self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         restore_schedule(self.schedule, state["schedule"])
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

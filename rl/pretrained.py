@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from transformers import (
@@ -87,7 +87,7 @@ class ModelFlags(Protocol):
 
     max_prompt_length: int
     max_response_length: int
-    ppo_max_token_len_per_gpu: int
+    ppo_max_token_len_per_gpu: int | Literal["auto"]
     sequence_parallel: int
     trust_remote_code: bool
 
@@ -112,7 +112,7 @@ def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
-    if prompt + response > own * shared_by:
+    if own != "auto" and prompt + response > own * shared_by:
         limit = f"--ppo-max-token-len-per-gpu is {own}"
         if shared_by > 1:
             limit += f" and --sequence-parallel {shared_by}, {own * shared_by} tokens together"

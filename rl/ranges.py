@@ -22,7 +22,7 @@ class Range:
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
-    also: float | None = None  # a value outside of the bounds with a meaning of its own: -1 for "all"
+    also: float | str | None = None  # a value outside of the bounds with a meaning of its own: -1 for "all", "auto"
 
     def __contains__(self, value: float) -> bool:
         if value == self.also:

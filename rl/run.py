@@ -104,7 +104,7 @@ class Run:
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir.name != args.experiment_name and not notes:
+        elif self.dir.name != args.experiment_name and "replay" not in (notes or {}):
             self.say(f"run {self.dir} (to go on with it later: --experiment-name {self.dir.name})")
         if damaged:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")

@@ -12,6 +12,8 @@ from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.metrics import validation_metrics
+from rl.micro_batch import choose_tokens
+from rl.precision import in_words, precisions
 from rl.recorder import Recorder
 from rl.run import Run
 from rl.saver import Saver
@@ -53,7 +55,15 @@ class TrainingRun:
         records = args.record and learner.ranks.is_main
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
-        self.record = Run(args, *of_job, resumed.origin, job.notes)
+        held = precisions(args)
+        if args.ppo_max_token_len_per_gpu == "auto" and not learner.chosen_tokens:
+            learner.chosen_tokens = choose_tokens(args, learner)
+        chosen = {"precision": held, "micro_batch_tokens": learner.micro_batch_tokens}
+        self.record = Run(args, *of_job, resumed.origin, job.notes | chosen)
+        if words := in_words(held):
+            self.record.say(words)
+        if args.ppo_max_token_len_per_gpu == "auto":
+            self.record.say(f"--ppo-max-token-len-per-gpu auto: {learner.chosen_tokens:,} tokens in a micro-batch")
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
@@ -61,7 +71,8 @@ class TrainingRun:
         self._begun = self.done  # the last step that has
         if self.recorder:
             more = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            self.recorder.begin(self.record.dir, identity.record | more)
+            flags = identity.record["flags"] | {"ppo_max_token_len_per_gpu": learner.micro_batch_tokens}
+            self.recorder.begin(self.record.dir, identity.record | {"flags": flags} | more)
 
     def steps(self) -> range:
         """The steps that are left to train."""

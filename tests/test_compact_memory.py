@@ -8,10 +8,14 @@ import pytest
 import torch
 from helpers import make_group
 
+import train_sync
+from rl import micro_batch
 from rl.batch import Batch, micro_batches
 from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
+from rl.micro_batch import choose_tokens
+from rl.precision import in_words, precisions
 from rl.ranges import check
 
 CASES = {
@@ -178,3 +182,34 @@ def test_moments_in_8_bits_take_a_quarter_of_the_bytes(models, ranks):
     plain, other = (make_learner(models["qwen3"], ranks, optim=optim) for optim in ("adamw", "adamw_8bit"))
     sizes = [sum(t.nbytes for n, t in of.state_tensors().items() if n.startswith("exp")) for of in (plain, other)]
     assert 0.25 < sizes[1] / sizes[0] < 0.29  # rows of 64 elements have a scale each, norms and heads' stay in fp32
+
+
+# ------------------------------------------------------------------------------------------------------ what is told and kept
+
+
+def test_the_precision_of_everything_is_said_unless_all_is_fp32():
+    plain, compact = train_sync.Args(), train_sync.Args(dtype="bfloat16", optim="adamw_8bit", optimizer_offload=True)
+    assert in_words(precisions(plain)) == ""
+    words = "master weights float32, computation bfloat16, gradients and their reduction float32, "
+    assert in_words(precisions(compact)) == f"precision: {words}moments 8 bits on the host, generators bfloat16"
+    offloaded = precisions(train_sync.Args(param_offload=True, grad_dtype="bfloat16", rollout_dtype="bfloat16"))
+    assert [how for how in offloaded.values() if how.endswith(" on the host")] == [
+        "float32 on the host",
+        "bfloat16 on the host",
+        "float32 on the host",
+    ]
+    assert offloaded["computation"] == "float32" and offloaded["generators"] == "bfloat16"
+
+
+@pytest.mark.parametrize("longest", [pytest.param(100, marks=pytest.mark.slow), 3000])
+def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest):
+    lengths = {"max_prompt_length": 50, "max_response_length": longest - 50}
+    auto, number = (train_sync.Args(ppo_max_token_len_per_gpu=tokens, **lengths) for tokens in ("auto", 4096))
+    learner, later, other = (Learner(models["qwen3"], args, ranks, 10) for args in (auto, auto, number))
+    learner.chosen_tokens = choose_tokens(auto, learner)
+    assert learner.micro_batch_tokens == max(longest, micro_batch.CPU_TOKENS)
+    update(learner, 0)
+    for of in (later, other):
+        of.state_tensors()
+        of.restore(learner.state(), None)
+    assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096

@@ -13,8 +13,8 @@ from mutants import places
 
 PROGRAM = "tests/programs/fake_accelerator.py"
 CASES = ["many ranks", "offload", "compact", "engine"]
-SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the host", "experts, bf16"]
-SLOW += ["engine, CUDA's attention", "engine, experts"]
+SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
+SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learner.py": ["one rank"],
     "rl/sharded_weights.py": ["one rank"],

@@ -71,6 +71,8 @@ def dry_run(script: str, args: CommonArgs, learners: int, attention: str, worklo
                 f"{flag(name)} {getattr(args, name)}: which tokens go to which rank depends on values; the dry run has none. "
                 "Plan without it: what it saves, activations or gathered experts, stands in the table."
             )
+    if args.ppo_max_token_len_per_gpu == "auto":
+        raise UserError("--ppo-max-token-len-per-gpu auto: a plan says what a number takes. Give one.")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)

@@ -23,14 +23,16 @@ from mutants import mutate
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, device, learner, weights
+from rl import compact_adamw, device, learner, micro_batch, weights
 from rl.batch import Batch
 from rl.dist import Split
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
+from rl.errors import UserError
 from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.plan.fake_device import FakeDevice, start
+from rl.plan.memory_count import MemoryCount
 from rl.timers import Timers
 from rl.weights import Publisher, Subscriber
 
@@ -86,6 +88,38 @@ def adamw(*lists, state_steps, step=compact_adamw.adamw, **more) -> None:
     step(*lists, state_steps=state_steps, **more)
 
 
+def fill(path: str, **flags) -> None:
+    """Micro-batches of as many tokens as are chosen for a device of 100 MB: they fit it, and few more would. Too small a device
+    is refused."""
+    place, longest = start(), {"max_prompt_length": 1, "max_response_length": 99}
+    args = train_sync.Args(model=path, rollout_n=64, ppo_max_token_len_per_gpu="auto", **longest, **flags)
+    with FakeDevice(), MemoryCount(32) as count:
+        model, size = Learner(path, args, place, 10), 100_000_000
+
+        def peak_memory(act) -> int:
+            before = count.device.peak = count.device.live.total()
+            act()
+            return count.device.peak - before
+
+        micro_batch.peak_memory = peak_memory
+        micro_batch.memory_left = lambda: (size - count.device.live.total(), size)
+        model.chosen_tokens = micro_batch.choose_tokens(args, model)
+        assert model.micro_batch_tokens % 256 == 0 and not any(p.grad is not None for p in model.policy.parameters())
+        sequences = model.micro_batch_tokens // 100  # of a micro-batch
+        batch = Batch.of([make_group(t, [99] * len(range(t, sequences, 8)), prompt=1) for t in range(8)])
+        train_sync.learn(args, model, KLControl(args), batch, Timers())  # gradients and moments are there
+        count.device.peak = 0
+        train_sync.learn(args, model, KLControl(args), batch, Timers())
+        assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
+        size = count.device.live.total() + 1_000_000
+        try:
+            micro_batch.choose_tokens(args, model)
+        except UserError as error:
+            assert "a sequence of full length, 100 tokens a learner" in str(error)
+        else:
+            raise AssertionError("a device that is too small")
+
+
 def publish(model: Learner, split: Split) -> None:
     publisher = Publisher(model, split, torch.bfloat16)
     publisher.publish(0)
@@ -137,6 +171,8 @@ CASES = {  # a new kind of model is a line more
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
+    "auto": lambda m: fill(m["qwen3"]),
+    "auto, experts": lambda m: fill(m["moe"], gradient_checkpointing=True, router_replay="R2", dtype="bfloat16"),
     "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
     "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", param_offload=True),
     "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, attention="cuda"),

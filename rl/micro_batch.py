@@ -1,0 +1,70 @@
+"""--ppo-max-token-len-per-gpu auto: a micro-batch of as many tokens as this machine is best at.
+
+On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
+forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
+where larger ones take memory and win no time, CPU_TOKENS. Left out: prompts with images, and what an engine on the same device
+gives back when it sleeps: what is not free at the start is not counted on.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import torch
+
+from rl.batch import Batch, Group, Response, micro_batches
+from rl.device import is_accelerator, memory_left, peak_memory
+from rl.dist import all_gather_bytes
+from rl.errors import UserError
+from rl.learner import Learner
+
+CPU_TOKENS = 2048  # benchmarks/micro_batch.py
+SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again
+MULTIPLE = 256  # of which the number is one
+
+
+def choose_tokens(args, learner: Learner) -> int:
+    """The most tokens of a micro-batch, the same on all learners. args: the script's. Raises UserError if not even one sequence
+    of full length fits. A collective."""
+    longest = -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)  # on a rank
+    if not is_accelerator(learner.ranks.device):
+        return max(longest, CPU_TOKENS)
+    if learner.policy.takes_images:
+        raise UserError("--ppo-max-token-len-per-gpu auto: it counts text alone, and --model takes images. Give a number.")
+    learner.state_tensors()  # the moments take their place
+    _train(args, learner, 1)  # and the gradients theirs
+    one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))
+    left, total = memory_left()
+    learner.optimizer.zero_grad()
+    learner.router_metrics()  # forgets what was counted
+    fits = longest + (left - SPARE * total - one) / max(1, two - one) * longest
+    fits = min(json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(fits).encode()))
+    if fits < longest:
+        raise UserError(
+            f"--ppo-max-token-len-per-gpu auto: a sequence of full length, {longest:,} tokens a learner, takes "
+            f"{one / 1e9:.1f} GB forward and backward, and {left / 1e9:.1f} GB of the device are free. docs/pitfalls.md says "
+            "what saves memory."
+        )
+    update = args.prompts_per_update * args.rollout_n * longest * args.sequence_parallel  # tokens at most
+    most = max(longest, -(-update // learner.ranks.world_size))
+    return max(longest, int(min(fits, most)) // MULTIPLE * MULTIPLE)
+
+
+def _train(args, learner: Learner, sequences: int) -> None:
+    """Gradients of a micro-batch of so many sequences of full length. A collective."""
+    given, rng = learner.args, np.random.default_rng(0)
+    groups = []
+    for ticket in range(sequences * learner.ranks.data_size):
+        prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
+        zeros = np.zeros(len(response))
+        record = Response(response, zeros.astype(np.float32), zeros.astype(np.int32), "length", score=0.0)
+        groups.append(Group(ticket, prompt, "", [record]))
+    batch = Batch.of(groups)
+    budget = -(-sequences * (args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
+    learner.args = dataclasses.replace(given, router_replay="off")  # there are no routes
+    try:
+        for micro in micro_batches(batch, torch.arange(len(groups)), budget, learner.ranks):
+            log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff else "metric")
+            (log_prob.sum() + entropy.sum()).mul(1e-6).backward()
+    finally:
+        learner.args = given

@@ -1,0 +1,20 @@
+"""What a run holds in which precision and where: a line at its start, and a part of its config.json."""
+
+
+def precisions(args) -> dict[str, str]:
+    """What -> its precision, and "on the host" where it is not on the learners' devices. args: the script's."""
+    all_on_host, on_host = (" on the host" if yes else "" for yes in (args.param_offload, args.optimizer_offload))
+    return {
+        "master weights": "float32" + all_on_host,
+        "computation": args.dtype,
+        "gradients and their reduction": args.grad_dtype + all_on_host,
+        "moments": {"adamw": "float32", "adamw_8bit": "8 bits"}[args.optim] + (all_on_host or on_host),
+        "generators": str(args.weights_dtype(args.dtype)).removeprefix("torch."),
+    }
+
+
+def in_words(held: dict[str, str]) -> str:
+    """One line; "" where everything is in fp32 on the device."""
+    if set(held.values()) == {"float32"}:
+        return ""
+    return "precision: " + ", ".join(f"{what} {how}" for what, how in held.items())
