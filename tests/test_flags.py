@@ -4,7 +4,7 @@ import dataclasses
 import re
 import types
 from dataclasses import dataclass
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers import run_script, train
@@ -23,7 +23,7 @@ SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": trai
 
 def kinds(hint) -> set[type]:
     """The plain types that an annotation allows."""
-    if isinstance(hint, types.UnionType):
+    if get_origin(hint) in (types.UnionType, Union):
         return set().union(*map(kinds, get_args(hint)))
     return {hint} if isinstance(hint, type) else set()
 

@@ -8,7 +8,7 @@ import math
 import re
 import signal
 import types
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers import run_script
@@ -74,7 +74,7 @@ def beyond(limits: Range, kind: type) -> list[float]:
 
 def kind_of(hint) -> type | None:
     """int or float, if the annotation is of a number."""
-    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
     return next((kind for kind in (int, float) if kind in options), None)
 
 
