@@ -170,20 +170,22 @@ def advantage_estimator(
     group_of_one: Literal["zero", "score"] | None = None,
     aggregation: str | None = None,
     by_token: bool = False,
+    looks_at: Literal["response", "scores", "batch"] = "batch",
 ) -> Callable:
     """Declares an advantage estimator, as attributes of the function.
 
     group_of_one: "zero" where one response a prompt always has the advantage 0, so that nothing is ever learnt; "score" where
     it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. by_token: the
-    tokens of a response may have different advantages. Read off the signature: inputs, the names of what it takes from the
-    batch beside the usual arguments; knobs, its numbers with their defaults.
+    tokens of a response may have different advantages. looks_at: what a response's advantages depend on: on itself alone; on
+    each response's s and whether it has a trained token; or on anything in the batch. Read off the signature: inputs, the names
+    of what it takes from the batch beside the usual arguments; knobs, its numbers with their defaults.
     """
 
-    declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token}
+    declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token, "looks_at": looks_at}
     return lambda function: _declare(function, ADVANTAGES, verl_names, declared)
 
 
-@advantage_estimator(group_of_one="score")
+@advantage_estimator(group_of_one="score", looks_at="scores")
 def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
@@ -195,7 +197,7 @@ def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
     return _masked_tokens(advantage, reward, mask, seq)
 
 
-@advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm")
+@advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm", looks_at="scores")
 def dr_grpo(reward, mask, seq, group) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
@@ -204,7 +206,7 @@ def dr_grpo(reward, mask, seq, group) -> Tensor:
     return _masked_tokens(_centered(reward, mask, seq, group)[0], reward, mask, seq)
 
 
-@advantage_estimator(group_of_one="zero")
+@advantage_estimator(group_of_one="zero", looks_at="scores")
 def rloo(reward, mask, seq, group) -> Tensor:
     """A = n / (n - 1) * (s - mean_g), which is s minus the mean of the other n - 1; a group of one gives 0.
 
@@ -235,7 +237,7 @@ def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
     return whiten(to_tokens(centered, seq), mask).to(reward.dtype)
 
 
-@advantage_estimator(by_token=True)
+@advantage_estimator(by_token=True, looks_at="response")
 def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
     """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
 
@@ -256,7 +258,7 @@ def opo(reward, mask, seq, group) -> Tensor:
     return _masked_tokens(centered - baseline, reward, mask, seq)
 
 
-@advantage_estimator(group_of_one="zero")
+@advantage_estimator(group_of_one="zero", looks_at="scores")
 def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
@@ -270,7 +272,7 @@ def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float
     return _masked_tokens(torch.where(alone, advantage, 0.0), reward, mask, seq)
 
 
-@advantage_estimator(group_of_one="zero")
+@advantage_estimator(group_of_one="zero", looks_at="scores")
 def gpg(reward, mask, seq, group) -> Tensor:
     """A = alpha (s - mean_g), alpha = responses / responses of groups whose scores differ: it makes up for groups without
     signal. Responses without a trained token count in neither.

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import dist, flags, process
+from rl import dist, flags, process, shares
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox
 from rl.elastic_tickets import draws
@@ -100,7 +100,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: over the whole batch, the same on every rank.
+    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/shares.py what is of the batch.
     with timer("adv"):
         metrics = {}
         correct_rollout(args, batch)
@@ -108,20 +108,16 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
             batch.reward = batch.reward - kl_control.coef * kl
-            metrics |= kl_control.update(float(losses.masked_mean(kl, batch.mask)), len(batch.score))
-        estimator = losses.ADVANTAGES[args.adv_estimator]
-        inputs = (batch.reward, batch.mask, batch.seq, batch.group)
-        batch.advantage = estimator(*inputs, **args.estimator_inputs(batch))
+            metrics |= kl_control.update(shares.masked_mean(kl, batch), len(batch.score))
+        estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
+        batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)
 
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
     with timer("update_actor"):
-        means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch, learner.ranks)
+        means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch)
         for update, (mini, its_micros) in enumerate(updates):
-            tokens = batch.span(mini)
-            denominator = losses.denominator(
-                batch.mask[tokens], batch.seq[tokens], args.aggregation, len(mini), args.max_response_length
-            )
+            denominator = shares.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
                 terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
@@ -133,7 +129,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             norms.append(metrics["actor/grad_norm"])
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         if not recompute:  # generator and learner are compared all the same
-            batch.actor_log_prob = first.over_ranks()
+            batch.actor_log_prob = first.values
     return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
 
 

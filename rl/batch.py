@@ -1,11 +1,10 @@
 """The records that travel from generators to learners, and how they become micro-batches.
 
 `Group` is what a generator sends: one prompt with its n scored responses. `Batch` is what a learner computes on: the
-response tokens of all groups end to end, the same on every rank, so that advantages and every denominator are global
-without a collective. `MicroBatch` is what one forward pass takes: whole sequences, packed without padding.
+scores of all responses, and the tokens of those that it trains (rl/shares.py), end to end. `MicroBatch` is what one forward
+pass takes: whole sequences, packed without padding.
 """
 
-import heapq
 import json
 import math
 import struct
@@ -18,10 +17,11 @@ import numpy as np
 import torch
 
 from rl.attention import Packed
-from rl.dist import Ranks
+from rl.dist import Ranks, all_gather_bytes, all_reduce_sum
 from rl.errors import UserError
 from rl.router import row_of_routes
 from rl.sequence_parallel import part_of
+from rl.shares import Division, mini_batches, own_micros
 
 if TYPE_CHECKING:
     from rl.batch_images import BatchImages
@@ -141,10 +141,11 @@ def split_records(joined: bytes) -> list[bytes]:
 
 @dataclass
 class Batch:
-    """B responses with N response tokens in all; CPU tensors, identical on every learner rank.
+    """B responses; CPU tensors.
 
-    Per token, [N]: the tokens of one response are contiguous. Per response, [B]. Responses that could not be scored are not
-    among them: they have no part in the loss, its denominators or any baseline.
+    Per response, [B], the same on every learner. Per token, [N]: the tokens of the responses that this learner trains, all of
+    them where it is alone; those of one response are contiguous, and responses are in order. Responses that could not be scored
+    are not among them: they have no part in the loss, its denominators or any baseline.
     """
 
     tickets: list[int]  # of its groups, also of one none of whose responses could be scored
@@ -162,6 +163,8 @@ class Batch:
     mask: torch.Tensor  # [N] bool, tokens that are trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
+    here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
+    ranks: Ranks | None = None  # that hold the others' tokens; None where all are here
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
@@ -175,12 +178,19 @@ class Batch:
     images: "BatchImages | None" = None  # of its prompts, for a model that takes images
 
     @staticmethod
-    def of(groups: list[Group]) -> "Batch":
-        """Groups in ticket order -> the batch, whoever generated them and whenever they arrived."""
+    def of(groups: list[Group], division: Division | None = None) -> "Batch":
+        """Groups in ticket order -> the batch, whoever generated them and whenever they arrived. division: among learners; None
+        leaves all to this one."""
         groups = sorted(groups, key=lambda g: g.ticket)
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
-        masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for _, _, r in pairs]
+        group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
+        here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
+        if is_part:
+            own = division.own([len(g.prompt_ids) + len(r.token_ids) for _, g, r in pairs], group)
+            here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
+            here[own] = lengths[own]
+        masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in responses]
         joined = lambda arrays, dtype: torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))  # noqa: E731
         return Batch(
             tickets=[g.ticket for g in groups],
@@ -188,16 +198,18 @@ class Batch:
             errors=[r.error for g in groups for r in g.responses if r.error is not None],
             prompts=[g.prompt_ids for _, g, _ in pairs],
             lengths=lengths,
-            group=torch.tensor([i for i, _, _ in pairs], dtype=torch.long),
+            group=group,
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
             baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
             extra=[r.extra for _, _, r in pairs],
             truncated=torch.tensor([r.finish_reason == "length" for _, _, r in pairs], dtype=torch.bool),
-            token=joined((r.token_ids for _, _, r in pairs), np.int32),
-            seq=torch.arange(len(pairs)).repeat_interleave(lengths),
+            token=joined((r.token_ids for r in responses), np.int32),
+            seq=torch.arange(len(pairs)).repeat_interleave(here),
             mask=joined(masks, bool),
-            rollout_log_prob=joined((r.log_probs for _, _, r in pairs), np.float32),
-            version=joined((r.versions for _, _, r in pairs), np.int32),
+            rollout_log_prob=joined((r.log_probs for r in responses), np.float32),
+            version=joined((r.versions for r in responses), np.int32),
+            here=here,
+            ranks=division.ranks if is_part else None,
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
         )
@@ -214,18 +226,18 @@ class Batch:
     @property
     def starts(self) -> torch.Tensor:
         """[B]: where each response's tokens begin in the [N] tensors."""
-        return self.lengths.cumsum(0) - self.lengths
+        return self.here.cumsum(0) - self.here
 
     def token_reward(self) -> torch.Tensor:
         """[N]: each response's score on its last token, 0 elsewhere."""
         reward = torch.zeros(len(self.token))
-        ends = self.lengths.cumsum(0)[self.lengths > 0] - 1
-        reward[ends] = self.score[self.lengths > 0]
+        ends = self.here.cumsum(0)[self.here > 0] - 1
+        reward[ends] = self.score[self.here > 0]
         return reward
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
         """The responses [b] of each run of `prompts` prompts, in ticket order."""
-        return [torch.nonzero(self.group // prompts == k).squeeze(1) for k in range(-(-len(self.tickets) // prompts))]
+        return mini_batches(self.group, len(self.tickets), prompts)
 
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
@@ -233,7 +245,7 @@ class Batch:
 
     def distinct_tokens(self) -> int:
         """Response tokens, and each prompt's once: what an update computes at the least."""
-        return len(self.token) + sum(map(len, self.distinct_prompts()))
+        return int(self.lengths.sum()) + sum(map(len, self.distinct_prompts()))
 
     def distinct_prompts(self) -> list[np.ndarray]:
         """The prompt of each group that has a response."""
@@ -241,8 +253,10 @@ class Batch:
         return [self.prompts[i] for i in first]
 
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
-        """Indices into the [N] tensors of all tokens of the given responses [b], in that order."""
+        """Indices into the [N] tensors of all tokens of the given responses [b], which are all here, in that order."""
         lengths, starts = self.lengths[responses], self.starts[responses]
+        if not torch.equal(lengths, self.here[responses]):
+            raise ValueError("the batch was divided otherwise: tokens of a response are not on this learner")
         ends = lengths.cumsum(0)
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
@@ -254,8 +268,18 @@ class Batch:
         first, last = int(responses[0]), int(responses[-1])
         if last - first != len(responses) - 1:
             raise ValueError("the responses do not follow each other: tokens_of gives the indices of their tokens")
-        start = int(self.lengths[:first].sum())
-        return slice(start, start + int(self.lengths[first : last + 1].sum()))
+        start = int(self.here[:first].sum())
+        return slice(start, start + int(self.here[first : last + 1].sum()))
+
+    def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums what each learner has made of its own tokens, in place. A collective of those that share the batch."""
+        return all_reduce_sum(x, self.ranks.data_group) if self.ranks else x
+
+    def of_each_rank(self, values: object) -> list:
+        """What JSON can hold, of each of those learners, in their order. A collective."""
+        if not self.ranks:
+            return [values]
+        return [json.loads(record) for record in all_gather_bytes(json.dumps(values).encode(), self.ranks.data_group)]
 
     def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
         """What the model's forward takes of a packed row's images; nothing of a model without images."""
@@ -327,47 +351,9 @@ class MicroBatch:
         return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
 
 
-def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
-
-    lengths: tokens of each sequence, none above max_tokens; groups: whose neighbours share a prompt. Returns
-    [rank][micro-batch] -> indices into `lengths`. The same input gives the same plan on every rank. Longest first into the
-    emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the budget holds. What is
-    placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small enough to balance.
-    """
-    count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
-    while True:
-        runs = _runs(lengths, groups, sum(lengths) / (4 * count * ranks))
-        loads = [sum(lengths[i] for i in run) for run in runs]
-        heap = [(0, b) for b in range(count * ranks)]
-        bins: list[list[int]] = [[] for _ in heap]
-        for r in sorted(range(len(runs)), key=lambda r: (-loads[r], r)):
-            load, b = heapq.heappop(heap)
-            bins[b] += runs[r]
-            heapq.heappush(heap, (load + loads[r], b))
-        if max(load for load, _ in heap) <= max_tokens:
-            return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
-        count += 1
-
-
-def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]]:
-    """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
-    runs, load = [], 0
-    for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
-        if i and groups[i - 1] == group and load + length <= limit:
-            runs[-1].append(i)
-            load += length
-        else:
-            runs.append([i])
-            load = length
-    return runs
-
-
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
     a micro-batch on one rank."""
-    total = batch.total_lengths()
-    lengths, groups = [total[i] for i in members.tolist()], batch.group[members].tolist()
-    plan = pack(lengths, groups, max_tokens * ranks.sequence_parallel, ranks.data_size)[ranks.data_rank]
+    plan = own_micros(batch.total_lengths(), batch.group, members, max_tokens, ranks)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan)
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

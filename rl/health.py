@@ -40,7 +40,7 @@ class Health:
         if args.rollout_n == 1 and losses.ADVANTAGES[args.adv_estimator].group_of_one == "score":
             detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score."
             self._warn("single_response_groups", "groups of one response", groups, detail)
-        if not (batch.advantage.bool() & batch.mask).any():
+        if not (metrics["critic/advantages/max"] > 0 or metrics["critic/advantages/min"] < 0):
             detail = f"In step {step} no group's scores differ: prompts may be too easy or too hard, or the reward broken."
             self._warn("no_signal_steps", "steps without any signal", 1, detail)
         if responses and bool(batch.truncated.all()) and not args.ignore_eos:

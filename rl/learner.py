@@ -230,7 +230,7 @@ class Learner:
 
     @torch.no_grad()
     def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
-        """Log-probs [N] of the whole batch, on every rank's CPU, from each rank's own micro-batches of every mini-batch. With
+        """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch. With
         --router-replay R2 these keep the policy's routes."""
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(len(batch.token))
@@ -242,7 +242,7 @@ class Learner:
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
-        return all_reduce_sum(out, self.ranks.data_group)
+        return out
 
     def step(self) -> dict[str, float]:
         """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
@@ -368,15 +368,9 @@ class LossMeans:
 class FirstLogProbs:
     """The log-probs that a step's first update computes: those of the policy that starts the step."""
 
-    def __init__(self, batch: Batch, ranks: Ranks):
-        self._ranks = ranks
-        self._values = torch.full((len(batch.token),), torch.nan)
+    def __init__(self, batch: Batch):
+        self.values = torch.full((len(batch.token),), torch.nan)  # [N]; NaN for tokens of later updates
 
     def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
         """log_prob [n], on any device."""
-        self._values[micro.index] = log_prob.detach().cpu()
-
-    def over_ranks(self) -> torch.Tensor:
-        """[N] on every rank: each token's, from the rank that computed it; NaN for tokens of later updates. A collective."""
-        known = all_reduce_sum((~self._values.isnan()).float(), self._ranks.data_group)
-        return all_reduce_sum(self._values.nan_to_num(), self._ranks.data_group).masked_fill(known == 0, torch.nan)
+        self.values[micro.index] = log_prob.detach().cpu()

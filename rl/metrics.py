@@ -60,8 +60,8 @@ def train_flops_per_token(config, mean_length: float) -> float:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
-    by_response = torch.segment_reduce(batch.reward, "sum", lengths=batch.lengths) if len(batch.reward) else batch.score * 0
-    out |= summarize("critic/rewards", by_response)
+    by_response = torch.segment_reduce(batch.reward, "sum", lengths=batch.here) if len(batch.reward) else batch.score * 0
+    out |= summarize("critic/rewards", batch.over_ranks(by_response))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
@@ -73,13 +73,15 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 def _advantage_metrics(batch: Batch) -> dict[str, float]:
     """critic/advantages/* over the trained tokens; NaN without any."""
-    count, total, most, least = 0, 0.0, -math.inf, math.inf
+    own = [0, 0.0, -math.inf, math.inf]  # how many, their sum, the largest and the smallest
     for mask, advantage in zip(batch.mask.split(PIECE), batch.advantage.split(PIECE), strict=True):
         trained = advantage if mask.all() else advantage[mask]
         if len(trained):
             low, high = torch.aminmax(trained)
-            count, total = count + len(trained), total + float(trained.sum(dtype=torch.float64))
-            least, most = min(least, float(low)), max(most, float(high))
+            more = len(trained), float(trained.sum(dtype=torch.float64))
+            own = [own[0] + more[0], own[1] + more[1], max(own[2], float(high)), min(own[3], float(low))]
+    counts, totals, highest, lowest = zip(*batch.of_each_rank(own), strict=True)
+    count, total, most, least = sum(counts), sum(totals), max(highest), min(lowest)
     values = {"mean": total / count, "max": most, "min": least} if count else dict.fromkeys(("mean", "max", "min"), math.nan)
     return {f"critic/advantages/{name}": value for name, value in values.items()}
 
@@ -87,25 +89,30 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     """The ages of a step's tokens in versions, under verl's names where it has them; empty for a batch without any. version:
     what the step begins with."""
-    if not len(batch.token):
+    has_tokens, tokens = batch.lengths > 0, int(batch.lengths.sum())
+    if not tokens:
         return {}
-    sampled_by, has_tokens = batch.version.numpy(), batch.lengths > 0
-    starts = batch.starts[has_tokens].numpy()
-    oldest = torch.from_numpy(version - np.minimum.reduceat(sampled_by, starts))  # [B] of the responses with tokens
-    newest = torch.from_numpy(version - np.maximum.reduceat(sampled_by, starts))
+    sampled_by, here = batch.version.numpy(), batch.here > 0
+    ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response, the oldest and the newest token's
+    if here.any():
+        starts = batch.starts[here].numpy()
+        for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
+            age[here] = torch.from_numpy(version - least_or_most.reduceat(sampled_by, starts)).long()
+    oldest, newest = batch.over_ranks(ages)[:, has_tokens]
     span, stale = oldest - newest, oldest > 0
-    tokens = len(sampled_by)
     out = {
         "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
         "fully_async/count/stale_trajectory_processed": int(stale.sum()),
         "fully_async/partial/total_partial_num": int((span > 0).sum()),
         "fully_async/partial/partial_ratio": int((span > 0).sum()) / len(batch.lengths),
         "fully_async/partial/max_partial_span": int(span.max()),
-        "staleness/mean": version - int(sampled_by.sum(dtype=np.int64)) / tokens,
         "staleness/max": int(oldest.max()),
     }
     shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
-    counts = {age: int((batch.version == version - age).count_nonzero()) for age in shown}
+    own = [int(sampled_by.sum(dtype=np.int64)), *(int((batch.version == version - age).count_nonzero()) for age in shown)]
+    total, *counts = batch.over_ranks(torch.tensor(own)).tolist()
+    counts = dict(zip(shown, counts, strict=True))
+    out["staleness/mean"] = version - total / tokens
     out |= {f"staleness/age_{age}": counts.get(age, 0) / tokens for age in range(OLDEST_SHOWN)}
     return out | {f"staleness/age_{OLDEST_SHOWN}_or_more": (tokens - sum(counts.values())) / tokens}
 

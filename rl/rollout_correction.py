@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 import losses
+from rl import shares
 from rl.batch import Batch, pieces
 from rl.errors import UserError
 
@@ -82,8 +83,8 @@ class RolloutCorrectionArgs:
 
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
-    """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, unless the weights are normalised
-    over the batch: every response has its own."""
+    """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, since every response has its own,
+    but for weights that are normalised over the batch."""
     if not args.corrects_rollout:
         return
     low, high = args.weight_bounds
@@ -92,10 +93,14 @@ def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
         batch.is_weight = torch.empty_like(batch.actor_log_prob)
     if args.rejection_criteria:
         batch.rejected = torch.empty_like(batch.mask)
-    for piece in [slice(None)] if args.rollout_is_batch_normalize else pieces(batch.seq):
+    if args.weight_level and args.rollout_is_batch_normalize:
+        inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask)
+        weights = lambda *of_batch: losses.rollout_is_weights(*of_batch, **weigh)  # noqa: E731
+        batch.is_weight = shares.on_whole(batch, weights, *inputs)
+    for piece in pieces(batch.seq):
         inputs = (batch.actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
         seq = batch.seq[piece] - batch.seq[piece][:1]
-        if args.weight_level:
+        if args.weight_level and not args.rollout_is_batch_normalize:
             batch.is_weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
         if args.rejection_criteria:
             kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)

@@ -25,6 +25,8 @@ def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, floa
         learner, rejected = batch.actor_log_prob[piece], None if batch.rejected is None else batch.rejected[piece]
         known = (batch.mask[piece] if rejected is None else batch.mask[piece] | rejected) & ~learner.isnan()
         totals.add(learner, batch.rollout_log_prob[piece], known, batch.seq[piece], rejected)
+    if batch.ranks:
+        totals = _Totals.together(totals.level, totals.bounds, batch.of_each_rank(totals.state()))
     return totals.metrics() | totals.differences()
 
 
@@ -54,6 +56,9 @@ def compare(
     return totals.metrics()
 
 
+MOMENTS = ("weight", "difference", "probabilities")
+
+
 class _Totals:
     """What the metrics are made of, summed over pieces."""
 
@@ -65,6 +70,23 @@ class _Totals:
         self.weight, self.difference = Moments(1), Moments(1)
         self.probabilities = Moments(2)
         self.largest_difference = -math.inf
+
+    @staticmethod
+    def together(level: str, bounds: Bounds, states: list[dict]) -> "_Totals":
+        """Of the `state` of several, as JSON gives it back."""
+        out = _Totals(level, bounds)
+        for state in states:
+            out.rejects = out.rejects or state["rejects"]
+            out.sums.update(state["sums"])
+            out.least, out.most = min(out.least, state["least"]), max(out.most, state["most"])
+            out.largest_difference = max(out.largest_difference, state["largest_difference"])
+            for name in MOMENTS:
+                getattr(out, name).merge(*state[name])
+        return out
+
+    def state(self) -> dict:
+        names = ("rejects", "sums", "least", "most", "largest_difference")
+        return {name: getattr(self, name) for name in names} | {name: getattr(self, name).state() for name in MOMENTS}
 
     def add(self, lp: Tensor, roll: Tensor, mask: Tensor, seq: Tensor, rejected: Tensor | None) -> None:
         """A piece, [n] each: whole responses."""
@@ -166,14 +188,23 @@ class Moments:
         n = len(xs[0]) if counts is None else int(counts.sum())
         mean = [weigh(x).sum() / n for x in xs]
         apart = [x - m for x, m in zip(xs, mean, strict=True)]
-        total, delta = self.n + n, [float(m) - was for m, was in zip(mean, self._mean, strict=True)]
-        for i, a in enumerate(apart):
-            for j, b in enumerate(apart[i:], i):
-                own = float(weigh(a * b).sum())
-                self._products[i][j] += own + delta[i] * delta[j] * self.n * n / total
+        products = [[float(weigh(a * b).sum()) if i <= j else 0.0 for j, b in enumerate(apart)] for i, a in enumerate(apart)]
+        self.merge(n, list(map(float, mean)), products)
+
+    def merge(self, n: int, mean: list[float], products: list[list[float]]) -> None:
+        """Takes in what the `state` of another is. Of the products those on and above the diagonal count."""
+        total, delta = self.n + n, [m - was for m, was in zip(mean, self._mean, strict=True)]
+        if not n:
+            return
+        for i in range(len(mean)):
+            for j in range(i, len(mean)):
+                self._products[i][j] += products[i][j] + delta[i] * delta[j] * self.n * n / total
                 self._products[j][i] = self._products[i][j]
         self._mean = [was + d * n / total for was, d in zip(self._mean, delta, strict=True)]
         self.n = total
+
+    def state(self) -> tuple[int, list[float], list[list[float]]]:
+        return self.n, self._mean, self._products
 
     def result(self) -> tuple[list[float], list[list[float]]]:
         """The means [k], and the sums of products of distances [k, k]."""

@@ -3,6 +3,7 @@
 import torch
 
 import losses
+from rl import shares
 from rl.algorithm_args import AlgorithmArgs
 from rl.batch import Batch
 
@@ -15,9 +16,14 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
         return
     options = dict(args.choice_knobs)
     if "generator" in loss.choice_inputs:
-        options["generator"] = torch.Generator().manual_seed(int(batch.token.sum()) + len(batch.token))
-    batch.chosen = torch.zeros_like(batch.mask)
-    for mini in minis:
-        tokens = batch.span(mini)
-        inputs = (x[tokens] for x in (batch.old_log_prob, batch.advantage, batch.mask))
-        batch.chosen[tokens] = loss.chooses(*inputs, **options)
+        total = int(batch.over_ranks(batch.token.sum()))
+        options["generator"] = torch.Generator().manual_seed(total + int(batch.lengths.sum()))
+
+    def choose(old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+        chosen, at = torch.zeros_like(mask), 0
+        for mini in minis:  # they follow each other
+            tokens = slice(at, at := at + int(batch.lengths[mini].sum()))
+            chosen[tokens] = loss.chooses(old[tokens], advantage[tokens], mask[tokens], **options)
+        return chosen
+
+    batch.chosen = shares.on_whole(batch, choose, batch.old_log_prob, batch.advantage, batch.mask)

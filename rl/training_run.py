@@ -18,6 +18,7 @@ from rl.recorder import Recorder
 from rl.run import Run
 from rl.saver import Saver
 from rl.setup import CommonArgs, Job
+from rl.shares import Division
 from rl.stream import Batches, Stream
 from rl.timers import gather_ledgers
 
@@ -80,7 +81,7 @@ class TrainingRun:
 
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
-        batch = Batch.of(groups)
+        batch = Batch.of(groups, Division.of(self.args, self.learner))
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()

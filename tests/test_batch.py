@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.attention import Packed
-from rl.batch import Batch, Group, MicroBatch, join_records, pack, split_records
+from rl.batch import Batch, Group, MicroBatch, join_records, split_records
 from rl.errors import UserError
+from rl.shares import pack
 
 
 def same(a: Group, b: Group) -> bool:

@@ -49,7 +49,8 @@ def look(of: Batch, skipped: int = 0, job: Job | None = None, **flags) -> tuple[
     record = Record()
     health = Health(train_sync.Args(**flags), job or Job(), record, skipped=2)
     health.at_start()
-    return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped}), record.said
+    seen = {"critic/advantages/max": float(of.advantage.max()), "critic/advantages/min": float(of.advantage.min())}
+    return health.of_step(7, of, seen | {"actor/skipped_steps": 2 + skipped}), record.said
 
 
 SOUND = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0], "length")]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rl import dist
 from rl import learner as learner_module
-from rl.batch import Batch, Group, MicroBatch, Response, pack
+from rl.batch import Batch, Group, MicroBatch, Response
 from rl.dist import Ranks, Split
 from rl.errors import UserError
 from rl.kl_control import KLControl
@@ -35,6 +35,7 @@ from rl.ranges import flag
 from rl.schedule import SplitArgs
 from rl.setup import CommonArgs, make_learner
 from rl.sharded_weights import Weights
+from rl.shares import pack
 from rl.timers import Timers
 from rl.weights import Publisher
 

@@ -33,6 +33,7 @@ from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
+from rl.shares import Division
 from rl.timers import Timers
 from rl.weights import Publisher, Subscriber
 
@@ -63,7 +64,7 @@ def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_onc
         model = Learner(path, args, place, 10, with_reference=args.needs_reference)
         model.ranks = dataclasses.replace(place, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
-        batch = Batch.of([make_group(t, [3, 9, 5, 7] * 2) for t in range(2)])
+        batch = Batch.of([make_group(t, [3, 9, 5, 7] * 2) for t in range(2)], Division.of(args, model))
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)

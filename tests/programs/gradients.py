@@ -13,8 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
 
+from rl import dist, process
 from rl import learner as learner_module
-from rl import process
 from rl.batch import Batch, micro_batches
 from rl.learner import Learner, LearnerArgs
 
@@ -31,8 +31,9 @@ def main(ranks):
     result = {}
     for budget in what["budgets"]:
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
-        result[f"{budget}/log_prob"] = learner.log_probs_of("policy", batch, [micros])
-        result[f"{budget}/ref"] = learner.log_probs_of("reference", batch, [micros])
+        for name, which in {"log_prob": "policy", "ref": "reference"}.items():
+            own = learner.log_probs_of(which, batch, [micros])  # 0 for tokens of other ranks
+            result[f"{budget}/{name}"] = dist.all_reduce_sum(own, learner.ranks.data_group)
         for micro in micros:
             log_prob, entropy = learner.log_probs(micro, entropy="loss")
             ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()

@@ -26,20 +26,21 @@ from rl.batch_images import BatchImages
 from rl.data import PromptOrder
 from rl.kl_control import KLControl
 from rl.learner import Learner
+from rl.shares import Division
 from rl.timers import Timers
 
 
-def batch_of(model: str, sizes: list[list[int]], rows: str | None, ranks) -> Batch:
+def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Division) -> Batch:
     rng = np.random.default_rng(0)
     groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
     if rows is None:
-        return Batch.of(groups)
+        return Batch.of(groups, division)
     prompts = dataset(model, rows)
     for ticket, (group, prompt) in enumerate(zip(groups, prompts, strict=False)):
         digest = prompt.images.digest if prompt.images else ""
         groups[ticket] = Group(ticket, np.array(prompt.ids, np.int32), "demo", group.responses, images=digest)
-    batch = Batch.of(groups)
-    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, ranks)
+    batch = Batch.of(groups, division)
+    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, division.ranks)
     return batch
 
 
@@ -56,7 +57,8 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | No
         return step()
 
     learner.step = recorded
-    metrics = train_sync.learn(args, learner, KLControl(args), batch_of(model, sizes, rows, learner.ranks), Timers())
+    batch = batch_of(model, sizes, rows, Division.of(args, learner))
+    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
     return {"gradients": gradients, "metrics": metrics, "weights": weights}

@@ -1,0 +1,145 @@
+"""The learners' shares of a batch: who trains which responses, and what has to be known of all tokens at once.
+
+Every learner knows the length, the score and the group of each response, so that all make the same plan without a word. Tokens
+and what is computed of them each holds of its own responses alone: memory falls with the number of learners. What concerns the
+whole batch is summed over them in float64 or in whole numbers. An estimator of advantages declares what it looks at: most look
+at the scores alone, which travel as one number a response; the few that look at every token have them gathered while they work.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import losses
+from rl.dist import Ranks
+
+if TYPE_CHECKING:
+    from rl.batch import Batch
+
+ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators count what each rank can count by itself
+
+
+def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
+
+    lengths: tokens of each sequence, none above max_tokens; groups: whose neighbours share a prompt. Returns
+    [rank][micro-batch] -> indices into `lengths`. The same input gives the same plan on every rank. Longest first into the
+    emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the budget holds. What is
+    placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small enough to balance.
+    """
+    count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    while True:
+        runs = _runs(lengths, groups, sum(lengths) / (4 * count * ranks))
+        loads = [sum(lengths[i] for i in run) for run in runs]
+        heap = [(0, b) for b in range(count * ranks)]
+        bins: list[list[int]] = [[] for _ in heap]
+        for r in sorted(range(len(runs)), key=lambda r: (-loads[r], r)):
+            load, b = heapq.heappop(heap)
+            bins[b] += runs[r]
+            heapq.heappush(heap, (load + loads[r], b))
+        if max(load for load, _ in heap) <= max_tokens:
+            return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
+        count += 1
+
+
+def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]]:
+    """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
+    runs, load = [], 0
+    for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+        if i and groups[i - 1] == group and load + length <= limit:
+            runs[-1].append(i)
+            load += length
+        else:
+            runs.append([i])
+            load = length
+    return runs
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches."""
+
+    prompts: int
+    max_tokens: int  # of a micro-batch on one rank
+    ranks: Ranks
+
+    @staticmethod
+    def of(args, learner) -> "Division":
+        """args: a script's."""
+        return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks)
+
+    def own(self, lengths: Sequence[int], group: Tensor) -> list[int]:
+        """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; group [B]."""
+        out = []
+        for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
+            micros = own_micros(lengths, group, mini, self.max_tokens, self.ranks)
+            out += sorted(mini[[i for micro in micros for i in micro]].tolist())
+        return out
+
+
+def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
+    """group [B], numbers below `count` -> the responses [b] of each run of `prompts` groups."""
+    return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]
+
+
+def own_micros(lengths: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks) -> list[list[int]]:
+    """This rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths, group:
+    of all B responses; max_tokens: of a micro-batch on one rank."""
+    own = [lengths[i] for i in members.tolist()]
+    return pack(own, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)[ranks.data_rank]
+
+
+# ------------------------------------------------------------------------------------------------------- of the whole batch
+
+
+def masked_mean(x: Tensor, batch: "Batch") -> float:
+    """Mean of x [N] over the trained tokens of the whole batch; 0 if there is none."""
+    if not batch.ranks:
+        return float(losses.masked_mean(x, batch.mask))
+    own = torch.stack([torch.where(batch.mask, x, 0.0).sum(dtype=torch.float64), batch.mask.sum().double()])
+    total, count = batch.over_ranks(own).tolist()
+    return total / max(1.0, count)
+
+
+def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
+    """losses.denominator of a mini-batch, whose responses are `mini` [b]."""
+    tokens = batch.span(mini)
+    mask, seq = batch.mask[tokens], batch.seq[tokens]
+    own = losses.denominator(mask, seq, mode, len(mini), budget)
+    if not (batch.ranks and mode in ADDITIVE):
+        return own
+    return max(1.0, float(batch.over_ranks(torch.tensor(own if mask.any() else 0.0, dtype=torch.float64))))
+
+
+def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
+    """The estimator's advantages [N]. inputs: its keywords; tensors among them are [B]."""
+    if not batch.ranks or estimator.looks_at == "response":
+        return estimator(batch.reward, batch.mask, batch.seq, batch.group, **inputs)
+    if estimator.looks_at == "batch":
+        return on_whole(batch, lambda r, m, seq: estimator(r, m, seq, batch.group, **inputs), batch.reward, batch.mask)
+    # One token stands for each response: its total, trained if any of its tokens is.
+    count = len(batch.lengths)
+    totals = batch.over_ranks(losses.sequence_sum(batch.reward.double(), batch.seq, count))
+    trained = batch.over_ranks(losses.sequence_sum(batch.mask.double(), batch.seq, count)) > 0
+    of_response = estimator(totals, trained, torch.arange(count), batch.group, **inputs).to(batch.reward.dtype)
+    return torch.where(batch.mask, losses.to_tokens(of_response, batch.seq), 0.0)
+
+
+def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
+    """function(each x of the whole batch, its seq) -> a tensor of the whole batch; this returns the part that is here. For the
+    few things that cannot be had from sums: every learner holds them whole meanwhile."""
+    if not batch.ranks:
+        return function(*xs, batch.seq)
+    lengths = batch.lengths
+    shift = (lengths.cumsum(0) - lengths) - batch.starts
+    places = torch.arange(len(batch.seq)) + losses.to_tokens(shift, batch.seq)  # of this rank's tokens in the whole
+    wholes = []
+    for x in xs:
+        number = x.to(torch.uint8) if x.dtype == torch.bool else x
+        whole = batch.over_ranks(number.new_zeros(int(lengths.sum())).index_copy_(0, places, number))
+        wholes.append(whole.to(x.dtype))
+    return function(*wholes, torch.arange(len(lengths)).repeat_interleave(lengths))[places]
