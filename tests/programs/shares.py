@@ -1,0 +1,107 @@
+"""Started by test_shares.py: what concerns a whole batch, computed by learners that hold a part of it each, beside the same
+computed of all.
+
+torchrun ... shares.py SEQUENCE_PARALLEL
+"""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from helpers import make_group
+
+import losses
+import train_sync
+from rl import process, shares
+from rl.batch import Batch, micro_batches
+from rl.metrics import batch_metrics, staleness_metrics
+from rl.rollout_correction import correct_rollout
+from rl.rollout_metrics import rollout_metrics
+from rl.shares import Division
+from rl.token_choice import choose_tokens
+
+PROMPTS, MAX_TOKENS = 3, 64
+
+
+def make_groups():
+    """Of many sizes, with holes in their masks; responses without tokens, some without a score, equal scores."""
+    rng = np.random.default_rng(0)
+    groups = [make_group(t, rng.integers(0, 20, 4), prompt=int(rng.integers(1, 9)), rng=rng, masked=True) for t in range(8)]
+    return [*groups, make_group(8, [5, 6, 7], score=0.3, rng=rng), make_group(9, [4, 9], unscored=(0, 1), rng=rng)]
+
+
+def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
+    """The fields that a step computes, random and the same for a token wherever it is. places: of the batch's tokens in the
+    whole one."""
+    generator = torch.Generator().manual_seed(1)
+    random = lambda: torch.rand(len(whole.token), generator=generator)[places]  # noqa: E731
+    batch.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
+    batch.old_log_prob = batch.actor_log_prob
+    batch.reward = batch.token_reward() - 0.1 * random()
+
+
+def advantages(batch: Batch, args) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, estimator in losses.ADVANTAGES.items():
+        if name != "gae":
+            inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
+            found[f"advantage by {name}"] = shares.advantage(estimator, batch, **inputs)
+    return found
+
+
+def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    weigh = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
+    args = train_sync.Args(rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
+    correct_rollout(args, batch)
+    found = {"weights": batch.is_weight, "rejected": batch.rejected} | advantages(batch, args)
+    batch.advantage = found["advantage by grpo"]
+    for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
+        choose_tokens(train_sync.Args(loss_mode=loss, loss_args=knobs), batch, minis)
+        found[f"chosen for {loss}"] = batch.chosen
+    return found
+
+
+def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
+    args = train_sync.Args(rollout_correction="token_tis")
+    found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
+    found["masked mean"] = shares.masked_mean(batch.reward, batch)
+    for mode in losses.AGGREGATIONS:
+        found |= {f"denominator {mode} {i}": shares.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
+    return found
+
+
+def main(ranks) -> None:
+    ranks = dataclasses.replace(ranks, sequence_parallel=int(sys.argv[1]))
+    whole, part = Batch.of(make_groups()), Batch.of(make_groups(), Division(PROMPTS, MAX_TOKENS, ranks))
+    own = torch.nonzero(part.here).squeeze(1)
+    places = whole.tokens_of(own)
+    assert torch.equal(part.over_ranks(part.here.clone()), whole.lengths), "each response is on one learner"
+    assert 0 < len(part.token) < len(whole.token)
+    for name in ("token", "seq", "mask", "rollout_log_prob", "version"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[places]), name
+    minis = whole.mini_batches(PROMPTS)
+    for mini in minis:
+        for micro in micro_batches(part, mini, MAX_TOKENS, ranks):
+            assert torch.equal(part.token[micro.index].long(), micro.labels) or ranks.sequence_parallel > 1
+    fill(whole, whole, torch.arange(len(whole.token)))
+    fill(part, whole, places)
+    expected, found = per_token(whole, minis), per_token(part, minis)
+    for name, values in found.items():
+        assert torch.equal(values, expected[name][places]), name
+    assert expected["rejected"].any() and not expected["rejected"].all()
+    assert expected["chosen for clip_cov"].any() and expected["chosen for kl_cov"].any()
+    expected, found = numbers(whole, minis), numbers(part, minis)
+    assert expected.keys() == found.keys()
+    for name, value in found.items():
+        exact = name.startswith(("denominator", "staleness", "fully_async", "response_length", "critic/score"))
+        close = math.isclose(value, expected[name], rel_tol=0 if exact else 1e-6, abs_tol=0 if exact else 1e-6)
+        assert close or (math.isnan(value) and math.isnan(expected[name])), (name, value, expected[name])
+    print(f"rank {ranks.rank}: {len(part.token)} of {len(whole.token)} tokens", flush=True)
+
+
+process.run(main)

@@ -1,0 +1,16 @@
+"""Learners that hold the tokens of their own responses alone find of the whole batch what one finds that has all."""
+
+import re
+
+import pytest
+from helpers import run_script
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_a_divided_batch_is_the_whole_one(sequence_parallel):
+    """To the bit: every estimator's advantages, weights normalised over the batch, rejected and chosen tokens, denominators."""
+    done = run_script("tests/programs/shares.py", sequence_parallel, ranks=4)
+    told = re.findall(r"rank (\d): (\d+) of (\d+) tokens", done.stdout)
+    held = {int(rank): (int(own), int(whole)) for rank, own, whole in told}
+    assert sorted(held) == [0, 1, 2, 3]
+    assert sum(own for own, _ in held.values()) == sequence_parallel * held[0][1]
