@@ -95,7 +95,8 @@ class Group:
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
-    def from_bytes(record: bytes) -> "Group":
+    def from_bytes(record: bytes | memoryview) -> "Group":
+        """Its arrays are views of the record."""
         size = struct.unpack_from("<I", record)[0]
         header = json.loads(bytes(record[4 : 4 + size]))
         at = 4 + size
@@ -130,7 +131,7 @@ def join_records(records: list[bytes]) -> bytes:
     return b"".join(struct.pack("<Q", len(r)) + r for r in records)
 
 
-def split_records(joined: bytes) -> list[bytes]:
+def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
     records, at = [], 0
     while at < len(joined):
         (size,) = struct.unpack_from("<Q", joined, at)

@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from rl import dist, signals, watchdog
+from rl import signals, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.dist import Split
 from rl.elastic import sealed
 from rl.errors import UserError
+from rl.exchange import Exchange
 from rl.ranges import Range
 from rl.relay import Forwarder, Receiver
 from rl.ring import RecordTooLarge, Ring, RingTimeout
@@ -270,9 +271,10 @@ class Inbox:
                 except RingTimeout:
                     break
                 wait = 0.0
-        for share in dist.all_gather_bytes(join_records(records)):
+        for share in Exchange.of_all_ranks().share(join_records(records)):
             for record in split_records(share):
-                self._sort(record[:1], record[1:])
+                kind = bytes(record[:1])
+                self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]))
 
     def _sort(self, kind: bytes, body: bytes) -> None:
         watchdog.progress()

@@ -16,6 +16,7 @@ from rl import dist
 from rl.batch import Group, Response, join_records, split_records
 from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
+from rl.exchange import Exchange
 from rl.images import ImageError
 from rl.make_engine import make_engine
 from rl.router import check_record
@@ -282,7 +283,7 @@ def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
 
 def gather_groups(mine: list[Group]) -> list[Group]:
     """Every rank's groups on every rank, in ticket order."""
-    shares = dist.all_gather_bytes(join_records([group.to_bytes() for group in mine]))
+    shares = Exchange.of_all_ranks().share(join_records([group.to_bytes() for group in mine]))
     groups = [Group.from_bytes(record) for share in shares for record in split_records(share)]
     return sorted(groups, key=lambda group: group.ticket)
 

@@ -1,0 +1,15 @@
+"""Records between ranks: into each node once, in shared memory inside it, and gone when nobody holds them."""
+
+import re
+
+import pytest
+from helpers import run_script
+
+
+@pytest.mark.parametrize("nodes", ["a a", "a b", "a a a b b"])
+def test_every_rank_has_all_records_and_a_node_receives_those_of_others_once(nodes):
+    done = run_script("tests/programs/exchange.py", *nodes.split(), ranks=len(nodes.split()))
+    told = {int(rank): (int(came), int(theirs)) for rank, came, theirs in re.findall(r"rank (\d): (\d+) (\d+)", done.stdout)}
+    assert sorted(told) == [*range(len(nodes.split()))]
+    assert all(came == theirs for came, theirs in told.values())
+    assert len(set(nodes.split())) == 1 or max(came for came, _ in told.values()) > 100_000
