@@ -3,10 +3,13 @@
     python benchmarks/bookkeeping.py
     python benchmarks/bookkeeping.py --sizes "64 x 16 x 200"
 
-Each size is a process of its own. Counted are the batch and what is computed on it: the records that it is made of are there
-before. The log-probs are random; a token-level correction is on, so that everything is computed.
+Each size is a process of its own, or eight under torchrun that share the batch and the memory of its records. Counted are the
+batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
+whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
+everything is computed.
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -24,12 +27,16 @@ from common import RESULTS, ROOT, setting, table, words, write
 
 import losses
 import train_sync
+from rl import process, shares
 from rl.batch import Batch, Group, Response
+from rl.dist import Ranks
+from rl.generator import gather_groups
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
+from rl.shares import Division
 
-SIZES = ("8 x 8 x 1000", "64 x 16 x 200", "64 x 16 x 2000", "512 x 16 x 2000", "1024 x 16 x 2000")
+SIZES = ("8 x 8 x 1000", "64 x 16 x 1000", "512 x 16 x 1250", "1024 x 16 x 2000")
 PARTS = (
     "Batch.of",
     "rollout correction",
@@ -47,8 +54,10 @@ class Args:
     """Prompts x responses x mean tokens of a response."""
     rounds: int = 5
     """Repetitions of each size; the median counts."""
+    learners: tuple[int, ...] = (1, 8)
+    """Over how many the batch is divided."""
     alone: str | None = None
-    """Measure this size in this process, and print it as JSON."""
+    """Measure this size in this process, or as one rank of torchrun's, and print it as JSON."""
     out: Path = RESULTS
     """Directory for bookkeeping.json and bookkeeping.md."""
 
@@ -71,10 +80,16 @@ def memory(name: str) -> int:
     return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-def measure(size: str, rounds: int) -> dict:
+def shared_groups(size: str, ranks: Ranks) -> list[Group]:
+    """The same on every rank: the first makes them, the others map its memory."""
+    groups = make_groups(*map(int, size.split(" x "))) if ranks.is_main else []
+    return groups if ranks.world_size == 1 else gather_groups(groups)
+
+
+def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
     args = train_sync.Args(rollout_correction="token_tis")
-    groups = make_groups(*map(int, size.split(" x ")))
+    groups, division = shared_groups(size, ranks), Division.of(args, ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
     def timed(part: str, act: Callable):
@@ -85,18 +100,17 @@ def measure(size: str, rounds: int) -> dict:
 
     def rewards_and_advantages(batch: Batch) -> None:
         batch.reward = batch.token_reward()
-        batch.advantage = losses.ADVANTAGES["grpo"](batch.reward, batch.mask, batch.seq, batch.group)
+        batch.advantage = shares.advantage(losses.ADVANTAGES["grpo"], batch)
 
     def denominator(batch: Batch) -> float:
-        tokens = batch.span(torch.arange(len(batch.lengths)))
-        return losses.denominator(batch.mask[tokens], batch.seq[tokens], "token-mean", len(batch.lengths))
+        return shares.denominator(batch, torch.arange(len(batch.lengths)), "token-mean", 1)
 
     before = 0
     for number in range(-1, rounds):
         if number == 0:  # the first round is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        batch = timed("Batch.of", lambda: Batch.of(groups))
+        batch = timed("Batch.of", lambda: Batch.of(groups, division))
         batch.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.old_log_prob = batch.actor_log_prob
         timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))
@@ -105,11 +119,12 @@ def measure(size: str, rounds: int) -> dict:
         timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))
         timed("batch_metrics", lambda batch=batch: batch_metrics(batch))
         timed("staleness", lambda batch=batch: staleness_metrics(batch, 3))
-        tokens = len(batch.token)
+        tokens, own = int(batch.lengths.sum()), len(batch.token)
         del batch
     peak = memory("VmHWM") - before
     return {
         "tokens": tokens,
+        "own": own,
         "ns": {p: 1e9 * statistics.median(s) / tokens for p, s in seconds.items()},
         "bytes": peak / tokens,
     }
@@ -117,12 +132,16 @@ def measure(size: str, rounds: int) -> dict:
 
 def main(args: Args) -> None:
     if args.alone:
-        print(json.dumps(measure(args.alone, args.rounds)))
+        process.run(lambda ranks: print(json.dumps(measure(args.alone, args.rounds, ranks)), flush=True))
         return
     here, results = setting(threads=1), {}
-    for size in args.sizes:
-        command = [sys.executable, __file__, "--alone", size, "--rounds", str(args.rounds)]
-        results[size] = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    for size, learners in itertools.product(args.sizes, args.learners):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(learners)] if learners > 1 else []
+        command = [sys.executable, *torchrun, __file__, "--alone", size, "--rounds", str(args.rounds)]
+        out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        of_ranks = [json.loads(line) for line in out.splitlines()]
+        name = size if learners == 1 else f"{size}, one of {learners}"
+        results[name] = max(of_ranks, key=lambda r: r["own"])
     rows = []
     for size, r in results.items():
         parts = [f"{r['ns'][part]:.1f}" for part in PARTS]
