@@ -16,36 +16,32 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import dist, flags, launch, process, shares, signals
+from rl import dist, flags, process, shares, signals
 from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.errors import UserError
 from rl.generator import Generator, gather_groups, make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.local_weights import LocalWeights
-from rl.metrics import ScoringEvents, batch_metrics, event_metrics
+from rl.metrics import ScoringEvents, batch_metrics, event_metrics, staleness_metrics
+from rl.over_sampling import OverSampleArgs
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
 from rl.schedule import NextTicket
 from rl.scoring import ScoringPool
-from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
+from rl.setup import CommonArgs, Job, make_learner, set_up
 from rl.timers import Timers
 from rl.token_choice import choose_tokens
 from rl.training_run import TrainingRun
 
 
 @dataclass
-class Args(BatchArgs, CommonArgs):
+class Args(OverSampleArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
 
-    def check(self) -> None:
-        if self.train_batch_size < (ranks := launch.here().world_size):
-            raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
 
-
-def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
+def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], list[int], int, dict[str, float]]:
     """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
-    are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
+    are replaced by fresh tickets with --filter-groups. Returns the groups, tickets left out, the next ticket, and metrics."""
     kept, dropped, rounds, shared = [], [], 0, generator.shared
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
@@ -58,7 +54,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
                 kept.append(group)
     missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
-    return kept + dropped[:missing], ticket, metrics
+    return kept + dropped[:missing], [group.ticket for group in dropped[missing:]], ticket, metrics
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -148,20 +144,23 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     learner, kl_control, next_ticket = make_learner(args, job, ranks), KLControl(args), NextTicket()
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
     parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
-    run = TrainingRun(args, job, learner, ranks.world_size, **parts)
+    run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, **parts)
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)
     if args.validates(0, job.total_steps) and not run.done:
         with run.timer("testing"):
             rows = generator.validate()
         run.record.log(0, run.validated(0, rows))
+    if not run.done:
+        next_ticket.ticket = generator.begin(args.surplus)
 
     for step in run.steps():
         with run.timer("gen"):
-            groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
+            groups, filtered, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
         run.leave_if_stopped(step - 1)  # this batch, whole or not, will be made again
         generator.engine.sleep()
-        batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups)
+        batch, next_ticket.ticket = run.begin(groups), ticket
+        metrics |= staleness_metrics(batch, step - 1) if args.surplus else {}
 
         metrics |= learn(args, learner, kl_control, batch, run.timer)
 

@@ -143,6 +143,10 @@ class TransformersEngine:
         rows = [*self.running, *(Running.of(request) for request in self.waiting)]
         return [row.output("unfinished") for row in rows]
 
+    def abort(self) -> None:
+        self.waiting.clear()
+        self.running.clear()
+
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         missing = set(self._parameters)

@@ -113,6 +113,9 @@ class Engine(Protocol):
     def unfinished(self) -> list[Output]:
         """The outputs so far of all unfinished requests, to go on elsewhere as their `so_far`."""
 
+    def abort(self) -> None:
+        """Forgets all unfinished requests."""
+
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""

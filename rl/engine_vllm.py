@@ -150,6 +150,10 @@ class VLLMEngine:
             for pending in self._pending.values()
         ]
 
+    def abort(self) -> None:
+        self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
+        self._pending.clear()
+
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
             self.engine.wake_up(["weights"])

@@ -6,7 +6,7 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -39,6 +39,10 @@ class Work:
     scores: dict[int, Score] = field(default_factory=dict)
 
     @property
+    def has_ended(self) -> bool:
+        return len(self.outputs) == self.n + self.greedy
+
+    @property
     def done(self) -> bool:
         return len(self.scores) == self.n + self.greedy
 
@@ -66,6 +70,7 @@ class Generator:
         self.working: dict[int, Work] = {}
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
+        self._put_aside: list[Output] = []  # what the engine had under way when `generate` ended without it
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -88,9 +93,14 @@ class Generator:
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
         self._add(ticket, work, self.sampling, partial)
 
+    def go_on(self, groups: list[Group]) -> None:
+        """Starts this engine's share of what `unfinished` said on all ranks."""
+        for group in groups[self.shared.index :: self.shared.engines]:
+            self.start(group.ticket, group)
+
     def unfinished(self) -> list[Group]:
         """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
-        outputs = {output.id: output for output in self.engine.unfinished()}
+        outputs = {output.id: output for output in [*self.engine.unfinished(), *self._put_aside]}
         groups = []
         for ticket in self.tickets:
             work = self.working[ticket]
@@ -102,26 +112,36 @@ class Generator:
     def poll(self, wait: float = 0.0) -> list[Group]:
         """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
         `wait` seconds for a score, and with nothing to score either just so long."""
+        ended, scored = self._advance(wait)
+        if not self.shared.leads:  # the engine's first rank scores, and hands over
+            for key in ended:
+                del self.working[key]
+        return self._take_done(scored)
+
+    def _advance(self, wait: float, step: bool = True) -> tuple[list[int], list[int]]:
+        """What `poll` does until groups are taken, without the engine's step if there shall be `step` none. Returns the keys
+        whose last response has ended, and those with new scores."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
-            return self._take_done(keys)
-        if self.engine.num_unfinished:
+            return keys, keys if self.shared.leads else []
+        ended, scored = [], []
+        if step and self.engine.num_unfinished:
             with self.timer("gen"):
                 outputs = self.engine.step()
             with self.timer("score"):
                 for output in outputs:
                     self._submit(output)
                 scored = self.pool.poll()
+            ended = [key for key in dict.fromkeys(output.id[0] for output in outputs) if self.working[key].has_ended]
         elif self.pool.pending:
             with self.timer("score"):
                 scored = self.pool.wait(wait)
         else:
             with self.timer("wait"):
                 time.sleep(wait)
-            return []
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return self._take_done(dict.fromkeys(key for (key, _), _ in scored))
+        return ended, list(dict.fromkeys(key for (key, _), _ in scored))
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
         """The groups of those that are done; a validation's rows are kept."""
@@ -136,14 +156,35 @@ class Generator:
                 self._rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
         return groups
 
-    def generate(self, tickets: Iterable[int]) -> list[Group]:
-        """The finished, scored groups of the tickets, in ticket order; only those that are finished by then if it gives up."""
+    def begin(self, surplus: int) -> int:
+        """Starts so many tickets, over all engines, beside those that `generate` will be given; returns the next ticket."""
+        for ticket in range(self.shared.index, surplus, self.shared.engines):
+            self.start(ticket)
+        return surplus
+
+    def generate(self, tickets: Sequence[int]) -> list[Group]:
+        """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end
+        first, of these tickets and those put aside before. The others are put aside: they go on with the next call from where
+        they are."""
+        for output in self._put_aside:  # given to the engine as by a run that goes on from a checkpoint
+            key, number = output.id
+            self.engine.add(dataclasses.replace(self._requests(key, self.working[key], self.sampling)[number], so_far=output))
+        self._put_aside = []
         for ticket in tickets:
             self.start(ticket)
-        groups = []
-        while self.working and not self.give_up():
-            groups += self.poll(wait=1.0)
-        return sorted(groups, key=lambda g: g.ticket)
+        self._unusable = []  # they are among those that have ended already
+        ended = sorted(key for key, work in self.working.items() if work.has_ended)
+        while len(ended) < len(tickets) or self.pool.pending:
+            if self.give_up():
+                return []
+            ended += sorted(self._advance(wait=1.0, step=len(ended) < len(tickets))[0])
+        self._put_aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
+        self.engine.abort()
+        chosen = sorted(ended[: len(tickets)])
+        groups = self._take_done(chosen) if self.shared.leads else []
+        for key in chosen:
+            self.working.pop(key, None)
+        return groups
 
     def start_validation(self, share: tuple[int, int] | None = None) -> None:
         """Gives the engine its share of the validation prompts, val_n times each: by default one of as many as there are
@@ -163,7 +204,7 @@ class Generator:
     def validate(self) -> list[dict]:
         """Validates with nothing else under way: all rows, in order, on every rank. A collective."""
         self.start_validation()
-        while self.working:
+        while self.is_validating:
             self.poll(wait=1.0)
         gathered = dist.all_gather_bytes(json.dumps(self.take_rows()).encode())
         return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
@@ -210,11 +251,8 @@ class Generator:
         except ImageError as error:
             self._give_up(key, work, f"{work.prompt.where}: {error}")
             return
-        self.working[key], ids = work, work.prompt.ids
-        seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
-        requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
-        if work.greedy:
-            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
+        self.working[key] = work
+        requests = self._requests(key, work, sampling)
         for request, before in zip_longest(requests, partial.responses if partial else ()):
             if before is None or not len(before.token_ids):
                 self.engine.add(request)
@@ -227,9 +265,16 @@ class Generator:
             else:
                 self._submit(output)
 
+    def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
+        """One a response."""
+        ids, images = work.prompt.ids, work.prompt.images
+        seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
+        requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
+        if work.greedy:
+            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
+        return requests
+
     def _give_up(self, key: int, work: Work, message: str) -> None:
-        if not self.shared.leads:
-            return
         for number in range(work.n + work.greedy):
             work.outputs[number] = Output((key, number), [], [], [], "length")
             work.scores[number] = Score(None, event="image", message=message)
@@ -243,9 +288,7 @@ class Generator:
         work.outputs[number] = output
         if output.routes is not None:
             check_record(output.routes)
-        if not self.shared.leads:  # the engine's first rank scores, and hands over
-            if len(work.outputs) == work.n + work.greedy:
-                del self.working[key]
+        if not self.shared.leads:  # the engine's first rank scores
             return
         p = work.prompt
         self.pool.submit(output.id, p.data_source, self._text(output), p.ground_truth, p.extra_info)

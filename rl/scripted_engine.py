@@ -28,6 +28,9 @@ class ScriptedEngine:
     def unfinished(self) -> list[Output]:
         return [Output(r.id, t[: len(v)], lp[: len(v)], list(v), "unfinished") for r, t, lp, v in self._running]
 
+    def abort(self) -> None:
+        self._running = []
+
     def update(self, weights, version: int, recompute_kv: bool = False) -> None:
         for _ in weights:
             pass

@@ -8,6 +8,7 @@ from typing import NoReturn, Protocol
 from rl import checkpoint, dist
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
+from rl.generator import Generator, gather_groups
 from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
@@ -39,12 +40,14 @@ class TrainingRun:
         learner: Learner,
         num_ranks: int,
         samples: Batches | Stream | None = None,
+        generator: Generator | None = None,
         **parts: Part,
     ):
         """Brings the learner, the samples and the parts to where the checkpoint was written, if the run goes on. num_ranks: of
-        the whole job. A collective of the learners. Raises UserError if the run cannot go on from there."""
+        the whole job; generator: of this rank, where it learns and generates in turns. A collective of the learners. Raises
+        UserError if the run cannot go on from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
-        self.samples, self.parts = samples, parts
+        self.samples, self.generator, self.parts = samples, generator, parts
         identity = Identity(args, job.script, job.path, job.prompts)
         resumed = checkpoint.resume(args, identity, learner, job.total_steps)
         self.done = resumed.step  # the last step that was trained before
@@ -53,6 +56,9 @@ class TrainingRun:
                 part.restore(resumed.state[name])
             if samples:
                 samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
+            if generator:
+                generator.go_on(resumed.unfinished)
+        self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
         records = args.record and learner.ranks.is_main
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
@@ -86,6 +92,8 @@ class TrainingRun:
         if self._begun == self.done:
             batch.check_scored()
         self._begun += 1
+        if self.generator:
+            self._put_aside = self.generator.unfinished()
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
@@ -157,6 +165,8 @@ class TrainingRun:
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
+            if self.generator:
+                unfinished = gather_groups(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)

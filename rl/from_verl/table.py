@@ -309,7 +309,8 @@ TABLE: dict[str, list[Row]] = {
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
         missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0",
                 "sampling by temperature, top-p and top-k"),
-        missing("A.rollout.over_sample_rate=0", "no over-sampling"),
+        missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` lets it go on in the "
+                "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
         missing("A.rollout.trace.* A.rollout.prometheus.*", "metrics go where `--logger` says"),
         unneeded("A.rollout.engine_kwargs.vllm.mm_processor_cache_gb "

@@ -1,0 +1,63 @@
+"""--over-sample: a step takes what ends first; the rest goes on, is trained once, and survives a restart."""
+
+import json
+import shutil
+
+import pytest
+from helpers import train
+
+FLAGS = ["--model", "demo", "--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "16"]
+FLAGS += ["--over-sample", "0.75", "--temperature", "3"]  # hot: responses of uneven lengths
+FLAGS += ["--lr-warmup-steps", "0", "--total-training-steps", "6", "--save-freq", "1", "--max-ckpt-to-keep", "9"]
+FLAGS += ["--test-freq", "2", "--val-max-samples", "8"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train("train_sync.py", *FLAGS, out=tmp_path_factory.mktemp("whole"))
+
+
+def trained(directory) -> list[list[int]]:
+    return [json.loads(line)["trained"] for line in (directory / "tickets.jsonl").read_text().splitlines()]
+
+
+def check_account(directory) -> None:
+    steps = trained(directory)
+    tickets = [ticket for step in steps for ticket in step]
+    assert [len(step) for step in steps] == [4] * 6
+    assert len({*tickets}) == 24, "each is trained once"
+    assert {*tickets} <= {*range(24 + 3)}, "three more than are trained are under way"
+    assert tickets != sorted(tickets), "some are overtaken"
+
+
+def test_prompts_are_trained_once_and_the_long_ones_later(whole):
+    metrics, directory, _ = whole
+    check_account(directory)
+    assert metrics[1]["staleness/max"] == 0 < metrics[6]["staleness/max"]
+    assert sum(metrics[step]["fully_async/partial/total_partial_num"] for step in range(1, 7)), "begun under older weights"
+    first, rest = metrics[1]["response_length/mean"], [metrics[step]["response_length/mean"] for step in range(2, 7)]
+    assert first < sum(rest) / len(rest), "the first step has the short ones"
+
+
+def test_a_run_that_goes_on_takes_up_what_was_under_way(whole, tmp_path):
+    directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
+    for later in ("step_000004", "step_000005", "step_000006"):
+        shutil.rmtree(directory / later)
+    train("train_sync.py", *FLAGS, "--experiment-name", directory.name, out=tmp_path)
+    assert trained(directory) == trained(whole[1])
+    again, before = ((run / "step_000006" / "model.safetensors").read_bytes() for run in (directory, whole[1]))
+    assert again == before
+
+
+@pytest.mark.slow
+def test_ranks_share_what_is_under_way(tmp_path):
+    _, directory, _ = train("train_sync.py", *FLAGS, out=tmp_path, ranks=2)
+    check_account(directory)
+
+
+@pytest.mark.slow
+def test_vllm_whose_ranks_share_an_engine(tmp_path):
+    """Prompts are counted the same on every rank of the engine, and given back and taken up by it."""
+    flags = [*FLAGS, "--engine", "vllm", "--rollout-tp", 2, "--reward-workers", 2]
+    _, directory, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, timeout=400)
+    check_account(directory)
