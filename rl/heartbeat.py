@@ -27,6 +27,7 @@ ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
 TICK = 0.5  # seconds; of the thread that looks at the other one
 LEAVING_SECONDS = 5.0  # for the last words
+LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks have gone
 
 _heartbeats: list["Heartbeat"] = []
 
@@ -107,6 +108,7 @@ class Heartbeat:
             seen, idle = self.rounds, idle + TICK if seen == self.rounds else 0.0
         if not self._ended.is_set():
             last = self._others.told(0) if self.rank else ""
+            watchdog.end_stuck_launcher(LAUNCHER_SECONDS)
             self._end(f"node 1, {self.nodes[0].host}, has not answered for {self.timeout:g} s{last} (--node-timeout)")
 
     def _verdict(self, silent: list[int]) -> str:

@@ -133,6 +133,14 @@ def end_silent(pids: Iterable[int]) -> None:
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
 
 
+def end_stuck_launcher(seconds: float) -> None:
+    """Kills the torchrun of this rank if it has no living rank so many seconds from now: with a c10d rendezvous it waits a
+    minute for a store that does not answer, and does not look at its ranks. A healthy one has ended, or started them again."""
+    launcher = os.getppid()
+    ranks = f'for rank in $(cat /proc/{launcher}/task/*/children); do grep -qs "^State:.[^ZX]" /proc/$rank/status && exit; done'
+    subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; {ranks}; kill -KILL {launcher}"], start_new_session=True)
+
+
 def silent() -> set[int]:
     """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store has gone."""
     return _watchdog.call_the_roll() if _watchdog else set()

@@ -92,7 +92,8 @@ def command(*arguments, ranks: int | None = None, fresh: bool = False, imported:
     arguments = list(map(str, arguments))
     if not fresh:
         return [sys.executable, "-S", "tests/forked.py", imported, str(ranks or 0), *arguments]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    alone = [] if "--nnodes" in arguments else ["--standalone"]
+    torchrun = ["-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks)] if ranks else []
     return [sys.executable, *torchrun, *arguments]
 
 

@@ -18,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from helpers import ROOT, command, environment
 
@@ -117,14 +119,16 @@ class Node(Space):
         if (said := self._delay.stdout.readline()) != "ready\n":
             raise Unavailable(f"no delayed link: {said}{self._delay.communicate(timeout=10)[0]}")
 
-    def start(self, *arguments, ranks: int | None = None, env: dict[str, str] | None = None, **how) -> subprocess.Popen:
-        """Starts a script here as helpers.command says; stdout and stderr come through one pipe."""
+    def start(
+        self, *arguments, console: IO[str], ranks: int | None = None, env: dict[str, str] | None = None, **how
+    ) -> subprocess.Popen:
+        """Starts a script here as helpers.command says; console: takes stdout and stderr."""
         if how.get("fresh"):
             started = [sys.executable, ROOT / "tests" / "nodes.py", str(self.pid), *command(*arguments, ranks=ranks, **how)]
         else:
             started = command(*arguments, ranks=ranks, **how)
         where = environment(PYTHONUNBUFFERED="1", NODE=str(self.pid), MARK=self.name, **(env or {}))
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
         return subprocess.Popen(started, cwd=ROOT, env=where, start_new_session=True, **pipes)
 
     def unplug(self) -> None:
@@ -179,25 +183,32 @@ class Node(Space):
 class Job:
     """A torchrun on each of several nodes."""
 
-    def __init__(self, processes: list[subprocess.Popen]):
-        self.processes = processes
+    def __init__(self, processes: list[subprocess.Popen], consoles: list[IO[str]]):
+        self.processes, self._consoles = processes, consoles
+
+    def console(self, number: int) -> str:
+        """What the node (number from 0) has printed so far, on stdout and stderr."""
+        self._consoles[number].seek(0)
+        return self._consoles[number].read()
 
     def wait(self, timeout: float) -> list[tuple[int, str]]:
-        """Exit code and console of each node; raises subprocess.TimeoutExpired, with the consoles, after so many seconds."""
-        deadline, found = time.monotonic() + timeout, []
+        """Exit code and console of each node; raises TimeoutError, with the consoles, after so many seconds."""
+        deadline = time.monotonic() + timeout
         for process in self.processes:
-            try:
-                console = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-            except subprocess.TimeoutExpired as late:
-                told = [console for _, console in found] + [(late.output or b"").decode(errors="replace")]
-                raise subprocess.TimeoutExpired(process.args, timeout, "\n----\n".join(told)) from None
-            found.append((process.returncode, console))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.01, deadline - time.monotonic()))
+        found = [(process.returncode, self.console(number)) for number, process in enumerate(self.processes)]
+        if any(code is None for code, _ in found):
+            raise TimeoutError(
+                "\n----\n".join(f"node {number}: {code}\n{text}" for number, (code, text) in enumerate(found, 1))
+            )
         return found
 
     def end(self) -> None:
-        for process in self.processes:
+        for process, console in zip(self.processes, self._consoles, strict=True):
             process.kill()
-            process.communicate()
+            process.wait()
+            console.close()
 
 
 class Network:
@@ -240,15 +251,17 @@ class Network:
         """Starts a job: of each node its ranks, and a script with its flags. rendezvous: c10d or static."""
         env = {"SPARE_RANKS": "0", **(env or {})}
         meet = ["--nnodes", len(of_nodes), "--max-restarts", restarts, "--monitor-interval", 0.1]
-        processes = []
+        processes, consoles = [], []
         for number, (ranks, (script, *flags)) in enumerate(of_nodes):
             if rendezvous == "c10d":
                 where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "test"]
             else:
                 where = ["--node-rank", number, "--master-addr", "node1", "--master-port", 29500]
             env = {**env, "SPARE_RANKS": str(ranks * restarts)}
-            processes.append(self.nodes[number].start(*meet, *where, ROOT / script, *flags, ranks=ranks, env=env, **how))
-        self._jobs.append(Job(processes))
+            consoles.append(open(self._directory / f"{uuid.uuid4()}", "w+", errors="replace"))  # noqa: SIM115
+            how |= {"ranks": ranks, "env": env, "console": consoles[-1]}
+            processes.append(self.nodes[number].start(*meet, *where, ROOT / script, *flags, **how))
+        self._jobs.append(Job(processes, consoles))
         return self._jobs[-1]
 
     def left_over(self) -> list[str]:

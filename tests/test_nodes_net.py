@@ -7,6 +7,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import power_losses
 import pytest
 from helpers import bits, train
 
@@ -94,3 +95,11 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
     assert clean(machines)
     assert sum("goes on after step" in console for _, console in consoles) == 1, consoles
     assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_that_loses_its_power_ends_the_job_everywhere_and_loses_no_ticket(demo_model, network):
+    """At random moments; `python tests/power_losses.py` does it 20 times."""
+    network(1)  # skips where there are no namespaces
+    assert "none lost" in power_losses.main(power_losses.Args(losses=2, node_timeout=10, fresh=False, seed=3))
