@@ -136,6 +136,8 @@ def end_silent(pids: Iterable[int]) -> None:
 def end_stuck_launcher(seconds: float) -> None:
     """Kills the torchrun of this rank if it has no living rank so many seconds from now: with a c10d rendezvous it waits a
     minute for a store that does not answer, and does not look at its ranks. A healthy one has ended, or started them again."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     launcher = os.getppid()
     ranks = f'for rank in $(cat /proc/{launcher}/task/*/children); do grep -qs "^State:.[^ZX]" /proc/$rank/status && exit; done'
     subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; {ranks}; kill -KILL {launcher}"], start_new_session=True)
