@@ -5,21 +5,23 @@
     runs/<name>/step_000020/manifest.json   every file's size and checksum
     runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
 
-All learners must see the same file system. The tensors are safetensors files that torch.distributed.checkpoint reads, on any
-number of learners: nothing on disk is pickled. The manifest is checked before anything is loaded. Left out: writing them, which
-is rl/saver.py.
+Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest; they are read
+on any number of learners (rl/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is loaded.
+Left out: writing them, which is rl/saver.py.
 """
 
 import json
 import os
+import platform
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed
-import torch.distributed.checkpoint as dcp
 import xxhash
 
 from rl import dist, launch
@@ -29,9 +31,11 @@ from rl.identity import Identity
 from rl.learner import Learner
 from rl.ranges import Range
 from rl.run import Origin
+from rl.shard_files import Files, ShardFiles, digest_of_file, wrong, wrong_anywhere
 
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
+NO_MANIFEST = f"{MANIFEST} is missing"
 STEPS = "step_" + "[0-9]" * 6
 
 
@@ -74,7 +78,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
     path = origin.checkpoint
-    record = json.loads((path / TRAINING / STATE).read_text())
+    record = json.loads(_from_first(path / TRAINING / STATE))
     if origin.step > total_steps:
         raise UserError(
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
@@ -85,7 +89,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
     if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
         print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
-    groups, unfinished = (read_groups(path / TRAINING / name) for name in (GROUPS, UNFINISHED))
+    groups, unfinished = (_groups(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
 
 
@@ -101,34 +105,39 @@ def load(path: Path, learner: Learner) -> dict:
 def _load_tensors(path: Path, learner: Learner) -> None:
     """Reads the master weights and moments into the learner's. A collective."""
     tensors = learner.state_tensors()
-    reader = dcp.HuggingFaceStorageReader(str(path / TRAINING))
-    saved = {name: list(of.size) for name, of in reader.read_metadata().state_dict_metadata.items()}
-    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    names = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
+    saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in [*saved, *wanted]:
-        if saved.get(name) != wanted.get(name):  # dcp.load would not look at what it is not asked for
+        if saved.get(name) != wanted.get(name):
             shapes = [of.get(name, "no such tensor") for of in (saved, wanted)]
             raise UserError(
                 f"{path} does not fit the model: {name} is {shapes[0]} there and {shapes[1]} in --model. Give the --model that "
                 "the run was trained from."
             )
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
-        raise UserError(f"{path} cannot be loaded: {_root(error)}. Give the --model that it was trained from.") from error
+    shards.read(tensors)
+
+
+def _from_first(file: Path) -> bytes:
+    """A file that may be on the first node's disk alone. A collective."""
+    return dist.bytes_from_main(file.read_bytes() if torch.distributed.get_rank() == 0 else b"")
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
     """The run and the checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the checkpoint
     that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    text = dist.from_main(json.dumps([str(found.run_dir), str(found.checkpoint or "")]) if found else "")
-    if not text:
-        return None
-    run_dir, checkpoint = json.loads(text)
-    return Origin(Path(run_dir), Path(checkpoint) if checkpoint else None)
+    found = json.loads(dist.from_main(json.dumps(found and [str(found[0]), [str(path) for path in found[1]], found[2]])))
+    run_dir, steps, is_asked = (Path(found[0]), [Path(path) for path in found[1]], found[2]) if found else (None, [], False)
+    if is_asked:
+        return Origin(run_dir, check_path(steps[0], damage_anywhere))
+    if not steps and (run_dir or (args.resume_mode == "auto" and experiment_name)):
+        _check_elsewhere(run_dir or Path(output_dir) / experiment_name)
+    return Origin(run_dir, _first_good(run_dir, steps, damage_anywhere)) if found else None
 
 
-def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
+def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> tuple[Path, list[Path], bool] | None:
+    """The run, its checkpoints from the newest on, and whether the one was asked for."""
     runs = []
     if launch.restarts():  # this job's own run, wherever it began
         configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -136,16 +145,30 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
     if not runs and args.resume_mode == "disable":
         return None
     if not runs and args.resume_mode != "auto":
-        path = check_path(Path(args.resume_mode))
-        return Origin(path.parent, path)
+        path = Path(args.resume_mode).resolve()
+        return path.parent, [path], True
     if not runs and experiment_name:
         runs = [output_dir / experiment_name]
     for run_dir in runs:
         if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
             if _read_config(run_dir / "config.json") is None:
                 print(f"warning: {run_dir}/config.json is missing or damaged; the run goes on", file=sys.stderr, flush=True)
-            return Origin(run_dir, newest(run_dir))
+            return run_dir, _steps(run_dir), False
     return None
+
+
+def _steps(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob(STEPS), reverse=True)
+
+
+def _check_elsewhere(run_dir: Path) -> None:
+    """Raises UserError where other nodes have parts of the run's checkpoints and the first node has none. A collective."""
+    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([platform.node(), bool(_steps(run_dir))]).encode())]
+    if hosts := sorted({host for host, has in reports if has}):
+        raise UserError(
+            f"{run_dir}: {', '.join(hosts)} has its part of the run's checkpoints, {reports[0][0]} has none. The node whose "
+            "disk has the manifests must come first (--node-rank 0); or give another --experiment-name."
+        )
 
 
 def _read_config(path: Path) -> dict | None:
@@ -160,15 +183,18 @@ def _read_config(path: Path) -> dict | None:
 def newest(run_dir: Path) -> Path | None:
     """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
     damage. Raises UserError if there are checkpoints and all are damaged."""
+    return _first_good(run_dir, _steps(run_dir), damage)
+
+
+def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str | None]) -> Path | None:
     errors = {}
-    for path in sorted(run_dir.glob(STEPS), reverse=True):
+    for path in paths:
         if (error := damage(path)) is None:
             if errors:
-                step = int(path.name.removeprefix("step_"))
-                print(f"warning: the steps after {step} are trained again", file=sys.stderr, flush=True)
+                _warn(f"the steps after {int(path.name.removeprefix('step_'))} are trained again")
             return path
         errors[path.name] = error
-        print(f"warning: checkpoint {path} is damaged: {error}", file=sys.stderr, flush=True)
+        _warn(f"checkpoint {path} is damaged: {error}")
     if errors:
         raise UserError(
             f"{run_dir}: every checkpoint of the run is damaged ({', '.join(errors)}; the warnings say how). Put the files "
@@ -177,8 +203,30 @@ def newest(run_dir: Path) -> Path | None:
     return None
 
 
+def _warn(text: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def damage(path: Path) -> str | None:
     """A line on the first file that is not as it was written; None if all are."""
+    files = read_manifest(path)
+    if isinstance(files, str):
+        return files
+    return next((error for name, of in files.items() if (error := wrong(path, name, of))), None)
+
+
+def damage_anywhere(path: Path) -> str | None:
+    """The same of a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read once.
+    A collective."""
+    files = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    return files if isinstance(files, str) else wrong_anywhere(path, files)
+
+
+def read_manifest(path: Path) -> Files | str:
+    """The files of a checkpoint; a line on the manifest if it is not as it was written."""
+    if not (path / MANIFEST).exists():
+        return NO_MANIFEST + (": it is on the disk of the node that came first" if len(launch.nodes()) > 1 else "")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = manifest["files"]
@@ -186,31 +234,23 @@ def damage(path: Path) -> str | None:
             return f"{MANIFEST} does not fit its own checksum"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {error}"
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"{name} is missing or not {size:,} bytes long"
-        if _digest_of_file(file) != digest:
-            return f"{name} does not fit its checksum"
-    return None
+    return files
 
 
-def write_manifest(work: Path, known: dict[str, tuple[int, str]]) -> None:
-    """Lists all files of a checkpoint, which are on disk then. known: (size, checksum) of those that are already."""
+def write_manifest(work: Path, known: Files) -> None:
+    """Lists all files of a checkpoint, which are on disk then. known: those that are already."""
     files = {name: list(of) for name, of in known.items()}
     for file in sorted(path for path in work.rglob("*") if path.is_file()):
         name = str(file.relative_to(work))
         if name not in files:
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-            files[name] = [file.stat().st_size, _digest_of_file(file)]
+            files[name] = [file.stat().st_size, digest_of_file(file)]
     record = {"files": files, "digest": _digest_of(json.dumps(files, sort_keys=True).encode())}
     with open(work / MANIFEST, "w") as handle:
         json.dump(record, handle)
         handle.flush()
         os.fsync(handle.fileno())
-    for directory in (work / TRAINING, work):
-        sync_directory(directory)
 
 
 def sync_directory(path: Path) -> None:
@@ -221,33 +261,47 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def check_path(path: Path) -> Path:
+def make_anew(work: Path) -> None:
+    """An empty directory for a checkpoint that is being written."""
+    shutil.rmtree(work, ignore_errors=True)
+    (work / TRAINING).mkdir(parents=True)
+
+
+def rename(work: Path, target: Path) -> None:
+    """Gives a checkpoint that is on disk its name."""
+    for directory in (work / TRAINING, work):
+        sync_directory(directory)
+    if target.exists():  # of a run that went on from an older checkpoint
+        remove(target)
+    os.rename(work, target)
+    sync_directory(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Renames it first, so that what a kill leaves of it is no checkpoint any more."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def check_path(path: Path, damage: Callable[[Path], str | None] = damage) -> Path:
     """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
-    if not (path / MANIFEST).exists():
+    error = damage(path)
+    if error and error.startswith(NO_MANIFEST):
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
-    if error := damage(path):
+    if error:
         raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
     return path.resolve()
 
 
-def _root(error: BaseException) -> str:
-    """One line on an error; of torch.distributed.checkpoint's, which gather every rank's with its traceback, the first."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 def read_groups(file: Path) -> list[Group]:
     """The groups in GROUPS or UNFINISHED."""
-    return [Group.from_bytes(record) for record in split_records(file.read_bytes())]
+    return _groups(file.read_bytes())
 
 
-def _digest_of_file(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with open(file, "rb") as handle:
-        while chunk := handle.read(1 << 22):
-            state.update(chunk)
-    return state.hexdigest()
+def _groups(data: bytes) -> list[Group]:
+    return [Group.from_bytes(record) for record in split_records(data)]
 
 
 def _digest_of(data: bytes) -> str:

@@ -8,6 +8,7 @@ No copy is made for the last save, after which nothing changes, nor where memory
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -23,11 +24,9 @@ from typing import NoReturn
 import torch
 import torch.distributed
 from huggingface_hub import split_torch_state_dict_into_shards
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedTokenizerBase
 
-from rl import dist, host, signals, watchdog
+from rl import dist, host, launch, signals, watchdog
 from rl.batch import Group, join_records
 from rl.checkpoint import (
     GROUPS,
@@ -37,7 +36,9 @@ from rl.checkpoint import (
     TRAINING,
     UNFINISHED,
     CheckpointArgs,
-    sync_directory,
+    make_anew,
+    remove,
+    rename,
     write_manifest,
 )
 from rl.device import HOST_BACKEND
@@ -46,11 +47,11 @@ from rl.hub_names import hub_names
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.run import Origin, Run
+from rl.shard_files import Block, Files, header, local
 from rl.tensor_files import TensorFile, piece_sizes, pieces, write_model
 from rl.vision import ImagePrep
 
 SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
-Block = tuple[list[int], list[int]]  # a shard's offset in its tensor, and its shape
 
 
 class Saver:
@@ -70,17 +71,20 @@ class Saver:
         self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
         self._identity = identity.record if learner.ranks.is_main else None
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
-        dist.check_shared(self.run_dir)
+        self._own_disk = self._find_own_disk()  # the node's name, if it does not share the first one's
+        # The learner that makes, renames and removes directories here.
+        self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         named = dict(learner.policy.model.named_parameters())
-        record = json.dumps({name: _block(parameter) for name, parameter in named.items()}).encode()
-        self._blocks: list[dict[str, Block]] = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(record)]
+        own = {name: dataclasses.astuple(Block.of(parameter)) for name, parameter in named.items()}
+        everyone = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(json.dumps(own).encode())]
+        self._blocks = [{name: Block(*map(tuple, of)) for name, of in of_rank.items()} for of_rank in everyone]
         config = learner.config
         self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
         # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
         learner.policy.reshard()
-        self._frozen = {f"model.{name}": _local(parameter.data) for name, parameter in learner.frozen.items()}
+        self._frozen = {f"model.{name}": local(parameter.data) for name, parameter in learner.frozen.items()}
         self._prep = prep
         self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
             {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
@@ -98,7 +102,7 @@ class Saver:
         self.step = origin.step if origin else 0  # that was saved last
         self.error = ""  # of the last save; empty if it is whole
         signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
-        if origin and learner.ranks.is_main:
+        if origin and self._clears:
             self._set_aside(after=origin.step)
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
@@ -114,8 +118,7 @@ class Saver:
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
-        error = _attempt(lambda: _make_anew(work)) if self.learner.ranks.is_main else ""
-        if error := dist.from_main(error):
+        if error := self._first_error(lambda: make_anew(work), if_=self._clears):
             self._give_up(step, work, error)
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
@@ -136,7 +139,7 @@ class Saver:
         """The part of `save` that reads the weights, if it has not been done: copies them and the moments when the checkpoint
         before is complete, where that is needed and memory allows. A collective of the learners."""
         self.wait()
-        live = {name: _local(tensor) for name, tensor in self.learner.state_tensors().items()}
+        live = {name: local(tensor) for name, tensor in self.learner.state_tensors().items()}
         self._state = live
         if self._is_last(step) or not self._has_room(live):
             return
@@ -238,19 +241,49 @@ class Saver:
         ranks, written = self.learner.ranks, {}
         shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
         error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
-        reports = [json.loads(record) for record in self._gather(json.dumps([written, error]).encode())]
-        if error := next((error for _, error in reports if error), ""):
+        reports = [json.loads(of) for of in self._gather(json.dumps([written, self._own_disk, error]).encode())]
+        if error := next((error for *_, error in reports if error), ""):
             return error
-        for of_rank, _ in reports:
-            written |= of_rank
         stream = self._stream_model(tensors)
         if ranks.is_main:
             error = _attempt(lambda: written.update(write_model(work, self._plan, self._parts, self._dtype, stream)))
         for _ in stream:
             pass  # where writing failed, too: the others still send
         if ranks.is_main and not error:
-            error = _attempt(lambda: self._seal(work, target, files, written))
-        return self._gather(error.encode())[0].decode()
+            error = _attempt(lambda: self._complete_files(work, files, written, reports))
+        if error := self._gather(error.encode())[0].decode():
+            return error
+        # The first learner's has the manifest: it is renamed when all others are in place.
+        for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
+            if error := self._first_error(lambda: rename(work, target), if_=is_turn, group=self._group):
+                return error
+        saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
+        old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
+        for name in json.loads(self._gather(json.dumps(old).encode())[0]):
+            if self._clears and (self.run_dir / name).is_dir():
+                _attempt(lambda name=name: remove(self.run_dir / name))
+        return ""
+
+    def _first_error(self, act: Callable[[], object], if_: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
+        """What goes wrong on the first of the learners that have to act; "" where nothing does. A collective."""
+        errors = dist.all_gather_bytes((_attempt(act) if if_ else "").encode(), group)
+        return next((error.decode() for error in errors if error), "")
+
+    def _find_own_disk(self) -> str:
+        """The name of this node if its directory is another than the first one's. Raises UserError if it can have none. A
+        collective."""
+        own = "" if dist.sees_main(self.run_dir) else platform.node()
+        if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), if_=bool(own)):
+            raise UserError(
+                f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
+                f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."
+            )
+        if hosts := sorted({of.decode() for of in dist.all_gather_bytes(own.encode()) if of}):
+            self.run.say(
+                f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
+                "on its own disk, and all are needed to go on"
+            )
+        return own
 
     def _gather(self, record: bytes) -> list[bytes]:
         return dist.all_gather_bytes(record, self._group)
@@ -258,10 +291,8 @@ class Saver:
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
         """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
         checksum)."""
-        offsets = {key: self._blocks[self.learner.ranks.rank][key.partition(".")[2]][0] for key in tensors}
-        metadata = {"format": "pt", "DCP_VERSION": "1.0"}
-        metadata["DCP_SHARDING_INFO"] = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
-        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], metadata)
+        blocks = {key: self._blocks[self.learner.ranks.rank][key.partition(".")[2]] for key in tensors}
+        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(blocks))
         for tensor in tensors.values():
             for piece in pieces(tensor, tensor.dtype):
                 file.write(piece)
@@ -273,7 +304,7 @@ class Saver:
         the others send their shards. A collective."""
         ranks, tensors = self.learner.ranks, tensors | self._frozen
         for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
-            order = sorted(range(ranks.world_size), key=lambda rank, name=name: self._blocks[rank][name][0])
+            order = sorted(range(ranks.world_size), key=lambda rank, name=name: self._blocks[rank][name].offset)
             for rank in order:
                 if rank == ranks.rank:
                     for piece in pieces(tensors[f"model.{name}"], self._dtype):
@@ -283,20 +314,22 @@ class Saver:
                         else:
                             torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
                 elif ranks.is_main:
-                    for size in piece_sizes(math.prod(self._blocks[rank][name][1]), self._dtype):
+                    for size in piece_sizes(math.prod(self._blocks[rank][name].shape), self._dtype):
                         piece = torch.empty(size, dtype=self._dtype)
                         torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
                         self._moved += 1
                         yield piece
 
-    def _seal(self, work: Path, target: Path, files: dict[str, bytes], written: dict[str, tuple[int, str]]) -> None:
-        """Adds the small files and the manifest, and gives the checkpoint its name. Raises OSError if another learner's file is
-        not to be seen here: without all of them there is no checkpoint."""
-        for name, (size, _) in written.items():
-            if not (work / name).is_file() or (work / name).stat().st_size != size:
-                raise FileNotFoundError(
-                    f"{work / name} is not there as its learner wrote it: all learners must see the same --output-dir"
-                )
+    def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
+        """Adds the small files and the manifest. reports: what each learner has written, and the node if it is not here. Raises
+        OSError if another learner's file is not to be seen that should be: without all of them there is no checkpoint."""
+        for of_rank, node, _ in reports:
+            for name, (size, digest) in of_rank.items():
+                if not node and (not (work / name).is_file() or (work / name).stat().st_size != size):
+                    raise FileNotFoundError(
+                        f"{work / name} is not there as its learner wrote it: all learners must see the same --output-dir"
+                    )
+                written[name] = (size, digest, node) if node else (size, digest)
         self.learner.config.save_pretrained(work)
         self.learner.policy.model.generation_config.save_pretrained(work)
         self.tokenizer.save_pretrained(work)
@@ -305,18 +338,12 @@ class Saver:
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
         write_manifest(work, written)
-        if target.exists():  # of a run that went on from an older checkpoint
-            _remove(target)
-        os.rename(work, target)
-        sync_directory(self.run_dir)
-        saved = sorted(self.run_dir.glob(STEPS))
-        for path in saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []:
-            _remove(path)
 
     def _give_up(self, step: int, work: Path, error: str) -> None:
         self.error = error
-        if self.learner.ranks.is_main:
+        if self._clears:
             shutil.rmtree(work, ignore_errors=True)
+        if self.learner.ranks.is_main:
             print(f"warning: the checkpoint of step {step} could not be written: {error}. Training goes on.", file=sys.stderr)
 
     def _keep_best(self) -> None:
@@ -333,18 +360,6 @@ class Saver:
                 _attempt(lambda source=source, record=record: _link_best(source, best, record))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _block(tensor: torch.Tensor) -> Block:
-    """The position of this rank's part in the tensor."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim(), list(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(offset), list(shape)
-
-
 def _attempt(act: Callable[[], object]) -> str:
     """Does it; returns what went wrong, in one line, or ""."""
     try:
@@ -352,19 +367,6 @@ def _attempt(act: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
-
-
-def _make_anew(work: Path) -> None:
-    shutil.rmtree(work, ignore_errors=True)
-    (work / TRAINING).mkdir(parents=True)
-
-
-def _remove(path: Path) -> None:
-    """Renames it first, so that what a kill leaves of it is no checkpoint any more."""
-    doomed = path.with_name(f"{path.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _link_best(source: Path, best: Path, record: dict) -> None:
@@ -379,5 +381,5 @@ def _link_best(source: Path, best: Path, record: dict) -> None:
                 shutil.copyfile(file, work / file.name)
     (work / "best.json").write_text(json.dumps(record))
     if best.exists():
-        _remove(best)
+        remove(best)
     os.rename(work, best)

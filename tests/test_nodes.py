@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, bits, command, environment, train
 
+from rl import checkpoint
+
 
 def free_port() -> int:
     with socket.socket() as listener:
@@ -146,15 +148,21 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
 
 
 @pytest.mark.timeout(150)
-def test_directories_that_are_not_shared_are_refused_on_both(demo_model, tmp_path):
+def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_model, tmp_path):
     """A relative path, in another directory on each node."""
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
-    flags = ["tests/programs/node_failures.py", "impatient", ROOT / "train_sync.py"]
+    flags = ["tests/programs/node_failures.py", "impatient", ROOT / "train_sync.py", "--experiment-name", "run"]
     flags += ["--output-dir", "runs", "--total-training-steps", 1, "--no-val-before-train"]
     consoles = run_nodes([(1, flags)] * 2, places)
-    assert refused(consoles, f"--output-dir: what {HOST} writes into .* does not show on {HOST}")
+    assert [code for code, _ in consoles] == [0, 0], consoles
+    assert re.search(rf"^checkpoints: {HOST} does not share {places[0]}/runs/run: each node keeps", consoles[0][1], re.M)
+    step = Path("runs/run/step_000001")
+    of_second = [file.relative_to(places[1] / step) for file in (places[1] / "runs").rglob("*") if file.is_file()]
+    assert of_second == [Path("training/shard-00002-of-00002.safetensors")]
+    assert {"manifest.json", "model.safetensors"} <= {file.name for file in (places[0] / step).iterdir()}
+    assert f"{of_second[0]} is missing" in checkpoint.damage(places[0] / step)
     assert not list(tmp_path.rglob(".seen*"))
 
 

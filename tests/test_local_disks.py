@@ -1,0 +1,94 @@
+"""Checkpoints on the nodes' own disks: each keeps its learners' part, and what is missing is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import bits, run_script, train
+from nodes import Network, Unavailable
+from safetensors.torch import load_file
+
+SAVED = "tests/programs/reshard.py"
+
+
+def save_on(ranks: int, model: str, out: Path) -> Path:
+    out.mkdir()
+    run_script(SAVED, model, "{}", "-", out, ranks=ranks, timeout=120)
+    return out / "step_000001"
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_what_a_learner_does_not_see_is_sent(models, tmp_path, before, now):
+    """By any number of learners, with files that some have and some have not; all are compared with their checksums."""
+    path = save_on(before, models["qwen2-tied"], tmp_path / "saved")
+    done = run_script("tests/programs/scattered.py", models["qwen2-tied"], path, tmp_path / "disks", ranks=now, timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
+    weights = load_file(path / "model.safetensors")
+    assert found["tensors"] == 3 * len(weights) and found["same"] and found["whole"] == [None, None]
+    name = f"training/shard-00002-of-0000{before}.safetensors"
+    assert found["told"]["changed"] == f"{name} does not fit its checksum"
+    assert found["told"]["missing"].startswith(f"{name} is missing or not ")
+
+
+def test_each_learner_reads_the_rows_of_its_own_part(models, tmp_path):
+    """What the files hold, put together, is what is loaded."""
+    path = save_on(3, models["qwen3"], tmp_path / "saved")
+    (tmp_path / "alone").mkdir()
+    run_script(SAVED, models["qwen3"], "{}", path, tmp_path / "alone", ranks=2, timeout=120)
+    first, second = (load_file(tmp_path / name / "tensors.safetensors") for name in ("saved", "alone"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    shards = [load_file(file) for file in sorted(path.glob("training/shard-*"))]
+    for name, tensor in first.items():
+        assert torch.equal(torch.cat([shard[name] for shard in shards]), tensor), name
+
+
+FLAGS = ["--save-freq", 2, "--test-freq", 0, "--no-val-before-train", "--experiment-name", "run"]
+
+
+@pytest.fixture
+def network(tmp_path):
+    """Two nodes; tmp_path/own is another directory on each."""
+    (tmp_path / "own").mkdir()
+    try:
+        with Network(2, own=tmp_path / "own") as network:
+            yield network
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_nodes_share_no_disk_goes_on_bit_for_bit(network, demo_model, tmp_path):
+    def go(steps: int) -> list[tuple[int, str]]:
+        flags = ["tests/programs/node_failures.py", "impatient", "train_sync.py", *FLAGS, "--output-dir", tmp_path / "own"]
+        of_node = (1, [*flags, "--total-training-steps", steps])
+        return network.start([of_node] * 2, rendezvous="static").wait(120)
+
+    def of_node(number: int) -> Path:
+        return tmp_path / "own" / f"node{number}" / "run"
+
+    _, whole, _ = train("train_sync.py", *FLAGS, "--total-training-steps", 4, out=tmp_path / "shared", ranks=2)
+    shutil.rmtree(whole / "step_000002")
+    consoles = go(2)
+    assert [code for code, _ in consoles] == [0, 0], consoles
+    assert "node2 does not share" in consoles[0][1]
+    found = [sorted(str(file.relative_to(of_node(2))) for file in of_node(2).rglob("*") if file.is_file())]
+    assert found == [["step_000002/training/shard-00002-of-00002.safetensors"]]
+    assert not (of_node(1) / found[0][0]).exists()
+
+    consoles = go(4)
+    assert [code for code, _ in consoles] == [0, 0] and "goes on after step 2 of 4" in consoles[0][1], consoles
+    assert sorted(path.name for path in of_node(2).iterdir()) == ["step_000002", "step_000004"]
+    shutil.rmtree(of_node(1) / "step_000002")
+    assert bits(of_node(1)) == bits(whole)
+
+    (of_node(2) / "step_000004" / "training" / "shard-00002-of-00002.safetensors").unlink()
+    (code, console), _ = go(6)
+    assert code == 1 and "shard-00002-of-00002.safetensors is missing" in console, console
+    assert "node2 wrote it, on its own disk" in console and "every checkpoint of the run is damaged" in console
+
+    shutil.rmtree(of_node(1))
+    (code, console), _ = go(6)
+    assert code == 1 and "node2 has its part of the run's checkpoints, node1 has none" in console, console
