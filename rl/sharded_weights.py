@@ -86,7 +86,7 @@ def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -
     whether weights that are not used are told."""
     check_files(path, f"--model {path}")
     config = load_config(path, trust_remote_code)
-    stored = None if hasattr(config, "quantization_config") else stored_tensors(path)
+    stored = None if getattr(config, "quantization_config", None) else stored_tensors(path)
     weights = _stored_weights(path, unfilled_model(config, trust_remote_code), stored, say) if stored else None
     if weights is None:
         model = load_weights(path, torch.float32, trust_remote_code, say)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import bits, run_script, train
 from nodes import Network, Unavailable
 from safetensors.torch import load_file
@@ -32,6 +33,7 @@ def test_what_a_learner_does_not_see_is_sent(models, tmp_path, before, now):
     assert found["told"]["missing"].startswith(f"{name} is missing or not ")
 
 
+@pytest.mark.slow
 def test_each_learner_reads_the_rows_of_its_own_part(models, tmp_path):
     """What the files hold, put together, is what is loaded."""
     path = save_on(3, models["qwen3"], tmp_path / "saved")
@@ -42,6 +44,15 @@ def test_each_learner_reads_the_rows_of_its_own_part(models, tmp_path):
     shards = [load_file(file) for file in sorted(path.glob("training/shard-*"))]
     for name, tensor in first.items():
         assert torch.equal(torch.cat([shard[name] for shard in shards]), tensor), name
+
+
+@pytest.mark.slow
+def test_pytorch_reads_the_files_too(models, tmp_path):
+    path = save_on(2, models["moe"], tmp_path / "saved")
+    expected = load_file(tmp_path / "saved" / "tensors.safetensors")
+    found = {name: torch.full_like(tensor, -1.0) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path / "training")), no_dist=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 FLAGS = ["--save-freq", 2, "--test-freq", 0, "--no-val-before-train", "--experiment-name", "run"]
@@ -92,3 +103,22 @@ def test_a_run_whose_nodes_share_no_disk_goes_on_bit_for_bit(network, demo_model
     shutil.rmtree(of_node(1))
     (code, console), _ = go(6)
     assert code == 1 and "node2 has its part of the run's checkpoints, node1 has none" in console, console
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones_are_sent(network, demo_model, tmp_path):
+    copies = [tmp_path / "own" / f"node{number}" / "model" for number in (1, 2)]
+    for copy in copies:
+        shutil.copytree(demo_model, copy)
+    file, own = copies[1] / "model.safetensors", tmp_path / "own"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    flags = ["train_sync.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
+    flags += ["--train-files", "demo", "--no-val-before-train"]
+    (code, console), _ = network.start([(1, flags)] * 2).wait(120)
+    assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
+    file.unlink()
+    consoles = network.start([(1, flags)] * 2).wait(120)
+    assert [code for code, _ in consoles] == [0, 0], consoles

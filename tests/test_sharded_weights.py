@@ -55,7 +55,7 @@ def mixed(path) -> None:
 
 
 FORMS = [
-    *((family, "as saved", lambda path: None) for family in FAMILIES),
+    *((family, "as saved", lambda path: None) for family in ("qwen3", "qwen2.5-vl")),
     *((family, "bfloat16", halved(torch.bfloat16)) for family in ("qwen2-tied", "moe", "qwen3-vl-moe")),
     ("moe", "float16", halved(torch.float16)),
     *((family, "mixed", mixed) for family in ("qwen2-tied", "moe")),
@@ -75,6 +75,7 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
     expected, dice = load_weights(str(path), torch.float32), torch.get_rng_state()
     monkeypatch.setattr(weight_files, "PIECE_BYTES", 1000)  # pieces end anywhere
     monkeypatch.setattr("rl.sharded_weights.load_weights", None)  # nothing reads the model whole
+    monkeypatch.setattr("rl.learner.check_policy", lambda *_: None)  # that has tests of its own
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=1)
     for name, weight in learner.weights():
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.get_parameter(name)), name
@@ -87,12 +88,12 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_weights_that_are_not_all_there_are_refused(ranks, tmp_path, damage):
+def test_weights_that_are_not_all_there_are_refused(tmp_path, damage):
     act, message = DAMAGES[damage]
     save_model("qwen2-untied", tmp_path / "model")
     act(tmp_path / "model")
     with pytest.raises(UserError, match=message) as refused:
-        Learner(str(tmp_path / "model"), LearnerArgs(), ranks, total_steps=1)
+        open_weights(str(tmp_path / "model"))
     assert f"{tmp_path}" in str(refused.value) and len(str(refused.value)) < 600
 
 
@@ -105,7 +106,7 @@ def change_index(path, change) -> str:
     return name[1]
 
 
-def test_the_damaged_file_is_named(ranks, tmp_path):
+def test_the_damaged_file_is_named(tmp_path):
     def cut(path, listed, _, file) -> None:
         (path / file).write_bytes((path / file).read_bytes()[:-1])
 
@@ -162,7 +163,7 @@ def test_weights_that_are_not_used_are_said_once(ranks, models, tmp_path, capsys
     assert out.count("warning:") == 1 and "11 weights in the files are not used, model.layers.1." in out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2-tied", "moe", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
 def test_the_check_at_the_start_holds_a_layer_at_a_time(families, tmp_path, monkeypatch, family):
     """It computes what it would with the whole model in fp32, and holds nothing in the end."""
     shutil.copytree(families[family], path := tmp_path / "model")
@@ -212,7 +213,7 @@ def test_every_rank_reads_its_own_part(families, ranks, flags, of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "flags"), [(1, {}), (2, {}), (4, {"expert_parallel": 2})])
+@pytest.mark.parametrize(("ranks", "flags"), [(2, {}), (4, {"expert_parallel": 2})])
 def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
     """A mixture of 125M parameters in bf16, its experts apart from each other in the files."""
     sizes = {"hidden_size": 512, "num_hidden_layers": 8, "moe_intermediate_size": 256, "num_experts": 32, "head_dim": 32}
