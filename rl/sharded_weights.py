@@ -14,7 +14,7 @@ import functools
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,23 +57,23 @@ class Weights:
             for module, leaf in places[parameter]:
                 setattr(module, leaf, value)
 
-        def fill(parameters: list[nn.Parameter], *_) -> None:
+        def take(parameters: Iterable[nn.Parameter]) -> None:
             for parameter in parameters:
                 put(parameter, nn.Parameter(self.whole(names[parameter]).float(), requires_grad=False))
 
-        def leave(parameters: list[nn.Parameter], *_) -> None:
+        def leave(parameters: Iterable[nn.Parameter]) -> None:
             for parameter in parameters:
                 put(parameter, parameter)
 
         hooks, rest = [], dict.fromkeys(places)
         for layer in layers(self.model):
             own = [parameter for parameter in layer.parameters() if parameter in names]
-            hooks.append(layer.register_forward_pre_hook(functools.partial(lambda own, *_: fill(own), own)))
-            hooks.append(layer.register_forward_hook(functools.partial(lambda own, *_: leave(own), own)))
+            hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: take(own)))
+            hooks.append(layer.register_forward_hook(lambda *_, own=own: leave(own)))
             for parameter in own:
                 rest.pop(parameter, None)
         try:
-            fill(rest)
+            take(rest)
             yield
         finally:
             leave(places)
