@@ -103,7 +103,7 @@ def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored]
     if found is None or not needed <= found.keys():
         return None
     used = {name for source in found.values() for name in source.names}
-    if not {stored[name].run.dtype for name in used} <= DTYPES.keys():
+    if not all(DTYPES.get(stored[name].run.dtype, torch.uint8).is_floating_point for name in used):
         return None
     files = {name: find(path, name) for name in {stored[name].run.file for name in used}}
     whole = functools.partial(_whole, model, found, stored, Reader(files))
