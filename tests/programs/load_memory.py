@@ -1,4 +1,5 @@
-"""Started by test_sharded_weights.py: each rank's peak of memory while the learner loads its model, in bytes a parameter.
+"""Started by test_sharded_weights.py: each rank's peak of memory while the learner loads its model, and while it publishes it in
+bf16 for the first time, in bytes a parameter.
 
 torchrun ... load_memory.py MODEL FLAGS(JSON)
 """
@@ -7,20 +8,30 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory import Peak
 
-from rl import process
-from rl.dist import all_gather_bytes
+from rl import dist, launch, process
+from rl.gather import BUCKET_BYTES
 from rl.learner import Learner, LearnerArgs
+from rl.weights import Publisher
 
 
-def main(ranks) -> None:
-    with Peak() as peak:
+def main(ranks: dist.Ranks) -> None:
+    with Peak() as load:
         learner = Learner(sys.argv[1], LearnerArgs(**json.loads(sys.argv[2])), ranks, total_steps=10)
-    shapes = [p.numel() for p in learner.policy.parameters()]
-    own = [peak.added / sum(shapes), peak.kept / sum(shapes), max(shapes) / sum(shapes)]
-    everyone = [json.loads(record) for record in all_gather_bytes(json.dumps(own).encode())]
+    nodes, bridge = [launch.Node("here", 0, ranks.world_size + 1, 1)], object() if ranks.is_main else None
+    split = dist.Split("learner", ranks, ranks.world_size, 1, nodes, 0, torch.distributed.HashStore(), bridge)
+    with Peak() as publish:
+        publisher = Publisher(learner, split, torch.bfloat16)
+        publisher.take_copy()
+    sizes = [p.numel() for p in learner.policy.parameters()]
+    own = {"load": load.added, "kept": load.kept, "publish": publish.added}
+    own |= {"tensor": 4 * max(sizes), "bucket": max(BUCKET_BYTES, 2 * max(sizes))}
+    own = {name: size / sum(sizes) for name, size in own.items()}
+    everyone = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
     if ranks.is_main:
         print(json.dumps(everyone))
 
