@@ -1,5 +1,6 @@
 """Ranks, their process groups, and what they send each other."""
 
+import contextlib
 import os
 import platform
 import time
@@ -319,8 +320,8 @@ def bytes_from_main(data: bytes) -> bytes:
 
 
 def sees_main(directory: Path) -> bool:
-    """False if this rank's machine has another directory there than rank 0's, which has made it. A collective of the default
-    group."""
+    """False if this rank's machine has another directory there than rank 0's, which has made it; it is then made, if that can be.
+    A collective of the default group."""
     if len(launch.nodes()) <= 1:
         return True
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
@@ -329,6 +330,10 @@ def sees_main(directory: Path) -> bool:
         (directory / name).touch()
     barrier()
     deadline = time.monotonic() + SHARED_SECONDS
+    with contextlib.suppress(
+        OSError
+    ):  # asks the server of a network file system, whose client may remember that there was none
+        directory.mkdir(parents=True, exist_ok=True)
     with watchdog.doing("what the first node writes to show here"):
         while not (seen := (directory / name).exists()) and time.monotonic() < deadline:
             time.sleep(0.2)
