@@ -320,8 +320,8 @@ def bytes_from_main(data: bytes) -> bytes:
 
 
 def sees_main(directory: Path) -> bool:
-    """False if this rank's machine has another directory there than rank 0's, which has made it; it is then made, if that can be.
-    A collective of the default group."""
+    """False if this rank's machine has another directory there than rank 0's, which has made its own; it is then made, too, if
+    that can be. A collective of the default group."""
     if len(launch.nodes()) <= 1:
         return True
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
