@@ -330,9 +330,7 @@ def sees_main(directory: Path) -> bool:
         (directory / name).touch()
     barrier()
     deadline = time.monotonic() + SHARED_SECONDS
-    with contextlib.suppress(
-        OSError
-    ):  # asks the server of a network file system, whose client may remember that there was none
+    with contextlib.suppress(OSError):  # asks the server, where a network file system remembers that there was none
         directory.mkdir(parents=True, exist_ok=True)
     with watchdog.doing("what the first node writes to show here"):
         while not (seen := (directory / name).exists()) and time.monotonic() < deadline:
