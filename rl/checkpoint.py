@@ -95,7 +95,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
 
 def load(path: Path, learner: Learner) -> dict:
     """Reads the checkpoint into the learner; returns the state of the run's other parts, by name. A collective."""
-    record = json.loads((path / TRAINING / STATE).read_text())
+    record = json.loads(_from_first(path / TRAINING / STATE))
     _load_tensors(path, learner)
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)

@@ -115,10 +115,11 @@ def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    flags = ["train_sync.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
-    flags += ["--train-files", "demo", "--no-val-before-train"]
-    (code, console), _ = network.start([(1, flags)] * 2).wait(120)
+    flags = ["train_async.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
+    flags += ["--train-files", "demo", "--no-val-before-train", "--generators"]
+    nodes = [(2, [*flags, 1]), (1, [*flags, 0])]  # engines want the whole model, where they are
+    (code, console), _ = network.start(nodes).wait(120)
     assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
     file.unlink()
-    consoles = network.start([(1, flags)] * 2).wait(120)
+    consoles = network.start(nodes).wait(120)
     assert [code for code, _ in consoles] == [0, 0], consoles
