@@ -1,12 +1,14 @@
 """What the learner's memory flags change: where moments, gradients and activations lie and in which precision, nothing else."""
 
+import json
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_group
+from helpers import SMALL, make_group, run_script
+from safetensors.torch import load_file
 
 import train_sync
 from rl import micro_batch
@@ -15,6 +17,7 @@ from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
 from rl.micro_batch import choose_tokens
+from rl.plan.memory_count import MemoryCount
 from rl.precision import in_words, precisions
 from rl.ranges import check
 
@@ -102,6 +105,23 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(models, ranks, flags):
     for seed in (2, 3):
         update(rest, seed)
     assert torch.equal(weights(rest), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_8_bits_is_read_in_another_layout_bit_for_bit(models, tmp_path):
+    """Three learners cut rows and experts unevenly; two share the experts; then one has all."""
+    came_from, first = "-", None
+    for ranks, layout in [(3, {}), (2, {"expert_parallel": 2, "optimizer_offload": True}), (1, {})]:
+        out, flags = tmp_path / str(ranks), json.dumps({"optim": "adamw_8bit"} | layout)
+        out.mkdir()
+        run_script("tests/programs/reshard.py", models["moe"], flags, came_from, out, ranks=ranks, timeout=120)
+        found, came_from = load_file(out / "tensors.safetensors"), out / "step_000001"
+        first = first or found
+        assert found.keys() == first.keys() and all(torch.equal(found[key], first[key]) for key in first), ranks
+    codes = [tensor for tensor in first.values() if tensor.dtype == torch.uint8]
+    assert len(codes) > 20 and all(len(tensor.unique()) > 8 for tensor in codes)
+    with pytest.raises(AssertionError, match=r"exp_avg\S* is"):  # another optimizer's moments
+        run_script("tests/programs/reshard.py", models["moe"], "{}", came_from, tmp_path, ranks=None, timeout=120)
 
 
 def test_gradients_in_bf16_are_kept_so_and_their_norm_is_not(models, ranks):
@@ -213,3 +233,33 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
         of.state_tensors()
         of.restore(learner.state(), None)
     assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096
+
+
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
+    """Elements a token, after the forward pass and at most in the backward pass; nothing is left behind it."""
+    learner = make_learner(models["qwen2-untied"], ranks, gradient_checkpointing=checkpointing)
+    batch = Batch.of([make_group(t, [99], prompt=1) for t in range(8)])
+    (micro,) = micro_batches(batch, torch.arange(8), 800, ranks)
+    gradients(learner, 0)  # they have their place
+    with MemoryCount() as count:
+        log_prob, _ = learner.log_probs(micro)
+        held = count.host.live["activations"] + count.host.live["logits"]
+        count.host.peak = 0
+        (-log_prob.sum()).backward()
+        peak = count.host.at_peak["activations"] + count.host.at_peak["logits"]
+        del log_prob
+    layers, h, i, heads = (
+        SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    # Two norms (normed and weighed), two sums, keys and values for each head and queries, attention's output in both orders and
+    # its normaliser; the MLP's two products, its activation and what it weighs.
+    layer = 2 * (2 * h + 1) + 2 * h + 3 * h + 2 * h + heads + 4 * i
+    kept = layers * h if checkpointing else layers * layer
+    outside = (
+        h + h + 1 + 2 * h // heads + h + SMALL["vocab_size"]
+    )  # embedding, last norm, rotation, hidden states and log-probs
+    assert held == pytest.approx(4 * 800 * (kept + outside), rel=0.01)
+    recomputed = layer if checkpointing else 0
+    assert peak < 4 * 800 * (kept + outside + recomputed + 4 * i)
+    assert count.host.live["activations"] + count.host.live["logits"] < 4 * 800
