@@ -241,14 +241,14 @@ def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
     learner = make_learner(models["qwen2-untied"], ranks, gradient_checkpointing=checkpointing)
     batch = Batch.of([make_group(t, [99], prompt=1) for t in range(8)])
     (micro,) = micro_batches(batch, torch.arange(8), 800, ranks)
-    gradients(learner, 0)  # they have their place
+    learner.log_probs(micro)[0].sum().backward()  # the gradients and the layout's indices are there
     with MemoryCount() as count:
-        log_prob, _ = learner.log_probs(micro)
+        log_prob, entropy = learner.log_probs(micro)
         held = count.host.live["activations"] + count.host.live["logits"]
         count.host.peak = 0
         (-log_prob.sum()).backward()
         peak = count.host.at_peak["activations"] + count.host.at_peak["logits"]
-        del log_prob
+        del log_prob, entropy
     layers, h, i, heads = (
         SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     )
@@ -256,10 +256,9 @@ def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
     # its normaliser; the MLP's two products, its activation and what it weighs.
     layer = 2 * (2 * h + 1) + 2 * h + 3 * h + 2 * h + heads + 4 * i
     kept = layers * h if checkpointing else layers * layer
-    outside = (
-        h + h + 1 + 2 * h // heads + h + SMALL["vocab_size"]
-    )  # embedding, last norm, rotation, hidden states and log-probs
-    assert held == pytest.approx(4 * 800 * (kept + outside), rel=0.01)
+    # The embedding, the last norm, rotations; hidden states, log-probs of all words and of the token, the entropy.
+    outside = h + h + 1 + 2 * h // heads + h + SMALL["vocab_size"] + 2
+    assert held == pytest.approx(4 * 800 * (kept + outside), rel=0.02)
     recomputed = layer if checkpointing else 0
     assert peak < 4 * 800 * (kept + outside + recomputed + 4 * i)
-    assert count.host.live["activations"] + count.host.live["logits"] < 4 * 800
+    assert count.host.live["activations"] + count.host.live["logits"] <= 8 * 800  # an index of the layout
