@@ -6,6 +6,7 @@ costs a round trip each, the second twice the bytes of what generators in bf16 w
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -17,6 +18,7 @@ from rl import watchdog
 from rl.dist import all_gather_bytes
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
+UNDER_WAY = 3  # buckets: over a slow network one does not wait for the way of the one before
 
 
 class Shards:
@@ -33,21 +35,26 @@ class Shards:
     def whole(self, device: torch.device, dtype: torch.dtype, to_all: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor on the device) of every parameter in order: on all ranks, or on the first alone. A collective,
         which all ranks walk through in step."""
-        receives = to_all or dist.get_rank() == 0
+        receives, under_way = to_all or dist.get_rank() == 0, deque()
         for names in self._buckets(dtype):
             sizes = [sum(math.prod(self._places[name][rank][0]) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
             shards = [self.parameters[name].to_local().flatten() for name in names]
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
             received = [torch.empty_like(mine) for _ in sizes] if receives else None
-            with watchdog.doing("the learners' shards of the weights"):
-                if to_all:
-                    dist.all_gather(received, mine)
-                else:
-                    dist.gather(mine, received)
-            watchdog.progress()
-            if receives:
-                yield from self._joined(names, received)
+            gather = dist.all_gather(received, mine, async_op=True) if to_all else dist.gather(mine, received, async_op=True)
+            under_way.append((gather, names, received, mine))
+            if len(under_way) == UNDER_WAY:
+                yield from self._arrived(*under_way.popleft()[:3])
+        for gather, names, received, _ in under_way:
+            yield from self._arrived(gather, names, received)
+
+    def _arrived(self, gather: dist.Work, names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
+        with watchdog.doing("the learners' shards of the weights"):
+            gather.wait()
+        watchdog.progress()
+        if received:
+            yield from self._joined(names, received)
 
     def _buckets(self, dtype: torch.dtype) -> Iterator[list[str]]:
         bucket, size = [], 0

@@ -18,7 +18,7 @@ def main(ranks: dist.Ranks) -> None:
     calls = []
     for name in ("all_gather", "gather"):
         collective = getattr(torch_dist, name)
-        setattr(torch_dist, name, lambda *a, c=collective, name=name: (calls.append(name), c(*a))[1])
+        setattr(torch_dist, name, lambda *a, c=collective, name=name, **k: (calls.append(name), c(*a, **k))[1])
     for dtype in (torch.float32, torch.bfloat16):
         for to_all in (True, False):
             calls.clear()
