@@ -126,7 +126,7 @@ def test_a_run_is_the_same_to_the_bit(demo_model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_generator_that_joins_begins_with_the_whole(demo_model, tmp_path):
-    """Another goes, so that what the one that has joined samples is trained: the bits are those of a job that stays the same."""
+    """Another goes, so that what the one that has joined samples is trained: with the bits of a job that stays as it is."""
     flags = ("--total-training-steps", 6, "--test-freq", 0, "--no-val-before-train", "--staleness-threshold", 0)
     flags += ("--rollout-dtype", "bfloat16", "--lr", 1e-6, "--max-response-length", 4)
     _, theirs, _ = train("train_async.py", *flags, out=tmp_path / "static", ranks=2)
