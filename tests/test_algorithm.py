@@ -50,7 +50,10 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     return estimator != "gae" and not (loss == "gmpo" and estimator in ("reinforce_pp", "remax"))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+QUICK = ("ppo_clip", "gspo", "reinforce", "decoupled_ppo")  # the others are slow by their number
+
+
+@pytest.mark.parametrize("loss", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LOSSES])
 def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shallow, loss):
     """A penalty for length sees to it that there is something to learn."""
     steps: list[bool] = []
@@ -138,7 +141,7 @@ def test_rollout_correction(trainer):
     for preset in PRESETS:
         trainer.engine.update(iter(noisy), version=0)
         args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
-        groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
+        groups, _, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())
@@ -210,7 +213,7 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     theirs = {"model": demo_model, "rollout_n": 4, "train_batch_size": 4, "grad_clip": 1e9}
     trainer.engine.update(iter(noisy), version=0)
-    groups, _, _ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
+    groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
 
     norms = {}
     for name, use_rollout_log_probs in (("default", None), ("recomputed", False)):

@@ -201,7 +201,10 @@ def run_engine(path: str, requests: list[Request]) -> dict:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("script", "number", "fresh"), [("train_async.py", 8, False), ("train_one_step_off.py", 2, True)])
+@pytest.mark.parametrize(
+    ("script", "number", "fresh"),
+    [("train_async.py", 8, False), pytest.param("train_one_step_off.py", 2, True, marks=pytest.mark.slow)],
+)
 def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
     """tests/kills.py by hand: more of them, all as a user starts them."""
     seed = random.randrange(10**6)

@@ -178,6 +178,7 @@ def test_train_sync_learns_with_vllm(demo_model, tmp_path):
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 16)) < 1e-4
 
 
+@pytest.mark.slow
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
     """Two ranks learn apart and generate together."""
     flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]

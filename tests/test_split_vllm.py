@@ -26,6 +26,7 @@ def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
     assert {"ledger/generator_0/generate", "ledger/generator_1/generate"} <= set().union(*metrics.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
     """Staleness 0: every batch is of the weights that the learner holds, so log-probs must agree throughout."""

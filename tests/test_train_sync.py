@@ -78,7 +78,7 @@ EVERYTHING += ["--loss-agg-mode", "seq-mean-token-mean", "--clip-ratio-high", "0
 SHORT = ["--total-training-steps", "4", "--test-freq", "4", "--no-val-before-train", "--val-max-samples", "20"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(demo_model, tmp_path, ranks):
     """Once as a user starts it, once in forks: in other processes, with another order of every set."""
     a, b = (train(SCRIPT, *SHORT, *EVERYTHING, out=tmp_path / str(fresh), ranks=ranks, fresh=fresh) for fresh in (True, False))
