@@ -4,7 +4,7 @@
 
 Far: the learner on one node, the generator on another, with and without a delay on the generator's link. Slow: the same, the
 link limited; a step's generation and training are what each side says it worked, the link's time is the bytes that it carried
-over its rate. Bytes: of each node's link, heads and handshakes included, against what the weights and the samples have.
+over its rate. Bytes a step: of each node's link, heads and handshakes included, against what the weights and the samples have.
 """
 
 import contextlib
@@ -101,46 +101,77 @@ def read(path: Path) -> list[dict]:
     return rows
 
 
-def far(args: Args) -> tuple[dict, str]:
-    layout, found, rows = LAYOUTS["a node learns, one generates"], {}, []
+def far(args: Args) -> dict:
+    """Seconds a step of each script, near and far, by round."""
+    layout, found = LAYOUTS["a node learns, one generates"], {}
     for script in ("train_one_step_off.py", "train_async.py"):
-        sides = {0.0: [], args.delay: []}
+        found[script] = {"near": [], "far": []}
         for _ in range(args.rounds):
-            for delay, its in sides.items():
-                its.append(measure(script, layout, args, delay=delay).seconds)
-                print(f"{script}, {1e3 * delay:.0f} ms: {its[-1]:.3f} s a step", flush=True)
-        near, away = sides.values()
-        rows.append([script, over(near, ".3f"), over(away, ".3f"), over(ratios(away, near))])
-        found[script] = {"near": near, "far": away}
-    return found, table(["", "s a step", f"{1e3 * args.delay:.0f} ms apart", "ratio"], rows)
+            for side, delay in (("near", 0.0), ("far", args.delay)):
+                found[script][side].append(measure(script, layout, args, delay=delay).seconds)
+                print(f"{script}, {side}: {found[script][side][-1]:.3f} s a step", flush=True)
+    return found
 
 
-def slow(args: Args) -> tuple[dict, str]:
-    its = [measure("train_async.py", LAYOUTS["a node learns, one generates"], args, mbit=args.mbit) for _ in range(args.rounds)]
-    links = [8e-6 * max(one.traffic[-1]) / args.mbit for one in its]
-    most = [max(one.generating, one.training, link) for one, link in zip(its, links, strict=True)]
-    steps = [one.seconds for one in its]
-    columns = [[one.generating for one in its], [one.training for one in its], links, steps]
-    row = [*(over(column, ".3f") for column in columns), over(ratios(steps, most))]
-    return {"runs": list(map(asdict, its))}, table(
-        ["generating, s a step", "training", f"the link at {args.mbit:g} Mbit/s", "step", "over the longest"], [row]
+def slow(args: Args) -> list[dict]:
+    layout = LAYOUTS["a node learns, one generates"]
+    return [asdict(measure("train_async.py", layout, args, mbit=args.mbit)) for _ in range(args.rounds)]
+
+
+def carried(args: Args) -> dict:
+    return {name: asdict(measure("train_async.py", layout, args)) for name, layout in LAYOUTS.items()}
+
+
+def expected(layout: list[tuple[int, int]], weights: float, samples: float) -> list[tuple[float, float]]:
+    """Bytes a step that come in over each node's link, and go out; one learner and one generator a node at most.
+
+    Learners gather the weights twice (forward, backward) and sum the gradients, which gloo does as an all-reduce, so twice as
+    well; each of the four moves what the others have. For the publish the first collects the others' shards and sends the whole
+    to each generator on another node. Samples leave nodes that only generate.
+    """
+    learners = [number for number, (ranks, generators) in enumerate(layout) if ranks > generators]
+    shard, out = weights / len(learners), []
+    far = sum(generators for _, generators in layout[1:])
+    for number, (_, generators) in enumerate(layout):
+        learns, first = number in learners, number == 0
+        exchange = 4 * shard * (len(learners) - 1) if learns else 0
+        alone = samples if generators and not learns else 0
+        came = exchange + (shard * (len(learners) - 1) if first else generators * weights)
+        went = exchange + (far * weights if first else shard * learns) + alone
+        out.append((came + (samples if first and len(learners) < len(layout) else 0), went))
+    return out
+
+
+def tables(data: dict) -> str:
+    of, delay = data["args"], 1e3 * data["args"]["delay"]
+    rows = []
+    for script, sides in data["far"].items():
+        rows.append([f"`{script}`", *(over(its, ".3f") for its in sides.values()), over(ratios(sides["far"], sides["near"]))])
+    far = table(["", "s a step", f"{delay:.0f} ms apart", "ratio"], rows)
+
+    its = data["slow"]
+    link = [8e-6 * max(one["traffic"][-1]) / of["mbit"] for one in its]
+    parts = [[one["generating"] for one in its], [one["training"] for one in its], link]
+    steps = [one["seconds"] for one in its]
+    row = [
+        *(over(part, ".3f") for part in [*parts, steps]),
+        over(ratios(steps, [max(each) for each in zip(*parts, strict=True)])),
+    ]
+    slow = table(
+        ["generating, s a step", "training", f"the link, {of['mbit']:g} Mbit/s", "the step", "over the longest"], [row]
     )
 
-
-def carried(args: Args) -> tuple[dict, str]:
-    found, rows = {}, []
-    parameters = demo_parameters()
-    for name, layout in LAYOUTS.items():
-        one = measure("train_async.py", layout, args)
-        found[name] = asdict(one)
-        samples = TOKEN_BYTES * one.tokens + RESPONSE_BYTES * one.responses + 4 * one.prompts
-        for number, ((ranks, generators), (came, went)) in enumerate(zip(layout, one.traffic, strict=True), 1):
-            what = f"{ranks - generators} learn, {generators} generate"
-            rows.append(
-                [name, f"node {number}: {what}", *(f"{1e-6 * of:.2f}" for of in (came, went, 4e0 * parameters, samples))]
-            )
-    head = ["", "", "MB a step in", "out", "the weights (fp32)", "the samples"]
-    return found, table(head, rows)
+    rows = []
+    for name, one in data["bytes"].items():
+        samples = TOKEN_BYTES * one["tokens"] + RESPONSE_BYTES * one["responses"] + 4 * one["prompts"]
+        theory = expected(LAYOUTS[name], 4 * data["parameters"], samples)
+        for number, (measured, wanted) in enumerate(zip(one["traffic"], theory, strict=True), 1):
+            ways = [f"{1e-6 * a:.2f} ({1e-6 * b:.2f})" for a, b in zip(measured, wanted, strict=True)]
+            rows.append([name if number == 1 else "", f"node {number}", *ways])
+    links = table(["nodes", "", "MB a step in (in theory)", "out (in theory)"], rows)
+    return (
+        f"{far}\n\n{slow}\n\n{links}\n\nThe demo, {data['parameters'] / 1e6:.2f}M parameters in fp32. {words(data['setting'])}."
+    )
 
 
 def demo_parameters() -> int:
@@ -153,12 +184,9 @@ def demo_parameters() -> int:
 
 
 def main(args: Args) -> None:
-    data, texts, under = {"args": asdict(args)}, [], setting()
-    for name, part in (("Far", far), ("Slow", slow), ("Bytes", carried)):
-        data[name.lower()], text = part(args)
-        texts.append(f"{name}:\n\n{text}\n")
-    data["setting"] = under
-    write("nodes", data, "\n".join([*texts, f"The demo's model. {words(under)}."]))
+    data = {"args": asdict(args), "parameters": demo_parameters(), "setting": setting()}
+    data |= {"far": far(args), "slow": slow(args), "bytes": carried(args)}
+    write("nodes", data, tables(data))
 
 
 if __name__ == "__main__":

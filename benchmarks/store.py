@@ -3,8 +3,8 @@
     python benchmarks/store.py        # writes benchmarks/results/store.{json,md}
 
 The server is alone in a process, whose CPU time is measured. The generators are simulated, but what they ask of it is not: each
-has the connections and threads of a rank of train_async.py (control block, tickets, watchdog), in a few processes. A step
-publishes once and trains one ticket a generator.
+has the connections and threads of a rank of train_async.py (control block, tickets, watchdog, heartbeat), in a few processes. A
+step publishes once and trains one ticket a generator.
 """
 
 import json
@@ -24,8 +24,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from rl.channel import ControlBlock
 from rl.draw_ahead import DrawAhead
+from rl.heartbeat import Heartbeat
+from rl.launch import Node
 from rl.schedule import ScheduleArgs, Tickets, open_tickets
-from rl.watchdog import Watchdog
+from rl.watchdog import Watchdog, WatchdogArgs
 
 PROCESSES = 4  # of the simulated generators
 LIMIT = timedelta(minutes=10)
@@ -71,16 +73,23 @@ def schedule(generators: int) -> ScheduleArgs:
     return ScheduleArgs(ppo_mini_batch_size=generators)
 
 
+def pulse(port: int, rank: int, generators: int) -> Heartbeat:
+    """A rank's signs of life. Here nobody ends if they fail to come: the simulated ranks share a few cores."""
+    Heartbeat._end = lambda self, *verdict: None
+    nodes = [Node("here", 0, 1 + generators, generators)]
+    return Heartbeat(f"rank {rank}", rank, nodes, WatchdogArgs().node_timeout, connect(port))
+
+
 def simulate(port: int, first: int, number: int, generators: int, step_seconds: float) -> None:
     """The generators from `first` on, until the server goes."""
     raise_limit()
     ranks = []
-    for rank in range(first, first + number):
+    for rank in range(first + 1, first + number + 1):  # 0 is the learner
         store = connect(port)
-        watchdog = Watchdog(f"generator {rank}", rank, generators, 1e9, connect(port))
-        split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=rank == 0))
+        watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
+        split = SimpleNamespace(store=store, role="generator", is_member=False, ranks=SimpleNamespace(is_main=False))
         tickets = Tickets(store, schedule(generators), 10**9, generators, DrawAhead)
-        ranks.append((ControlBlock(split), tickets, [], watchdog))
+        ranks.append((ControlBlock(split), tickets, [], watches))
     connect(port).add("ready", number)
     while True:
         now = time.monotonic()
@@ -100,10 +109,11 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
     try:
         port = int(server.stdout.readline())
         store = connect(port)
-        learner = SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True))
+        learner = SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True))
         open_tickets(store)
         control = ControlBlock(learner)
         control.update(version=0)
+        own = pulse(port, 0, generators)
         each = -(-generators // PROCESSES)
         for first in range(0, generators, each):
             what = json.dumps([port, first, min(each, generators - first), generators, step_seconds])
@@ -119,6 +129,7 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
         took, used = time.monotonic() - begun, cpu_seconds(server.pid) - before
         tickets = store.add("tickets/started", 0) - first
     finally:
+        own.finish()
         for process in started:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""The benchmark tables of README.md (eight rows) and docs/benchmarks.md (all), out of benchmarks/results/*.json.
+"""The benchmark tables of README.md (eight rows), docs/benchmarks.md (all) and docs/nodes.md, out of benchmarks/results/.
 
     python benchmarks/table.py            # writes them between the two marks in each
     python benchmarks/table.py --show     # prints all rows
@@ -203,7 +203,8 @@ def make() -> dict[str, str]:
             rows += rows_of(json.loads(file.read_text()))
     few = [row for what, base in HEADLINES for row in rows if row[0].startswith(what) and row[1] and row[2].startswith(base)]
     head = ["", "measured", "against", "ratio"]
-    return {"README.md": table(head, few), "docs/benchmarks.md": table(head, rows)}
+    links = [file.read_text().strip() for name in ("nodes", "store") if (file := RESULTS / f"{name}.md").exists()]
+    return {"README.md": table(head, few), "docs/benchmarks.md": table(head, rows), "docs/nodes.md": "\n\n".join(links)}
 
 
 def main(args: Args) -> None:
