@@ -2,7 +2,7 @@
 
     python benchmarks/micro_batch.py      # about 10 minutes on 2 cores; writes benchmarks/results/micro_batch.{json,md}
 
-The same 16,384 tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
+The same tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
 the tensors of one micro-batch hold at their peak, counted (rl/plan/memory_count.py). What --ppo-max-token-len-per-gpu auto
 takes on a CPU, CPU_TOKENS of rl/micro_batch.py, follows from this table.
 """
@@ -24,13 +24,14 @@ from rl.learner import Learner, LearnerArgs
 from rl.plan.memory_count import MemoryCount
 
 SIZES = {"toy": (64, 1, 32, 16), "1M": (128, 4, 64, 64), "30M": (512, 8, 8192, 256)}  # hidden, layers, vocabulary, longest
-TOKENS = 16_384
 
 
 @dataclass
 class Args:
     sizes: tuple[str, ...] = ("1M", "30M")
     """Which models: toy, 1M, 30M."""
+    tokens: int = 16_384
+    """Tokens that are cut into micro-batches."""
     budgets: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     """Tokens of a micro-batch."""
     rounds: int = 4
@@ -43,13 +44,13 @@ class Args:
     """Directory of the tables; made if missing."""
 
 
-def make_batch(vocabulary: int, longest: int) -> Batch:
+def make_batch(vocabulary: int, longest: int, tokens: int) -> Batch:
     """Responses of a quarter to all of `longest`, each behind a prompt of its own of a quarter."""
-    rng, groups, left = np.random.default_rng(0), [], TOKENS
+    rng, groups, left = np.random.default_rng(0), [], tokens
     while left > 0:
         n = int(rng.integers(longest // 4, longest * 3 // 4 + 1))
-        tokens = rng.integers(4, vocabulary, n).astype(np.int32)
-        response = Response(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", score=0.0)
+        ids = rng.integers(4, vocabulary, n).astype(np.int32)
+        response = Response(ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", score=0.0)
         groups.append(Group(len(groups), rng.integers(4, vocabulary, longest // 4).astype(np.int32), "demo", [response]))
         left -= n + longest // 4
     return Batch.of(groups)
@@ -58,7 +59,7 @@ def make_batch(vocabulary: int, longest: int) -> Batch:
 def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     hidden, layers, vocabulary, longest = SIZES[name]
     random_model(f"{folder}/{name}", hidden, layers, vocabulary)
-    learner, batch = Learner(f"{folder}/{name}", LearnerArgs(), ranks, 1000), make_batch(vocabulary, longest)
+    learner, batch = Learner(f"{folder}/{name}", LearnerArgs(), ranks, 1000), make_batch(vocabulary, longest, args.tokens)
     tokens, clock = sum(batch.total_lengths()), {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     cut = {n: micro_batches(batch, torch.arange(len(batch.lengths)), n, ranks) for n in args.budgets}
 

@@ -18,10 +18,11 @@ from rl.errors import UserError
 from rl.experts import fetch_ahead, share_experts
 
 TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
+OFFLOAD = {"optimizer_offload": True, "activation_offload": True}
 LAYOUTS = {
     2: {
         "ep 2": {"expert_parallel": 2} | ALONE,
-        "sp 2, ep 2": {"sequence_parallel": 2, "expert_parallel": 2} | TIGHT,
+        "sp 2, ep 2": {"sequence_parallel": 2, "expert_parallel": 2} | TIGHT | OFFLOAD,
     },
     4: {
         "ep 2, each on two ranks": {"expert_parallel": 2} | ALONE,
