@@ -139,7 +139,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(split))
+    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(args, split, job))
     validated, snapshot, validating = int(split.store.get("validated")), 0, False
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.

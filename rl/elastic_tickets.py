@@ -17,12 +17,16 @@ from torch.distributed import Store
 from rl.dist import Split
 from rl.draw_ahead import DrawAhead
 from rl.elastic import Crew
+from rl.identity import Identity
 
 AGAIN = b"again"
 
 
-def draws(split: Split) -> Callable[[Store, list[int]], DrawAhead]:
-    """The way to the store's counters for a generator (Tickets' make_draws)."""
+def draws(args, split: Split, job) -> Callable[[Store, list[int]], DrawAhead]:
+    """The way to the store's counters for a generator (Tickets' make_draws). Raises UserError if it has joined a run that is
+    not its own."""
+    if split.is_member:
+        Identity(args, job.script, job.path, job.prompts).check_joins(json.loads(split.store.get("identity")))
     member, rank = split.elastic and split.elastic.member, split.ranks.rank
     return lambda store, again: DrawAhead(store, again) if member is None else Claims(store, again, member, rank)
 

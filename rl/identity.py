@@ -42,6 +42,9 @@ MAY_CHANGE = {
     *("enforce_eager", "load_format", "free_cache_engine"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb"),
 }
+# What generators that join a run (rl/elastic.py) may have otherwise than its learners.
+SCHEDULE = {"total_training_steps", "total_epochs", "total_rollout_steps", "test_freq", "val_before_train"}
+MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
 
 
@@ -81,6 +84,22 @@ class Identity:
                 "on with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
             )
         return lines
+
+    def check_joins(self, learners: dict) -> None:
+        """Raises UserError unless generators with this identity sample what learners with that record train."""
+        now, theirs = self.record["flags"], self._with_defaults(learners["flags"])
+        other = [name for name in now if name not in MAY_DIFFER and now[name] != theirs.get(name)]
+        lines = [f"{flag(name)}: {now[name]} here, {theirs.get(name)} there" for name in other]
+        for name, content in self.record["contents"].items():
+            if content != learners["contents"].get(name):
+                lines.append("the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}")
+        if self.script != learners["script"]:
+            lines.append(f"{self.script} here, {learners['script']} there")
+        if lines:
+            raise UserError(
+                "--elastic-generators: this job would generate for another run than the learners' that it joins. Give it their "
+                "flags and files:\n  " + "\n  ".join(lines)
+            )
 
     def _with_defaults(self, flags: dict) -> dict:
         """The flags; those that an older version of the script did not have at their defaults."""

@@ -10,6 +10,7 @@ from rl import elastic_tickets, watchdog
 from rl.batch import Group
 from rl.channel import ControlBlock, Inbox, SplitArgs
 from rl.dist import Split
+from rl.identity import Identity
 from rl.idle_meter import IdleMeter
 from rl.schedule import NextTicket, SampleBuffer, ScheduleArgs, drawn, open_tickets, started
 from rl.timers import Timers
@@ -29,6 +30,9 @@ class _Samples:
     def metrics(self, timer: Timers) -> dict[str, float]:
         """Since the last call: who waited, what was published, how full the ring is."""
         return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
+
+    def introduce(self, identity: Identity) -> None:
+        """Tells whom it may concern which run this is."""
 
     def ask(self, step: int) -> None:
         """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""
@@ -133,6 +137,10 @@ class Stream(_Samples):
             number = (self.control.state.again if self.control.state else 0) + 1
             if elastic_tickets.reissue(self.split.store, number, tickets, self.crew.gone, losses == "new"):
                 self.control.update(again=number)
+
+    def introduce(self, identity: Identity) -> None:
+        if self.crew and self.split.ranks.is_main:
+            self.split.store.set("identity", json.dumps(identity.record))
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
