@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -61,9 +60,9 @@ class Cluster:
         role = ["--generators", int(number > 0), "--total-training-steps", self.steps]
         ranks = 1 if number else self.args.ranks
         line = ["--max-restarts", RESTARTS, "--monitor-interval", 0.1, "train_async.py", *self.flags, *role]
-        job = self.network.nodes[number].start(*line, ranks=ranks, fresh=self.fresh, env={"SPARE_RANKS": str(ranks * RESTARTS)})
-        subprocess.Popen(["cat"], stdin=job.stdout, stdout=self.consoles[number])
-        self.jobs[number] = job
+        how = {"ranks": ranks, "fresh": self.fresh, "console": self.consoles[number]}
+        how["env"] = {"SPARE_RANKS": str(ranks * RESTARTS)}
+        self.jobs[number] = self.network.nodes[number].start(*line, **how)
 
     def revive(self) -> None:
         """Starts what has ended, as a cluster's scheduler would."""
