@@ -139,6 +139,6 @@ def _plainly(lengths: list[int], after: list[int], query, key, value, scaling: f
         groups = query.shape[1] // key.shape[1]
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", rows[0][i], keys) * scaling
-        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).triu(1 + len(keys) - lengths[i])
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(keys) - lengths[i]).to(query.device)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values))
     return torch.cat(outputs)

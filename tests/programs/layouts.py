@@ -7,6 +7,7 @@ torchrun ... layouts.py OUT JSON
 Prompts are random, or those of the file, which may have images: the first row's belong to the first group.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -26,15 +27,16 @@ from rl.batch_images import BatchImages
 from rl.data import PromptOrder
 from rl.kl_control import KLControl
 from rl.learner import Learner
+from rl.pretrained import load_config
 from rl.shares import Division
 from rl.timers import Timers
 
 
-def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Division) -> Batch:
+def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Division, routes: bool) -> Batch:
     rng = np.random.default_rng(0)
     groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
     if rows is None:
-        return Batch.of(groups, division)
+        return Batch.of(with_routes(model, groups) if routes else groups, division)
     prompts = dataset(model, rows)
     for ticket, (group, prompt) in enumerate(zip(groups, prompts, strict=False)):
         digest = prompt.images.digest if prompt.images else ""
@@ -42,6 +44,21 @@ def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Div
     batch = Batch.of(groups, division)
     batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, division.ranks)
     return batch
+
+
+def with_routes(model: str, groups: list[Group]) -> list[Group]:
+    """The groups as a generator leaves them that sent each token to experts drawn at random."""
+    config, rng = load_config(model), np.random.default_rng(1)
+    layers, experts, per_token = config.num_hidden_layers, config.num_experts, config.num_experts_per_tok
+    draw = lambda n: rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (n, layers, 1)), axis=2)[..., :per_token]  # noqa: E731
+    return [
+        dataclasses.replace(
+            group,
+            prompt_routes=draw(len(group.prompt_ids)),
+            responses=[dataclasses.replace(r, routes=draw(len(r.token_ids) - 1)) for r in group.responses],
+        )
+        for group in groups
+    ]
 
 
 def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | None) -> dict:
@@ -57,7 +74,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | No
         return step()
 
     learner.step = recorded
-    batch = batch_of(model, sizes, rows, Division.of(args, learner))
+    batch = batch_of(model, sizes, rows, Division.of(args, learner), args.router_replay == "R3")
     metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])

@@ -1,0 +1,34 @@
+"""Sequences and experts over several ranks together with routers that are replayed, and in bf16."""
+
+import pytest
+from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
+
+REPLAYS = {
+    "R2, four updates": ({"router_replay": "R2", "ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
+    "R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
+}
+TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
+LAYOUTS = {
+    2: {"sp 2": {"sequence_parallel": 2}, "ep 2": {"expert_parallel": 2}},
+    4: {
+        "sp 2, ep 2": {"sequence_parallel": 2, "expert_parallel": 2} | TIGHT,
+        "sp 2, ep 4": {"sequence_parallel": 2, "expert_parallel": 4} | TIGHT,
+        "sp 4": {"sequence_parallel": 4},
+    },
+}
+LAYOUTS[2]["sp 2, ep 2"] = LAYOUTS[4]["sp 2, ep 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2])
+def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
+    """R3 with routes that no router would choose: they are imposed on every rank's tokens, or the gradient is another."""
+    alone = learn_on(1, {"alone": [models["moe"], ALONE]}, REPLAYS)
+    free = learn_on(1, {"free": [models["moe"], ALONE]}, {"R3": (REPLAYS["R3"][0] | {"router_replay": "off"}, GROUPS)})
+    assert relative(free["free/R3"]["gradients"][0], alone["alone/R3"]["gradients"][0]) > 0.1
+    found = learn_on(ranks, {name: [models["moe"], ALONE | flags] for name, flags in LAYOUTS[ranks].items()}, REPLAYS)
+    assert len(found) == len(REPLAYS) * len(LAYOUTS[ranks])
+    assert_taught_the_same(found, alone)
+    for name, of_case in found.items():
+        differ = of_case["metrics"]["moe/replay/tokens_differ"]
+        assert differ > 0.9 if name.endswith("R3") else differ < 0.9
