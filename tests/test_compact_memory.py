@@ -221,7 +221,7 @@ def test_the_precision_of_everything_is_said_unless_all_is_fp32():
     assert offloaded["computation"] == "float32" and offloaded["generators"] == "bfloat16"
 
 
-@pytest.mark.parametrize("longest", [pytest.param(100, marks=pytest.mark.slow), 3000])
+@pytest.mark.parametrize("longest", [pytest.param(100, marks=pytest.mark.slow), 5000])
 def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest):
     lengths = {"max_prompt_length": 50, "max_response_length": longest - 50}
     auto, number = (train_sync.Args(ppo_max_token_len_per_gpu=tokens, **lengths) for tokens in ("auto", 4096))
