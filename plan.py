@@ -37,6 +37,9 @@ class PlanArgs(TimeArgs):
     response_lengths: str = "budget"
     """Tokens of the responses: budget (all of --max-response-length), a mean, a mean and the spread of the logarithm
     (2000:0.9), or the directory of a run of this project whose lengths are taken."""
+    image_size: str | None = None
+    """Images of each prompt, for a model that takes some: a size in pixels such as 1000x800, with their number 1000x800x2, or
+    data: those of --train-files, by their headers."""
 
 
 def main(words: list[str]) -> None:
@@ -51,7 +54,7 @@ def main(words: list[str]) -> None:
     args = flags.read(both, __doc__, words[1:])
     machine, kind = Machine(args.nnodes, args.nproc_per_node), args.device and device(args.device)
     if kind:
-        plan_memory(name, args, machine, args.response_lengths, kind)
+        plan_memory(name, args, machine, args.response_lengths, kind, args.image_size)
     plan_time(name, args, args, machine, args.response_lengths, kind)
 
 

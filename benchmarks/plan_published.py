@@ -11,6 +11,9 @@ Everything else is the roofline's (rl/plan/roofline.py) and the schedule's. The 
 update takes 2.35 times that of 64 devices, more than twice the devices can explain, and its generation 2.37 times.
 
 The last column is given each row's own published update, too: what is left to predict then is how long the learners wait.
+
+Synchronous rows fetch once a step, so that they cannot tell what a fetch costs, and require_batches is how many updates share
+one. That cost is therefore fitted to the updates of two rows of that ablation, and the third row's step is predicted from it.
 """
 
 import statistics
@@ -103,9 +106,16 @@ class Fit:
         return statistics.mean(sync(times, Load(PROMPTS, 16, 256), ranks, self.workload(), steps).generated)
 
     def stream(
-        self, devices: int, threshold: float, publishes: int, batches: int = 4, slower: float = 1.0
+        self,
+        devices: int,
+        threshold: float,
+        publishes: int,
+        batches: int = 4,
+        slower: float = 1.0,
+        learner: LearnerTimes | None = None,
     ) -> tuple[float, float, float]:
-        """(step, wait, update) of 512 prompts, from publish to publish, on half of the devices each."""
+        """(step, wait, update) of 512 prompts, from publish to publish, on half of the devices each. learner: its times, where
+        they are not the synchronous rows'."""
         period = PROMPTS // (32 * batches)
         args = ScheduleArgs(
             ppo_mini_batch_size=32,
@@ -116,7 +126,9 @@ class Fit:
         )
         ranks = Ranks(devices // 2, devices // 2)
         load = Load(32 * batches, batches, 256)
-        out = asynchronous(self.times(self.tokens, slower), load, ranks, self.workload(), args, publishes * period)
+        times = self.times(self.tokens, slower)
+        times = replace(times, learner=replace(learner, publish=times.learner.publish)) if learner else times
+        out = asynchronous(times, load, ranks, self.workload(), args, publishes * period)
         return tuple(period * seconds for seconds in (out.step_seconds, out.mean(out.waited), out.mean(out.learned)))
 
 
@@ -136,6 +148,17 @@ def main(args: Args) -> None:
     steps = {d: compare(f"async, {d // 2}:{d // 2}", of, d, 0.5) for d, of in ASYNC.items()}
     stale = {t: compare(f"64:64, threshold {t}", of, 128, t) for t, of in STALENESS.items()}
     batches = {b: compare(f"64:64, require_batches {b}", of, 128, 0.5, b) for b, of in REQUIRE_BATCHES.items()}
+    fetches = {}
+    for left_out, published in REQUIRE_BATCHES.items():
+        own, by_fetch = line({b: of[2] for b, of in REQUIRE_BATCHES.items() if b != left_out})
+        learner = LearnerTimes(step=by_fetch / 16, token=own * 64 / fit.tokens)
+        found = fit.stream(128, 0.5, args.publishes, left_out, learner=learner)
+        fetches[left_out] = {
+            "fetch": by_fetch / 16,
+            "published": published,
+            "plan": found,
+            "error": found[0] / published[0] - 1,
+        }
     judged = [row["error"] for row in rows[: len(steps) + len(stale)]]
     falls = lambda of: list(of.values()) == sorted(of.values(), reverse=True)  # noqa: E731
     order = {
@@ -155,8 +178,18 @@ def main(args: Args) -> None:
         f"Order: {right}.",
         f"Fitted to the synchronous rows of {FITTED[0]} and {FITTED[1]} devices: {law} with a spread of {fit.sigma:.2f}.",
     ]
+    said = "; ".join(
+        f"{b}: a fetch {row['fetch']:.1f} s, step {row['published'][0]:.1f} / {row['plan'][0]:.1f}, {row['error']:+.0%}"
+        for b, row in fetches.items()
+    )
+    text.append(f"require_batches, each predicted from the updates of the two others: {said}.")
     fitted = {name: getattr(fit, name) for name in ("fixed", "work", "mean", "sigma")}
-    write("plan_published", {"rows": rows, "order": order, "fit": fitted}, "\n\n".join(text), Path(args.out))
+    write(
+        "plan_published",
+        {"rows": rows, "order": order, "fit": fitted, "require_batches": fetches},
+        "\n\n".join(text),
+        Path(args.out),
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Watch:
 
     def __init__(self, learner: Learner):
         self._learner, self._seen, self._update = learner, [], 0
-        self._bad: tuple[int, str] | None = None  # number of the micro-batch, and what is not finite
+        self._bad: tuple[int, int, str] | None = None  # number of the micro-batch, and which of the things looked at, named
 
     def __getattr__(self, name: str):
         return getattr(self._learner, name)
@@ -87,7 +87,8 @@ class Watch:
         self._update += 1
         found = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(self._bad).encode())]
         if first := min((of for of in found if of), default=None):
-            raise NotFinite(first[1], self._update, first[0], self._seen[first[0] - 1])
+            number, _, what = first  # of those in one micro-batch the one from which the others follow
+            raise NotFinite(what, self._update, number, self._seen[number - 1])
         self._seen.clear()
         return self._learner.step()
 
@@ -98,8 +99,8 @@ class Watch:
         last = self._seen[-1]
         parts = {"the log-probs are": [last.log_prob], "the loss's gradient by log-probs is": [last.grad]}
         parts["the gradient of the weights is"] = [parameter.grad for parameter in self._learner.policy.parameters()]
-        for what, tensors in parts.items():
+        for place, (what, tensors) in enumerate(parts.items()):
             locals_ = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if t is not None]
             if not all(bool(t.isfinite().all()) for t in locals_):
-                self._bad = (len(self._seen), f"{what} not finite")
+                self._bad = (len(self._seen), place, f"{what} not finite")
                 return

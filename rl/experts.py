@@ -91,14 +91,21 @@ def _dispatch(own_experts: nn.Module, group, hidden: torch.Tensor, index: torch.
     order = index.flatten().argsort(stable=True)  # [t * K], by expert and so by rank
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
     count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # rows for each expert
-    arriving = torch.empty_like(count)  # rows from each rank for each of the own experts
-    torch.distributed.all_to_all_single(arriving, count, group=group)
-    sent, received = torch.stack([count, arriving]).view(2, ranks, own).sum(2).tolist()  # the one wait for the device
+    arriving, sent, received = rows_to_trade(count, len(order), group)
     rows = AllToAll.apply(hidden[order // choices], sent, received, group)  # [R, d]
     expert = torch.arange(own, device=index.device).repeat(ranks).repeat_interleave(arriving, output_size=len(rows))  # [R]
     out = AllToAll.apply(_compute(own_experts, rows, expert), received, sent, group)  # [t * K, d] in `order`
     by_token = out[order.argsort()].view(*index.shape, -1)  # [t, K, d]
     return (by_token * weight[..., None]).sum(1).to(hidden.dtype)
+
+
+def rows_to_trade(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
+    """count [E]: how many of this rank's rows go to each expert of all ranks -> (how many come from each rank for each of its
+    own experts [E], rows to send to each rank, rows from each)."""
+    arriving = torch.empty_like(count)
+    torch.distributed.all_to_all_single(arriving, count, group=group)
+    sent, received = torch.stack([count, arriving]).view(2, group.size(), -1).sum(2).tolist()  # the one wait for the device
+    return arriving, sent, received
 
 
 def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:

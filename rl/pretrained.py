@@ -98,13 +98,13 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
     _check_modules(config, where, args.trust_remote_code)
     check_heads(config, args.sequence_parallel)
     config = config.get_text_config()
-    _check_lengths(config, args)
+    check_lengths(config, args)
     check_supported(config, where, args.max_prompt_length + args.max_response_length)
     _check_tokenizer(config, tokenizer, where)
     _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), config, tokenizer, where)
 
 
-def _check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
+def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
     prompt, response = args.max_prompt_length, args.max_response_length
     own, shared_by = args.ppo_max_token_len_per_gpu, args.sequence_parallel

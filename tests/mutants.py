@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import inspect
 import types
 from collections.abc import Iterator
 
@@ -60,9 +61,9 @@ def _take_out(call: ast.Call) -> None:
 
 
 def _function(target) -> types.FunctionType:
-    for name in ("__func__", "fget", "func", "__wrapped__"):
+    for name in ("__func__", "fget", "func"):
         target = getattr(target, name, target)
-    return target
+    return inspect.unwrap(target)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

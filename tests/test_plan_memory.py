@@ -22,13 +22,16 @@ OTHERS = [
 ]
 
 
-def counted(model: str, how: str, flags: dict) -> dict:
-    done = run_script(PROGRAM, model, how, json.dumps(flags), timeout=250)
-    return json.loads(done.stdout.splitlines()[-1])
+def counted(model: str, how: str, flags: dict, ranks: int = 1) -> dict:
+    if how == "real":
+        done = run_script(PROGRAM, model, how, json.dumps(flags), timeout=250, ranks=ranks)
+    else:
+        done = run_script(PROGRAM, model, how, json.dumps(flags), ranks, timeout=250)
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def check_equal(model: str, flags: dict) -> dict:
-    real, fake = (counted(model, how, flags) for how in ("real", "fake"))
+def check_equal(model: str, flags: dict, ranks: int = 1) -> dict:
+    real, fake = (counted(model, how, flags, ranks) for how in ("real", "fake"))
     assert real["causes"] == fake["causes"] and real["kept"] == fake["kept"]
     assert {"weights", "optimizer", "gathered layers", "activations"} <= set(real["causes"])
     return real
@@ -44,6 +47,27 @@ def test_the_count_is_that_of_real_tensors(models):
 @pytest.mark.parametrize("flags", OTHERS)
 def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
     check_equal(models["qwen2-tied"], FLAGS | flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16", "ref_offload": False}]
+)
+def test_the_count_is_that_of_two_learners(models, flags):
+    """Exactly, with what they trade around attention."""
+    check_equal(models["qwen3"], FLAGS | flags, ranks=2)
+
+
+@pytest.mark.slow
+def test_the_count_of_shared_experts_is_near_that_of_real_ones(models):
+    """Not equal: the count spreads the tokens evenly over the experts, a router does not."""
+    flags = FLAGS | {"expert_parallel": 2, "use_kl_loss": False}
+    real, fake = (counted(models["moe"], how, flags, 2) for how in ("real", "fake"))
+    causes = {name for name, size in real["causes"].items() if size > 1000}
+    assert causes == {name for name, size in fake["causes"].items() if size > 1000}
+    assert real["kept"]["weights"] == fake["kept"]["weights"] and real["kept"]["optimizer"] == fake["kept"]["optimizer"]
+    for name in causes:
+        assert fake["causes"][name] == pytest.approx(real["causes"][name], rel=0.25), name
 
 
 @pytest.fixture
@@ -118,7 +142,9 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
 def test_what_cannot_be_planned_is_one_message():
     with pytest.raises(UserError, match=r"name one of train_sync\.py"):
         plan.main(["train.py"])
-    with pytest.raises(UserError, match="--sequence-parallel 2: which tokens"):
-        plan.main(["train_async.py", "--sequence-parallel", "2", "--nproc-per-node", "3", "--device", "H100"])
+    with pytest.raises(UserError, match="--sequence-parallel 2 does not divide the 3 learners"):
+        plan.main(["train_sync.py", "--sequence-parallel", "2", "--nproc-per-node", "3", "--device", "H100"])
+    with pytest.raises(UserError, match="a sequence must fit in one micro-batch"):
+        plan.main(["train_sync.py", "--ppo-max-token-len-per-gpu", "20", "--device", "H100"])
     with pytest.raises(UserError, match="--device"):
         plan.main(["train_async.py", "--device", "abacus"])

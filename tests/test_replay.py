@@ -148,26 +148,51 @@ def test_code_that_has_changed_since(demo_model, tmp_path):
     assert rows(again)[1]["actor/loss"] == pytest.approx(rows(run)[1]["actor/pg_loss"] / 2, rel=1e-5)
 
 
-def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
-    """A loss that is infinite on one ticket of step 5: the file holds the micro-batch with that ticket."""
+def bad_run(tmp_path, **how) -> Path:
+    """A run whose loss is infinite on one ticket of step 5, the 18th."""
     fork = tmp_path / "my_experiment.py"
     text = (ROOT / "train_sync.py").read_text()
     line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
     bad = "    bad = advantage.new_tensor([batch.tickets[g] == 18 for g in batch.group[seq].tolist()])\n"
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
-    run = record(
-        fork, tmp_path, *SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60, env={"PYTHONPATH": str(ROOT)}
-    )
+    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60]
+    run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)}, **how)
     assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5)] == [0, 1]
+    return run
+
+
+def bad_step(file: Path) -> tuple[dict, dict]:
+    """(what is said of it, its tensors)"""
+    with safe_open(file, "pt") as opened:
+        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert len(tensors["labels"]) == len(tensors["advantage"]) == len(tensors["rollout_log_prob"]) == len(tensors["log_prob"])
+    return {name: json.loads(value) for name, value in about.items()}, tensors
+
+
+def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
+    """The file holds the micro-batch with the ticket."""
+    run = bad_run(tmp_path)
     again, said = replayed(run, tmp_path, "--stop-at-nan")
     (file,) = again.glob("bad_step_*.safetensors")
     assert f"from {run}/step_000004" in said and str(file) in said and "replays steps 5 to 6" in said
-    with safe_open(file, "pt") as opened:
-        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    assert about["step"] == "5" and about["update"] == "1" and 18 in json.loads(about["tickets"])
+    about, tensors = bad_step(file)
+    assert about["step"] == 5 and about["update"] == 1 and 18 in about["tickets"]
     assert not tensors["grad_log_prob"].isfinite().all() and tensors["log_prob"].isfinite().all()
-    assert len(tensors["labels"]) == len(tensors["advantage"]) == len(tensors["rollout_log_prob"]) == len(tensors["log_prob"])
     assert not list(again.glob("step_*"))
+
+
+@pytest.mark.slow
+def test_two_learners_stop_at_the_same_micro_batch(demo_model, tmp_path):
+    """Each leaves its own, though only one of them has the ticket, and is alone in its trouble."""
+    again, said = replayed(bad_run(tmp_path, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
+    files = sorted(again.glob("bad_step_*.safetensors"))
+    assert [file.stem for file in files] == ["bad_step_000005_learner_0", "bad_step_000005_learner_1"]
+    (one, its), (other, others) = sorted(map(bad_step, files), key=lambda of: 18 not in of[0]["tickets"])
+    assert 18 in one["tickets"] and 18 not in other["tickets"]
+    assert all(one[name] == other[name] for name in ("step", "update", "micro_batch", "what"))
+    assert one["what"].startswith("the loss's gradient by log-probs")  # the weights' gradient is everybody's
+    assert not its["grad_log_prob"].isfinite().all() and others["grad_log_prob"].isfinite().all()
+    assert all(str(file) in said for file in files) and not list(again.glob("step_*"))
 
 
 REFUSED = {

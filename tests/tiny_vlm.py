@@ -151,6 +151,12 @@ def prompt_with_images(path: str, text: str, pictures: list):
     return prep.expand(ids, files) if pictures else (ids, None)
 
 
+def prompts_by_number(path: str, count: int) -> list:
+    """So many prompts as prompt_with_images gives them: without an image, with one, or with the same one twice."""
+    pictures = [[picture(64, 64 + 40 * (n % 2), n)] * ((count - 1 - n) % 3) for n in range(count)]
+    return [prompt_with_images(path, "what?", of_prompt) for of_prompt in pictures]
+
+
 def row(text: str, images: list, answer: str = "1") -> dict:
     """A row in verl's layout; images: PIL. `text` holds "<image>" once for each of them."""
     return {

@@ -3,7 +3,7 @@
 What runs is what a run would: load, packing, log-probs, reference, losses, backward, clip, optimizer, publish, with the flags
 as given. Left out for the sake of time: of a step's micro-batches all but the two largest of any rank, since one lives at a
 time and the second meets the gradients of the first; and all prompts that are not needed for those. Nothing is read but
-config.json. Left out, too: prompts with images.
+config.json, and what rl/plan/images.py says for a model that takes images.
 """
 
 import dataclasses
@@ -28,15 +28,17 @@ from rl.errors import UserError
 from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.plan.fake_device import FakeDevice, start
+from rl.plan.images import PlannedImages, Prompt, prompts_with_images
 from rl.plan.memory_count import OTHER, MemoryCount
 from rl.plan.workload import Drawn
-from rl.pretrained import empty_model, load_config, resolve
-from rl.ranges import flag
+from rl.pretrained import check_lengths, empty_model, load_config, resolve
 from rl.schedule import SplitArgs
+from rl.sequence_parallel import check_heads
 from rl.setup import CommonArgs, make_learner
 from rl.sharded_weights import Weights
 from rl.shares import pack
 from rl.timers import Timers
+from rl.vision import KEPT_BYTES, takes_images
 from rl.weights import Publisher
 
 MICROS = 4  # micro-batches a rank for which prompts are drawn
@@ -63,22 +65,20 @@ class Memory:
         return self.device.total()
 
 
-def dry_run(script: str, args: CommonArgs, learners: int, attention: str, workload: Drawn) -> Memory:
+def dry_run(
+    script: str, args: CommonArgs, learners: int, attention: str, workload: Drawn, image_size: str | None = None
+) -> Memory:
     """In a process of its own, since the fake device stays, and forked from a fresh one: where a backward pass has run before,
-    autograd knows of no new device. attention: see fake_device.start. Raises UserError for what the run itself would refuse."""
-    for name in ("sequence_parallel", "expert_parallel"):
-        if getattr(args, name) > 1:
-            raise UserError(
-                f"{flag(name)} {getattr(args, name)}: which tokens go to which rank depends on values; the dry run has none. "
-                "Plan without it: what it saves, activations or gathered experts, stands in the table."
-            )
+    autograd knows of no new device. attention: see fake_device.start; image_size: see rl/plan/images.py. Raises UserError for
+    what the run itself would refuse."""
     if args.ppo_max_token_len_per_gpu == "auto":
         raise UserError("--ppo-max-token-len-per-gpu auto: a plan says what a number takes. Give one.")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)
     own = {field.name: getattr(args, field.name) for field in dataclasses.fields(importlib.import_module(script).Args)}
-    child = context.Process(target=_in_child, args=(writer, script, own, learners, attention, workload), daemon=True)
+    what = (script, own, learners, attention, workload, image_size)
+    child = context.Process(target=_in_child, args=(writer, *what), daemon=True)
     child.start()
     writer.close()
     try:
@@ -102,11 +102,13 @@ def _in_child(writer, *what) -> None:
         writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
-def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn) -> Memory:
+def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
     script = importlib.import_module(name)
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
+    check_heads(config, args.sequence_parallel)
+    check_lengths(config.get_text_config(), args)
     model = empty_model(config, args.trust_remote_code)
     shapes = {p.shape for p in model.parameters() if p.dim() > 1}
     learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
@@ -118,7 +120,10 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
             learner = make_learner(args, SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6), ranks)
         read, count.host.peak, count.host.at_peak = count.host.at_peak, 0, Counter()
         place = learner.ranks
-        batch, share = make_batch(workload, args, place)
+        prompts = None
+        if takes_images(config):
+            prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake)
+        batch, share = make_batch(workload, args, place, prompts)
         learner.ranks, micros = _fullest_rank(batch, args, place)
         script.micro_batches, before = _two_fullest(script.micro_batches), count.sent
         for _ in range(2):  # the second begins with the optimizer's state
@@ -128,7 +133,9 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn)
         kept = [_publish(args, learner, place, fake), _checkpoint_copy(args, learner, fake)]
         for ledger in (count.host.live, count.host.at_peak):
             ledger["batch"] = int(ledger.pop(OTHER, 0) / share)
-        parameters = sum(p.numel() for p in learner.policy.parameters())
+            if prompts:  # pixels of two micro-batches; a run keeps those of all, within its limit
+                ledger["images"] = min(KEPT_BYTES, int(ledger["images"] / share * micros / min(2, micros)))
+        parameters = sum(p.numel() for p in learner.parameters.values())
         state = sum(tensor.numel() * tensor.itemsize for tensor in learner.state_tensors().values())
         precision = args.weights_dtype(args.dtype).itemsize
         memory = Memory(
@@ -158,18 +165,22 @@ def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Wei
     return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), dict.fromkeys(shapes, dtype))
 
 
-def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks) -> tuple[Batch, float]:
+def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks, prompts: Callable[[int], Prompt] | None) -> tuple[Batch, float]:
     """The prompts of an update with their responses, or as many of them as fill MICROS micro-batches a rank; and which share of
-    the update they are."""
+    the update they are. prompts: ticket -> the prompt, where they have images."""
     room = MICROS * args.ppo_max_token_len_per_gpu * ranks.world_size
-    groups, tokens = [], 0
+    groups, images, tokens = [], [], 0
     while len(groups) < args.prompts_per_update and tokens < room:
         ticket = len(groups)
-        prompt, lengths, _ = workload.group(ticket)
+        length, lengths, _ = workload.group(ticket)
+        ids, of_prompt = prompts(ticket) if prompts else (np.zeros(length, np.int32), None)
         responses = [_response(n, number) for number, n in enumerate(lengths[: args.rollout_n])]
-        groups.append(Group(ticket, np.zeros(prompt, np.int32), "plan", responses))
-        tokens += sum(lengths) + prompt * len(lengths)
-    return Batch.of(groups), len(groups) / args.prompts_per_update
+        groups.append(Group(ticket, ids, "plan", responses))
+        images.append(of_prompt)
+        tokens += sum(lengths) + len(ids) * len(lengths)
+    batch = Batch.of(groups)
+    batch.images = PlannedImages(images) if prompts else None
+    return batch, len(groups) / args.prompts_per_update
 
 
 def _response(tokens: int, number: int) -> Response:

@@ -2,7 +2,8 @@
 
 Tensors on the fake device are PyTorch's FakeTensors. The host stays real: what is computed there (packing, advantages, the
 schedule of a batch) is computed, and a tensor that was left on the host by mistake meets one of the device and raises, as it
-would on the machine. What is read back from the device has forgotten its values: it is zeros.
+would on the machine. What is read back from the device has forgotten its values: it is zeros, but for integers that came from
+the host (rl/plan/known_values.py).
 
     ranks = start(16)               # once, in a process of its own: it renames a device for good
     with FakeDevice():
@@ -23,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from rl import device, weights
+from rl import device, experts, weights
 from rl.device import is_accelerator
 from rl.dist import Ranks
+from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
 
 KIND = "npu"
@@ -103,10 +105,11 @@ class _Module:
 def start(world_size: int = 1, attention: str = KIND) -> Ranks:
     """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
     process. attention: the kind of device whose attention it has. Experts are grouped products: the sizes of one after another
-    would depend on values."""
+    would depend on values. Tokens that travel to their experts are assumed to be spread evenly."""
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
     device.LOOPED_EXPERTS_KINDS.discard(KIND)
+    experts.rows_to_trade = _even_rows
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
@@ -114,9 +117,22 @@ def start(world_size: int = 1, attention: str = KIND) -> Ranks:
     weights.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
     for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "synchronize"):
         setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask, and nothing to wait for
+    torch.accelerator.current_stream = _Stream
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
+
+
+def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Stands for rl.experts.rows_to_trade."""
+    sent = _even(rows, group.size())
+    received = [sent[group.rank()]] * group.size()
+    arriving = [n for from_rank in received for n in _even(from_rank, len(count) // group.size())]
+    return torch.tensor(arriving).to(count.device), sent, received
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _move_states_to_device(params, buffers, device: torch.device) -> None:
@@ -170,19 +186,51 @@ class FakeDevice(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if not fakes and not self._makes_fake(tensors, kwargs):
             return func(*args, **kwargs)
-        if func in READ:
+        written = [x for x in self._mutated(func, args, kwargs) if not isinstance(x, FakeTensor)]
+        if fakes < len(tensors) and written:
+            return self._into_host(func, args, kwargs, tensors)
+        known = known_values.computed(func, args, kwargs)
+        if known is None and func in READ:
             return READ[func](*args, **kwargs)
+        if known is not None and VALUES_TELL.intersection(func.tags):
+            if len({x.device for x in tensors}) > 1 and func is not aten.index.Tensor:
+                raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
+            return tree_map_only(torch.Tensor, lambda x: self._known_stand_in(x, tensors[0].device), known)
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
             halves = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
             return func(*halves, **kwargs).float()
+        if func is aten.index.Tensor:
+            args = (args[0], [place for index in args[1] for place in self._places(index)])
         if fakes < len(tensors):
-            if func._schema.is_mutable and any(not isinstance(x, FakeTensor) for x in self._mutated(func, args, kwargs)):
-                return self._into_host(func, args, kwargs, tensors)
             args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         if func.namespace in ("torch_attn", KIND) and len({x.device for x in tensors}) > 1:  # whose fakes do not look
             raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
         with self.fake:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        self._keep_in_mind(func, args, kwargs, out, known)
+        return out
+
+    def _keep_in_mind(self, func, args, kwargs, out, known) -> None:
+        """What is now known of integers on the device, and what is no longer."""
+        if known is None:
+            is_collective = func.namespace == "c10d"  # not all of which say what they write into
+            for x in tree_leaves((args, kwargs)) if is_collective else self._mutated(func, args, kwargs):
+                known_values.forget(x)
+            return
+        for x, value in zip(tree_leaves(out), tree_leaves(known), strict=True):
+            if isinstance(x, FakeTensor):
+                known_values.remember(x, value)
+
+    def _known_stand_in(self, x: torch.Tensor, where: torch.device) -> FakeTensor:
+        with self.fake:
+            out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
+        known_values.remember(out, x)
+        return out
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """An index with a known mask's places in its stead, one a dimension: how many they are depends on values."""
+        places = known_values.chosen(index)
+        return [index] if places is None else [self._known_stand_in(place, index.device) for place in places]
 
     def _stand_in(self, x: torch.Tensor) -> FakeTensor:
         """A fake of a real tensor, for an operator that has to do with the device."""
@@ -224,7 +272,8 @@ PINNING = {
 }
 
 
-READ = {  # what depends on values
+VALUES_TELL = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}  # shapes, or what an operator returns
+READ = {  # what depends on values that are not known
     aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
     aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
 }
@@ -237,4 +286,5 @@ def of_no_tensor() -> bool:
 
 def _forgotten(x: torch.Tensor) -> torch.Tensor:
     """What the host reads from the device."""
-    return torch.zeros(x.shape, dtype=x.dtype)
+    known = known_values.values(x)
+    return torch.zeros(x.shape, dtype=x.dtype) if known is None else known

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +28,7 @@ CAUSES = [
     ("rl/weights.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
     ("rl/vision.py", None, "images"),
+    ("rl/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass
     ("_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
     ("_fully_shard/_fsdp_collectives.py", None, "gathered layers"),
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
@@ -42,7 +44,7 @@ c10d = torch.ops.c10d
 SENT = {  # bytes that a rank of n sends in a ring: (n - 1) / n of the whole
     c10d._allgather_base_.default: lambda args: args[0].nbytes - args[1].nbytes,
     c10d._reduce_scatter_base_.default: lambda args: args[1].nbytes - args[0].nbytes,
-    c10d.alltoall_base_.default: lambda args: args[1].nbytes,
+    c10d.alltoall_base_.default: lambda args: args[1].nbytes * (1 - 1 / ProcessGroup.unbox(args[2]).size()),
 }
 PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 

@@ -66,11 +66,13 @@ class Plan:
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
-def plan_memory(script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device) -> None:
+def plan_memory(
+    script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device, image_size: str | None = None
+) -> None:
     """Prints what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raises
     UserError for what cannot be planned."""
     console = Console()
-    plan = make_plan(script, args, machine, lengths, device)
+    plan = make_plan(script, args, machine, lengths, device, image_size)
     show(plan, machine, console)
     if not (lacking := plan.lacking()):
         console.print(f"It fits on {device.name}.", highlight=False)
@@ -79,7 +81,7 @@ def plan_memory(script: str, args: CommonArgs, machine: Machine, lengths: str, d
         console.print(f"It does not fit on {device.name}: the {what} lacks {by / GB:.1f} GB.", highlight=False)
     item, size = plan.learner.device.most_common(1)[0]
     console.print(f"The learner's largest item: {item}, {size / GB:.1f} GB.", highlight=False)
-    if found := remedy(script, plan, machine, lengths):
+    if found := remedy(script, plan, machine, lengths, image_size):
         words, changed = found
         console.print(
             f"It fits with {words} (run, too: {changed.learner.peak / GB:.1f} GB at the learner's peak).", highlight=False
@@ -88,9 +90,11 @@ def plan_memory(script: str, args: CommonArgs, machine: Machine, lengths: str, d
         console.print("No change of the flags that was tried makes it fit: more or larger devices are needed.", highlight=False)
 
 
-def make_plan(script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device) -> Plan:
+def make_plan(
+    script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device, image_size: str | None = None
+) -> Plan:
     workload = lengths_like(lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
-    learner = dry_run(script, args, learners_of(args, machine), device.kind, workload)
+    learner = dry_run(script, args, learners_of(args, machine), device.kind, workload, image_size)
     return Plan(args, device, learner, engine_memory(args, device))
 
 
@@ -111,41 +115,52 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     return EngineMemory(weights, kv, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
-def remedy(script: str, plan: Plan, machine: Machine, lengths: str) -> tuple[str, Plan] | None:
+def remedy(script: str, plan: Plan, machine: Machine, lengths: str, image_size: str | None = None) -> tuple[str, Plan] | None:
     """(flags, the plan with them) of the first change that makes it fit, each tried by a run of its own: one change alone, then
     more and more together, those that cost least time first."""
-    changes = list(candidates(plan.args, machine))
-    tries = [[change] for change in changes] + [changes[: n + 1] for n in range(1, len(changes))]
+    single = list(candidates(plan.args, machine))
+    tries = [[change] for change in single] + [single[: n + 1] for n in range(1, len(single))]
     for tried in tries:
         values = {name: value for change in tried for name, value in change.items()}
         args = dataclasses.replace(plan.args, **values)
         try:
             check(args)
-            changed = make_plan(script, args, machine, lengths, plan.device)
+            changed = make_plan(script, args, machine, lengths, plan.device, image_size)
         except UserError:
             continue
         if not changed.lacking():
-            return " ".join(f"{flag(name)} {value}" for name, value in values.items()), changed
+            changes = {name: value for name, value in values.items() if value != getattr(plan.args, name)}
+            return " ".join(f"{flag(name)} {value}" for name, value in changes.items()), changed
     return None
 
 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
-    """Changes of single flags that take memory off the device, those that cost least time first."""
-    longest = args.max_prompt_length + args.max_response_length
+    """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
+    is computed."""
+    longest, sharing = args.max_prompt_length + args.max_response_length, 2 * args.sequence_parallel
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if args.ppo_max_token_len_per_gpu > longest:
-        yield {"ppo_max_token_len_per_gpu": longest}
+    if args.ppo_max_token_len_per_gpu > -(-longest // args.sequence_parallel):
+        yield {"ppo_max_token_len_per_gpu": -(-longest // args.sequence_parallel)}
     if args.needs_reference and not args.ref_offload:
         yield {"ref_offload": True}
     share = args.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
     if args.rollout_tp < machine.per_node:
         yield {"rollout_tp": 2 * args.rollout_tp}
+    if not args.activation_offload:
+        yield {"gradient_checkpointing": True, "activation_offload": True}
+    yield {"sequence_parallel": sharing, "ppo_max_token_len_per_gpu": -(-longest // sharing)}
+    if not args.optimizer_offload and not args.param_offload:
+        yield {"optimizer_offload": True}
     if not args.param_offload:
-        yield {"param_offload": True}
+        yield {"param_offload": True, "optimizer_offload": False}
     if args.dtype == "float32":
         yield {"dtype": "bfloat16"}
+    if args.grad_dtype == "float32":
+        yield {"grad_dtype": "bfloat16"}
+    if args.optim == "adamw":
+        yield {"optim": "adamw_8bit"}
 
 
 # ----------------------------------------------------------------------------------------------------------- the tables
@@ -159,11 +174,9 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
     table.add_row("all", f"{memory.peak / GB:.2f}", f"{memory.kept.total() / GB:.2f}", style="bold")
     console.print(table)
     console.print(_engine_line(plan), highlight=False, soft_wrap=True)
-    per_node = learners // machine.nodes
-    node = memory.host.total() + (per_node - 1) * _others(memory).total()
     lines = [
         f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
-        f"Host memory of the first node's {per_node} learners: {node / GB:.1f} GB "
+        f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan, machine) / GB:.1f} GB "
         f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
         f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",
@@ -171,6 +184,12 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
     if isinstance(args, SplitArgs):
         lines.append(_ring_line(args))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def node_memory(plan: Plan, machine: Machine) -> int:
+    """Bytes of host memory that the learners of the first node hold at most, the ring and Python aside."""
+    memory, learners = plan.learner, learners_of(plan.args, machine) // machine.nodes
+    return memory.host.total() + (learners - 1) * _others(memory).total()
 
 
 def _engine_line(plan: Plan) -> str:

@@ -104,18 +104,6 @@ def make_job(
     return choices.Job(args, machine, times, workload, slots)
 
 
-def _measured(
-    script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, workload: Drawn
-) -> dict[str, ServiceTimes]:
-    """Measured service times: kept ones, or new ones, which are kept if there is a file for them."""
-    if not plan.calibrate:
-        return service_times.load(Path(plan.service_times))
-    measured = measure(script, args, plan, machine, workload)
-    if plan.service_times:
-        service_times.save(measured, Path(plan.service_times))
-    return measured
-
-
 def measure(
     script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, workload: Drawn
 ) -> dict[str, ServiceTimes]:

@@ -13,18 +13,22 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
 from mutants import mutate
+from tiny_vlm import picture, prompt_with_images, prompts_by_number
 
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, device, learner, micro_batch, weights
-from rl.batch import Batch
+from rl import compact_adamw, device, forward_check, learner, micro_batch, weights
+from rl.batch import Batch, Group
+from rl.batch_images import BatchImages
+from rl.data import Prompt
 from rl.dist import Split
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
@@ -53,25 +57,58 @@ class Bridge:
     def wait(self) -> None: ...
 
 
-def learn(path: str, ranks: int = 1, rank: int = 0, script="sync", logits_at_once=None, attention="npu", **flags) -> None:
+class Rows(list):
+    """Prompts, as rl/data.py has them."""
+
+    prep = True
+
+
+def with_images(path: str, groups: list[Group], division: Division) -> Batch:
+    """The groups behind prompts of the model's own."""
+    prompts = Rows()
+    for number, (ids, images) in enumerate(prompts_by_number(path, len(groups))):
+        prompts.append(Prompt(ids, "", "demo", "", {}, f"row {number}", images))
+        digest = images.digest if images else ""
+        groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32), images=digest)
+    batch = Batch.of(groups, division)
+    batch.images = BatchImages.of(prompts, lambda ticket: (0, ticket), groups)
+    return batch
+
+
+def with_routes(group: Group) -> Group:
+    """As R3 replays them: two layers, two experts a token."""
+    routes = lambda tokens: np.tile(np.array([3, 5], np.uint8), (tokens, 2, 1))  # noqa: E731
+    responses = [dataclasses.replace(r, routes=routes(len(r.token_ids) - 1)) for r in group.responses]
+    return dataclasses.replace(group, responses=responses, prompt_routes=routes(len(group.prompt_ids)))
+
+
+def learn(
+    path: str, ranks=1, rank=0, script="sync", logits_at_once=None, attention="npu", images=False, prompts=2, **flags
+) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
     publish, and what a checkpoint holds."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     learner.LOGITS_AT_ONCE = logits_at_once or learner.LOGITS_AT_ONCE
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
+    groups = [make_group(t, [3, 9, 5, 7] * 2) for t in range(prompts)]
+    if args.router_replay == "R3":
+        groups = [with_routes(group) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         model = Learner(path, args, place, 10, with_reference=args.needs_reference)
-        model.ranks = dataclasses.replace(place, rank=rank)  # whose micro-batches it takes
+        model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
-        batch = Batch.of([make_group(t, [3, 9, 5, 7] * 2) for t in range(2)], Division.of(args, model))
+        division = Division.of(args, model)
+        batch = with_images(path, groups, division) if images else Batch.of(groups, division)
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
         host = torch.device("cpu")
         home = host if args.param_offload else place.device
+        model.router_metrics()
         tensors = model.state_tensors()
-        assert len({name for name in tensors if "_scale" not in name}) == 3 * len(list(model.policy.parameters()))
+        trained = len(model.parameters) - len(model.frozen)
+        assert len({name for name in tensors if "_scale" not in name}) == 3 * trained
         assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
         assert {state["step"].device for state in model.optimizer.state.values()} == {home}
         for name, tensor in tensors.items():
@@ -127,12 +164,14 @@ def publish(model: Learner, split: Split) -> None:
     publisher.wait()
 
 
-def generate(path: str, dtype=torch.float32, truncates=True, attention="npu") -> None:
+def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", images=False) -> None:
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests."""
     place = start(attention=attention)
+    if images:  # transformers' own forward, which finds places of images by value, cannot stand beside ours
+        forward_check._compare = lambda ours, *_: ours()
     with FakeDevice():
         store, bridge = HashStore(), Bridge(place.device)
-        engine = TransformersEngine(path, 32, 4, 16, dtype, place.device, end_tokens={1})
+        engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
         plan = weights.Plan(
             [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
         )
@@ -141,7 +180,10 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu") ->
         subscriber.receive(0)
         for number in range(6):
             sampling = SamplingParams(number % 2, 0.9 if truncates else 1.0, 5 if truncates else -1, max_tokens=2 + number)
-            engine.add(Request(number, [2, 3, 4 + number // 2], sampling, seed=number))
+            ids, of_prompt = [2, 3, 4 + number // 2], None
+            if images:
+                ids, of_prompt = prompt_with_images(path, "what?", [picture(64, 64, number // 2)] * (number // 2))
+            engine.add(Request(number, ids, sampling, seed=number, images=of_prompt))
         done = engine.step()
         table = torch.zeros(1 + len(plan.names), dtype=torch.long, device=place.device)
         subscriber._new = lambda size, dtype: (
@@ -168,6 +210,7 @@ CASES = {  # a new kind of model is a line more
     ),
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
+    "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),
     "engine": lambda m: generate(m["qwen2-tied"]),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
@@ -177,6 +220,22 @@ CASES = {  # a new kind of model is a line more
     "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
     "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", param_offload=True),
     "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, attention="cuda"),
+    "experts, replayed": lambda m: learn(m["moe"], 1, 0, "async", router_replay="R3", gradient_checkpointing=True),
+    "shared sequences": lambda m: learn(m["qwen3"], 4, 1, "async", sequence_parallel=2, use_kl_loss=True, dtype="bfloat16"),
+    "shared sequences, CUDA's attention": lambda m: learn(
+        m["qwen3"], 4, 2, "sync", None, "cuda", sequence_parallel=4, dtype="bfloat16", gradient_checkpointing=True
+    ),
+    "shared experts": lambda m: learn(m["moe"], 4, 0, "sync", expert_parallel=2, gradient_checkpointing=True),
+    "shared experts and sequences": lambda m: learn(
+        m["moe"], 4, 3, "one step off", expert_parallel=4, sequence_parallel=2, router_replay="R3", dtype="bfloat16"
+    ),
+    "images, windows": lambda m: learn(
+        m["qwen2.5-vl"], 2, 1, images=True, prompts=4, dtype="bfloat16", gradient_checkpointing=True, param_offload=True
+    ),
+    "images, a frozen tower": lambda m: learn(m["qwen3-vl"], 1, images=True, freeze_vision_tower=True),
+    "images, experts": lambda m: learn(m["qwen3-vl-moe"], 2, 0, "one step off", images=True, prompts=3),
+    "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
+    "engine, images, windows": lambda m: generate(m["qwen2.5-vl"], torch.bfloat16, images=True),
     "engine, experts": lambda m: generate(m["moe"]),
 }
 

@@ -1,8 +1,9 @@
-"""Started by test_plan_memory.py: what one learner holds at its peak on a CPU, counted on real tensors or on fake ones.
+"""Started by test_plan_memory.py: what the first learner holds at its peak on a CPU, counted on real tensors or on fake ones.
 
-python plan_memory.py MODEL real|fake JSON      # the learner's flags
+torchrun ... plan_memory.py MODEL real JSON           # the learner's flags
+python plan_memory.py MODEL fake JSON RANKS
 
-Prints a line of JSON: bytes by cause, and on real tensors what the process has taken while it learned.
+The first learner prints a line of JSON: bytes by cause, and on real tensors what the process has taken while it learned.
 """
 
 import contextlib
@@ -12,35 +13,45 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
 from programs.memory import Peak
+from tiny_vlm import prompts_by_number
 
 import train_sync
+from rl import dist
 from rl import learner as learner_module
 from rl.batch import Batch
+from rl.dist import Ranks
 from rl.kl_control import KLControl
 from rl.learner import Learner
 from rl.plan import dry_run
 from rl.plan.fake_device import FakeDevice, start
+from rl.plan.images import PlannedImages
 from rl.plan.memory_count import MemoryCount
 from rl.pretrained import load_config
 from rl.timers import Timers
 
 
-def main(path: str, fake: bool, flags: dict) -> None:
-    lengths, prompt = flags.pop("lengths"), flags.pop("prompt")
-    place = dataclasses.replace(start(), device=torch.device("cpu"))
-    assert place.mesh.size() == 1  # of real numbers: before anything is fake
+def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
+    lengths, prompt, with_images = flags.pop("lengths"), flags.pop("prompt"), flags.pop("images", False)
+    assert place.mesh.size() == place.world_size  # of real numbers: before anything is fake
     config = load_config(path)
     learner_module.check_policy = lambda *_: None  # of values
     if fake:
         learner_module.open_weights = dry_run._unread
     args = train_sync.Args(model=path, rollout_n=len(lengths), train_batch_size=2, ppo_mini_batch_size=1, **flags)
-    batch = Batch.of([make_group(ticket, lengths, prompt) for ticket in range(2)])
-    count = MemoryCount(config.vocab_size, set())
+    groups, images = [make_group(ticket, lengths, prompt) for ticket in range(2)], []
+    if with_images:
+        for number, (ids, of_prompt) in enumerate(prompts_by_number(path, len(groups))):
+            groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32))
+            images.append(of_prompt)
+    batch = Batch.of(groups)
+    batch.images = PlannedImages(images) if images else None
+    count = MemoryCount(config.get_text_config().vocab_size, set())
     with FakeDevice() if fake else contextlib.nullcontext() as mode, count:
         with mode.host_too() if fake else contextlib.nullcontext():
             learner = Learner(path, args, place, 10, with_reference=args.needs_reference)
@@ -49,8 +60,12 @@ def main(path: str, fake: bool, flags: dict) -> None:
             before = count.host.live.total()
             train_sync.learn(args, learner, KLControl(args), batch, Timers())
     added = count.host.peak - before
-    print(json.dumps({"causes": count.host.at_peak, "kept": +count.host.live, "added": added, "resident": peak.added}))
+    if place.is_main:
+        print(json.dumps({"causes": count.host.at_peak, "kept": +count.host.live, "added": added, "resident": peak.added}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "fake", json.loads(sys.argv[3]))
+    path, how, flags, *ranks = sys.argv[1:]
+    is_fake = how == "fake"
+    place = dataclasses.replace(start(int(ranks[0])), device=torch.device("cpu")) if is_fake else dist.init()
+    main(place, path, is_fake, json.loads(flags))
