@@ -75,7 +75,7 @@ def test_images_of_the_data(configs, tmp_path):
         "large": "--image-size large: not a size",
         "10x": "--image-size 10x: not a size",
         "0x7": "--image-size 0x7: not a size",
-        "1000x700x3": "takes 108 tokens, and 3 of them do not fit into --max-prompt-length 200",
+        "1000x700x3": "takes 117 tokens, and 3 of them do not fit into --max-prompt-length 200",
         "3000x10": "--image-size: an image has 3000 x 10 pixels",
     }.items(),
 )
