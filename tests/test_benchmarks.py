@@ -8,12 +8,12 @@ import sys
 from helpers import ROOT, run_script
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
-# (demo, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
+# (demo, load, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
 DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, images, learner, logprobs, moe, overlap, publish, ring, staleness, startup, trl
+import checkpoint, demo, gpu, images, learner, load, logprobs, moe, overlap, publish, ring, staleness, startup, trl
 from rl import dist
 
 out = Path(sys.argv[1])
