@@ -89,7 +89,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
     args = train_sync.Args(rollout_correction="token_tis")
-    groups, division = shared_groups(size, ranks), Division.of(args, ranks)
+    groups, division = shared_groups(size, ranks), Division(args.prompts_per_update, args.ppo_max_token_len_per_gpu, ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
     def timed(part: str, act: Callable):
