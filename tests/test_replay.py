@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, is_documented, run_script
+import torch
+from helpers import MOE, ROOT, is_documented, run_script
+from helpers import SMALL as TINY
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import replay
+from rl.demo import build_tokenizer
 from rl.errors import UserError
 from rl.recorder import SAMPLES, Record
 
@@ -89,6 +93,37 @@ def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ran
     assert "bit for bit" in said
     if "--trigger-parameter-sync-step" in flags:
         assert max(row["staleness/max"] for row in rows(again).values()) > 0
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> str:
+    """A tiny random mixture of experts that reads the demo's problems."""
+    path, tokenizer = tmp_path_factory.mktemp("moe"), build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**TINY | {"vocab_size": len(tokenizer)}, **MOE, head_dim=16, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags"),
+    [
+        ("train_sync.py", 2, ["--sequence-parallel", 2, "--router-replay", "R2", *EVERYTHING]),
+        ("train_sync.py", 2, ["--expert-parallel", 2, "--router-replay", "R3", "--dtype", "bfloat16"]),
+        ("train_async.py", 3, ["--sequence-parallel", 2, "--expert-parallel", 2, "--router-replay", "R3"]),
+    ],
+)
+def test_with_sequences_and_experts_over_two_learners(mixture, tmp_path, script, ranks, flags):
+    """A random model is never right, so that all scores are equal: the entropy is what moves the weights."""
+    size = STREAM if script == "train_async.py" else SMALL
+    short = ["--max-response-length", 12, "--entropy-coeff", 1]
+    run = record(script, tmp_path, "--model", mixture, *size, *flags, *short, ranks=ranks)
+    again, said = replayed(run, tmp_path, ranks=2)
+    same(run, again)
+    assert "bit for bit" in said and rows(run)[6]["moe/replay/tokens_differ"] >= 0
+    assert bits(run, 1) != bits(run, 6)
 
 
 @pytest.mark.slow
