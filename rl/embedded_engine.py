@@ -99,6 +99,8 @@ class TransformersEngine:
         )
         self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
         self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
+        if self.takes_images:
+            vision_forward.embed_by_product(self.model)
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"

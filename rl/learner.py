@@ -91,6 +91,8 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, router: Router | None = None):
         super().__init__()
         self.model, self.router, self.takes_images = model, router, takes_images(model.config)
+        if self.takes_images:
+            vision_forward.embed_by_product(model)
 
     def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.

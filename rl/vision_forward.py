@@ -7,10 +7,12 @@ Left out: rows of which nobody has prepared images, which the language model tak
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.vision import Images
@@ -114,6 +116,20 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
         inputs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
         inputs["deepstack_visual_embeds"] = deeper
     return inputs
+
+
+def embed_by_product(model: nn.Module) -> None:
+    """Has the tower embed patches by a matrix product, which is all that a convolution does whose steps are as long as its
+    kernel. torch's own takes about seven times as long forward and ten times as long backward on a CPU (benchmarks/LOG.md)."""
+    embed = model.model.visual.patch_embed
+    conv = embed.proj
+    if isinstance(conv, nn.Conv3d) and conv.stride == conv.kernel_size and not any(conv.padding) and conv.groups == 1:
+        embed.forward = functools.partial(_embedded, conv)
+
+
+def _embedded(conv: nn.Conv3d, pixels: Tensor) -> Tensor:
+    """pixels [patches, values of a patch] -> [patches, hidden]."""
+    return F.linear(pixels.to(conv.weight.dtype), conv.weight.flatten(1), conv.bias)
 
 
 def _zeros(config) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from helpers import make_group
 from tiny_vlm import config, picture, row, save_vlm
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
 from rl.batch import Batch, Group, MicroBatch
@@ -19,7 +20,7 @@ from rl.forward_check import Probe, check_policy
 from rl.learner import Policy
 from rl.pretrained import load_config, load_tokenizer, load_weights
 from rl.vision import ImagePrep, positions
-from rl.vision_forward import language_inputs
+from rl.vision_forward import embed_by_product, language_inputs
 
 KINDS = ["qwen2.5-vl", "qwen3-vl"]
 ROWS = [
@@ -194,3 +195,23 @@ def test_mixtures_of_experts_that_take_images_pass(tmp_path):
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(moe).save_pretrained(tmp_path)
     check_both(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patches_embedded_by_a_product_are_those_of_the_convolution(vlms, kind):
+    model = AutoModelForImageTextToText.from_pretrained(vlms[kind]).double()
+    embed, values = model.model.visual.patch_embed, model.model.visual.patch_embed.proj.weight[0].numel()
+    pixels, weight = torch.randn(12, values).double(), torch.randn(12, embed.embed_dim).double()
+    found = []
+    for change in (lambda model: None, embed_by_product):
+        change(model)
+        with FlopCounterMode(display=False) as counter:
+            out = embed(pixels)
+        (out * weight).sum().backward()
+        found.append(
+            (out.detach(), embed.proj.weight.grad.clone(), {str(name) for name in counter.get_flop_counts()["Global"]})
+        )
+        model.zero_grad()
+    for convolved, product in zip(*(of[:2] for of in found), strict=True):
+        torch.testing.assert_close(product, convolved, atol=1e-12, rtol=1e-12)
+    assert found[0][2] != found[1][2] and not any("conv" in name for name in found[1][2])
