@@ -20,7 +20,7 @@ LAYOUTS[2]["sp 2, ep 2"] = LAYOUTS[4]["sp 2, ep 2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
     """R3 with routes that no router would choose: they are imposed on every rank's tokens, or the gradient is another."""
     alone = learn_on(1, {"alone": [models["moe"], ALONE]}, REPLAYS)
