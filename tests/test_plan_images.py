@@ -1,19 +1,15 @@
-"""Images in the plan: the tokens and pixels of a stated size or of the data's headers, and what the vision tower holds."""
+"""Images in the plan: the tokens and pixels of a stated size or of the data's headers."""
 
 import types
 
 import numpy as np
 import pytest
-from helpers import CONFIGS
-from test_plan_memory import FLAGS, check_equal
-from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer, save_vlm
+from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer
 
 import train_sync
 from rl.errors import UserError
-from rl.plan.dry_run import dry_run
 from rl.plan.fake_device import FakeDevice
 from rl.plan.images import prompts_with_images
-from rl.plan.workload import lengths_like
 from rl.pretrained import load_config
 from rl.vision import ImagePrep
 
@@ -82,28 +78,3 @@ def test_images_of_the_data(configs, tmp_path):
 def test_sizes_that_cannot_be(configs, size, said):
     with pytest.raises(UserError, match=said):
         planned(configs["qwen3-vl"], size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_count_with_images_is_that_of_real_tensors(tmp_path, kind):
-    flags = {"images": True, "freeze_vision_tower": kind == "qwen2.5-vl", "gradient_checkpointing": kind == "qwen3-vl"}
-    assert check_equal(save_vlm(kind, tmp_path), FLAGS | flags)["causes"]["images"] > 0
-
-
-@pytest.mark.slow
-def test_a_plan_with_images_holds_their_pixels(configs, tmp_path):
-    """More than the pixels on the device, which hold more where images are larger; the tower's weights count."""
-    found = []
-    for size in ("100x80", "400x250"):
-        args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)
-        memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
-        _, images = planned(configs["qwen3-vl"], size)(0)
-        assert memory.device["images"] > 4 * args.train_batch_size // 2 * images.pixels.numel()
-        found.append(memory)
-    small, large = found
-    assert small.device["images"] < large.device["images"] and small.host["images"] < large.host["images"]
-    assert small.kept["weights"] == pytest.approx(4 * small.parameters / 2, rel=0.05)
-    CONFIGS["qwen3"]().save_pretrained(tmp_path)
-    text = dry_run("train_sync", train_sync.Args(model=str(tmp_path)), 1, "npu", lengths_like("budget", 8, 20, 20))
-    assert not text.device["images"]

@@ -216,20 +216,6 @@ def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
     assert not list(again.glob("step_*"))
 
 
-@pytest.mark.slow
-def test_two_learners_stop_at_the_same_micro_batch(demo_model, tmp_path):
-    """Each leaves its own, though only one of them has the ticket, and is alone in its trouble."""
-    again, said = replayed(bad_run(tmp_path, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
-    files = sorted(again.glob("bad_step_*.safetensors"))
-    assert [file.stem for file in files] == ["bad_step_000005_learner_0", "bad_step_000005_learner_1"]
-    (one, its), (other, others) = sorted(map(bad_step, files), key=lambda of: 18 not in of[0]["tickets"])
-    assert 18 in one["tickets"] and 18 not in other["tickets"]
-    assert all(one[name] == other[name] for name in ("step", "update", "micro_batch", "what"))
-    assert one["what"].startswith("the loss's gradient by log-probs")  # the weights' gradient is everybody's
-    assert not its["grad_log_prob"].isfinite().all() and others["grad_log_prob"].isfinite().all()
-    assert all(str(file) in said for file in files) and not list(again.glob("step_*"))
-
-
 REFUSED = {
     "": "the first argument is the directory of a run",
     "nowhere": "nowhere is neither a run that was recorded",
