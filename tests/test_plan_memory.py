@@ -56,9 +56,10 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
 def test_the_count_is_that_of_two_learners(models, flags):
     """With what they trade around attention. The peak may fall on another moment, because collectives end at others."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
-    assert real["kept"] == fake["kept"] and real["causes"].keys() == fake["causes"].keys()
-    assert sum(fake["causes"].values()) == pytest.approx(sum(real["causes"].values()), rel=0.05)
-    assert all(real["causes"][cause] == fake["causes"][cause] for cause in ("weights", "reference", "optimizer"))
+    assert real["causes"].keys() == fake["causes"].keys()
+    for when in ("causes", "kept"):
+        assert sum(fake[when].values()) == pytest.approx(sum(real[when].values()), rel=0.05)
+        assert all(real[when].get(cause) == fake[when].get(cause) for cause in ("weights", "reference", "optimizer"))
 
 
 @pytest.fixture
