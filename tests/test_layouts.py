@@ -32,3 +32,21 @@ def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
     for name, of_case in found.items():
         differ = of_case["metrics"]["moe/replay/tokens_differ"]
         assert differ > 0.9 if name.endswith("R3") else differ < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "case"), [("qwen2-tied", {"entropy_coeff": 0.1}), ("moe", REPLAYS["R3"][0])])
+def test_ranks_in_bf16_are_as_near_to_fp32_as_one_rank_is(models, kind, case):
+    """They round other sums than one rank does, and no more. Experts are replayed: a route that flips is no rounding."""
+    cases, bf16 = {"x": (case, GROUPS)}, ALONE | {"dtype": "bfloat16"}
+    alone = learn_on(1, {"fp32": [models[kind], ALONE], "bf16": [models[kind], bf16]}, cases)
+    exact, one = (alone[f"{name}/x"]["gradients"][0] for name in ("fp32", "bf16"))
+    layouts = {name: flags for name, flags in LAYOUTS[2].items() if kind == "moe" or "ep" not in name}
+    found = learn_on(2, {name: [models[kind], bf16 | flags] for name, flags in layouts.items()}, cases)
+    rounding = relative(one, exact)
+    errors = {name: relative(of_case["gradients"][0], exact) for name, of_case in found.items()}
+    print(f"{kind}: one rank {rounding:.4f}, { ({name: round(error, 4) for name, error in errors.items()}) }")
+    assert 1e-4 < rounding < 0.1
+    assert len(errors) == len(layouts) and all(1e-4 < error < 1.5 * rounding for error in errors.values())
+    for of_case in found.values():
+        assert of_case["metrics"]["actor/grad_norm"] == pytest.approx(alone["fp32/x"]["metrics"]["actor/grad_norm"], rel=0.05)
