@@ -39,9 +39,9 @@ class Args(OverSampleArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
 
 
-def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], list[int], int, dict[str, float]]:
+def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
     """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
-    are replaced by fresh tickets with --filter-groups. Returns the groups, tickets left out, the next ticket, and metrics."""
+    are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
     kept, dropped, rounds, shared = [], [], 0, generator.shared
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
@@ -54,7 +54,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
                 kept.append(group)
     missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
-    return kept + dropped[:missing], [group.ticket for group in dropped[missing:]], ticket, metrics
+    return kept + dropped[:missing], ticket, metrics
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -156,10 +156,11 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
 
     for step in run.steps():
         with run.timer("gen"):
-            groups, filtered, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
+            groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
         run.leave_if_stopped(step - 1)  # this batch, whole or not, will be made again
         generator.engine.sleep()
-        batch, next_ticket.ticket = run.begin(groups), ticket
+        under_way = generator.put_aside() if args.surplus else []
+        batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups, under_way)
         metrics |= staleness_metrics(batch, step - 1) if args.surplus else {}
 
         metrics |= learn(args, learner, kl_control, batch, run.timer)

@@ -186,6 +186,11 @@ class Generator:
             self.working.pop(key, None)
         return groups
 
+    def put_aside(self) -> list[int]:
+        """The tickets that `generate` has put aside, on all ranks. A collective."""
+        gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
+        return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
+
     def start_validation(self, share: tuple[int, int] | None = None) -> None:
         """Gives the engine its share of the validation prompts, val_n times each: by default one of as many as there are
         engines. share: which of how many, of none if that is 0."""

@@ -31,17 +31,22 @@ class NextTicket:
 
     def __init__(self):
         self.ticket = 0
+        self.under_way: list[int] = []  # before it
 
-    def advance(self, ticket: int, groups: list[Group]) -> list[int]:
-        """Moves on to `ticket`; returns those before it that are not among the groups of the batch."""
-        passed, self.ticket = range(self.ticket, ticket), ticket
-        return sorted({*passed} - {group.ticket for group in groups})
+    def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
+        """Moves on to `ticket`; returns those before it that are neither among the groups of a batch nor under way, since the
+        last call."""
+        passed = {*range(self.ticket, ticket), *self.under_way}
+        self.ticket, self.under_way = ticket, [*under_way]
+        return sorted(passed - {group.ticket for group in groups} - {*under_way})
 
-    def state(self) -> int:
-        return self.ticket
+    def state(self) -> dict:
+        return {"ticket": self.ticket, "under_way": self.under_way}
 
-    def restore(self, state: int) -> None:
-        self.ticket = state
+    def restore(self, state: dict | int) -> None:
+        """state: a number in older checkpoints, of runs that had nothing under way."""
+        old = isinstance(state, int)
+        self.ticket, self.under_way = (state, []) if old else (state["ticket"], state["under_way"])
 
 
 @dataclass

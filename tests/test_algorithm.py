@@ -141,7 +141,7 @@ def test_rollout_correction(trainer):
     for preset in PRESETS:
         trainer.engine.update(iter(noisy), version=0)
         args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
-        groups, _, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
+        groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())

@@ -7,7 +7,7 @@ import pytest
 from helpers import train
 
 FLAGS = ["--model", "demo", "--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "16"]
-FLAGS += ["--over-sample", "0.75", "--temperature", "3"]  # hot: responses of uneven lengths
+FLAGS += ["--over-sample", "0.75", "--temperature", "2"]  # hot: responses of uneven lengths
 FLAGS += ["--lr-warmup-steps", "0", "--total-training-steps", "6", "--save-freq", "1", "--max-ckpt-to-keep", "9"]
 FLAGS += ["--test-freq", "2", "--val-max-samples", "8"]
 

@@ -42,7 +42,7 @@ class Trainer:
         self.learner.args, control, out = args, KLControl(args), []
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)
-            groups, _, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
+            groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
             batch = Batch.of(groups)
             metrics |= train_sync.learn(args, self.learner, control, batch, Timers())
             out.append((metrics, batch))
