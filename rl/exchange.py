@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rl import watchdog
+from rl.device import HOST_BACKEND
 from rl.dist import all_gather_bytes, show_group
 
 
@@ -36,10 +37,10 @@ class Exchange:
         nodes = [[rank for rank in range(size) if node_of[rank] == name] for name in dict.fromkeys(node_of)]
         self.here = next(node for node in nodes if self.rank in node)
         self.first_of = {rank: node[0] for node in nodes for rank in node}
-        groups = {tuple(node): dist.new_group(node, backend="gloo") for node in nodes if len(node) > 1}
+        groups = {tuple(node): dist.new_group(node, backend=HOST_BACKEND) for node in nodes if len(node) > 1}
         self._neighbours = groups.get(tuple(self.here))
         firsts = [node[0] for node in nodes]
-        self._firsts = dist.new_group(firsts, backend="gloo") if len(nodes) > 1 else None
+        self._firsts = dist.new_group(firsts, backend=HOST_BACKEND) if len(nodes) > 1 else None
         if self._neighbours:
             show_group("the ranks of this node", self._neighbours)
         if self.rank not in firsts:

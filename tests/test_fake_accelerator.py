@@ -27,7 +27,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/log_probs.py": ["chunks"],
     "rl/compact_adamw.py": ["compact", "moments on the host"],
     "rl/activation_offload.py": ["compact"],
-    "rl/batch_images.py": ["images"],
     "rl/vision_forward.py": ["images"],
     "rl/router.py": ["experts, replayed"],
     "rl/experts.py": ["shared experts"],
