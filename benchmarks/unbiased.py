@@ -43,7 +43,7 @@ class Tabular:
 
     def __init__(self, num_words: int, length: int, logits: torch.Tensor):
         self.logits = logits.clone().requires_grad_()
-        self.ranks = dist.Ranks(0, 1, 0, torch.device("cpu"))
+        self.ranks, self.micro_batch_tokens = dist.Ranks(0, 1, 0, torch.device("cpu")), 8192
         self.sequences = list(itertools.product(range(num_words), repeat=length))
         prefixes = (p for t in range(length) for p in itertools.product(range(num_words), repeat=t))
         self.row = {prefix: i for i, prefix in enumerate(prefixes)}
