@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -220,12 +221,13 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
 
 
 def end(process: subprocess.Popen, mark: str, since: float) -> str:
-    """The rest of its output; it must have ended, with all that it started, 10 seconds after `since`."""
-    try:
-        text, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    """The rest of its output; it must have ended, with all that it started, 10 seconds after `since`. (`communicate` would lose
+    what `read_until` has in its buffer.)"""
+    late = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    text = process.stdout.read()
+    process.wait()
+    late.cancel()
     assert time.time() - since < 10
     deadline = since + 10
     while (left := left_over(mark)) and time.time() < deadline:
