@@ -27,7 +27,7 @@ class Failure:
 
 def record(name: str, what: str) -> Failure:
     """Tells the job that this rank fails; name: of the rank; what: in one line."""
-    first_of_node = _tell_torchrun(what)
+    first_of_node = tell_torchrun(what)
     try:
         store = _open_store()
         if first := store.add(watchdog.FAILED, 1) == 1:
@@ -37,7 +37,7 @@ def record(name: str, what: str) -> Failure:
     return Failure(first, first_of_node)
 
 
-def _tell_torchrun(what: str) -> bool:
+def tell_torchrun(what: str) -> bool:
     """Has torchrun's own summary, the last that appears on the console, name the cause. Returns whether this rank is its
     node's first to fail: the file of each rank is in a folder, and the folders are in one of this node and attempt."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -109,7 +109,8 @@ class Heartbeat:
         if not self._ended.is_set():
             last = self._others.told(0) if self.rank else ""
             watchdog.end_stuck_launcher(LAUNCHER_SECONDS)
-            self._end(f"node 1, {self.nodes[0].host}, has not answered for {self.timeout:g} s{last} (--node-timeout)")
+            verdict = f"node 1, {self.nodes[0].host}, has not answered for {self.timeout:g} s{last} (--node-timeout)"
+            self._end(verdict, store_answers=False)
 
     def _verdict(self, silent: list[int]) -> str:
         """Names the ranks, by node."""
@@ -121,12 +122,12 @@ class Heartbeat:
                 said.append(f"node {number}, {node.host}: no sign of life of {whole} for {self.timeout:g} s{last}")
         return f"{'; '.join(said)} (--node-timeout)" if said else ""
 
-    def _end(self, verdict: str, silent: Sequence[int] = ()) -> None:
+    def _end(self, verdict: str, silent: Sequence[int] = (), store_answers: bool = True) -> None:
         """Says it once a node, and ends this rank."""
         end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
         end.name, end.daemon = "watchdog's end", True
         end.start()
-        if failures.record(self.name, verdict).first_of_node:
+        if failures.record(self.name, verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
             print(f"error: {verdict}", file=sys.stderr, flush=True)
         if self.rank in self.nodes[0].ranks:  # the store may end with this node: let the others read first
             time.sleep(1.5 * self.timeout / ROUNDS)

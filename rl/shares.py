@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-import losses
 from rl.dist import Ranks
 
 if TYPE_CHECKING:
@@ -98,6 +97,8 @@ def own_micros(lengths: Sequence[int], group: Tensor, members: Tensor, max_token
 
 def masked_mean(x: Tensor, batch: "Batch") -> float:
     """Mean of x [N] over the trained tokens of the whole batch; 0 if there is none."""
+    import losses  # late: a replay says which
+
     if not batch.ranks:
         return float(losses.masked_mean(x, batch.mask))
     own = torch.stack([torch.where(batch.mask, x, 0.0).sum(dtype=torch.float64), batch.mask.sum().double()])
@@ -107,6 +108,8 @@ def masked_mean(x: Tensor, batch: "Batch") -> float:
 
 def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
     """losses.denominator of a mini-batch, whose responses are `mini` [b]."""
+    import losses  # late: a replay says which
+
     tokens = batch.span(mini)
     mask, seq = batch.mask[tokens], batch.seq[tokens]
     own = losses.denominator(mask, seq, mode, len(mini), budget)
@@ -117,6 +120,8 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
 
 def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
     """The estimator's advantages [N]. inputs: its keywords; tensors among them are [B]."""
+    import losses  # late: a replay says which
+
     if not batch.ranks or estimator.looks_at == "response":
         return estimator(batch.reward, batch.mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":
@@ -132,6 +137,8 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
 def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
     """function(each x of the whole batch, its seq) -> a tensor of the whole batch; this returns the part that is here. For the
     few things that cannot be had from sums: every learner holds them whole meanwhile."""
+    import losses  # late: a replay says which
+
     if not batch.ranks:
         return function(*xs, batch.seq)
     lengths = batch.lengths

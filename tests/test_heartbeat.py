@@ -79,7 +79,7 @@ class Silent(HashStore):
 def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch):
     ended = []
     monkeypatch.setattr(heartbeat, "TICK", 0.02)
-    monkeypatch.setattr(heartbeat.Heartbeat, "_end", lambda self, verdict, silent=(): ended.append(verdict))
+    monkeypatch.setattr(heartbeat.Heartbeat, "_end", lambda self, verdict, **_: ended.append(verdict))
     nodes = [heartbeat.launch.Node(f"host{i}", i, 1, 0) for i in range(2)]
     store = Silent()
     watched = heartbeat.Heartbeat("rank 1", 1, nodes, 0.2, store)

@@ -102,7 +102,7 @@ def test_what_the_memory_flags_move_and_shrink(model):
     plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 2400}
     compact = {"optim": "adamw_8bit", "optimizer_offload": True, "grad_dtype": "bfloat16", "activation_offload": True}
     before, after = (
-        dry_run("train_async", flags(model, **plain, **more), 4, True, lengths_like("budget", 4, 100, 20))
+        dry_run("train_async", flags(model, **plain, **more), 4, "cuda", lengths_like("budget", 4, 100, 20))
         for more in ({}, compact)
     )
     own = parameters() / 4

@@ -14,6 +14,7 @@ from test_vision import dataset, make_batch
 
 from rl import process
 from rl.batch import MicroBatch
+from rl.dist import all_reduce_sum
 from rl.learner import Learner, LearnerArgs
 
 
@@ -25,7 +26,8 @@ def main(ranks):
     has_image = [[0, 1, 2, 3], [6, 7]]  # responses to rows with images, in two micro-batches
     parts = [has_image, [[4, 5], []]] if ranks.world_size == 2 else [[*has_image, [4, 5]]]
     micros = [MicroBatch.of(batch, part, ranks.device) for part in parts[ranks.rank]]
-    result = {which: learner.log_probs_of(which, batch, [micros]) for which in ("policy", "reference")}
+    own = {which: learner.log_probs_of(which, batch, [micros]) for which in ("policy", "reference")}  # 0 for others' tokens
+    result = {which: all_reduce_sum(log_prob, ranks.data_group) for which, log_prob in own.items()}
     for micro in micros:
         log_prob, _ = learner.log_probs(micro)
         (log_prob * weight[micro.index]).sum().backward()
