@@ -66,7 +66,9 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",
 }
 MISPLACED = "two devices|same device|device type|incompatible tensor type|AssertionError"
-MISPLACED += "|run_backward .* returned NULL"  # a fault in a layer that the backward pass computes again loses its words
+MISPLACED += (
+    "|run_backward .* returned NULL|terminate called"  # a fault that the backward pass meets in a layer loses its words
+)
 QUICK = [("rl/batch.py", "Batch.select"), ("rl/kv_cache.py", "KVCache.__init__")]
 
 
