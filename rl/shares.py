@@ -25,11 +25,14 @@ ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominat
 def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
 
-    lengths: tokens of each sequence, none above max_tokens; groups: whose neighbours share a prompt. Returns
-    [rank][micro-batch] -> indices into `lengths`. The same input gives the same plan on every rank. Longest first into the
-    emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the budget holds. What is
-    placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small enough to balance.
+    lengths: tokens of each sequence; groups: whose neighbours share a prompt. Returns [rank][micro-batch] -> indices into
+    `lengths`. The same input gives the same plan on every rank. Raises ValueError for a sequence above max_tokens.
+    Longest first into the emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the
+    budget holds. What is placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small
+    enough to balance.
     """
+    if max(lengths, default=0) > max_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
         runs = _runs(lengths, groups, sum(lengths) / (4 * count * ranks))

@@ -45,6 +45,11 @@ def test_pack_places_each_sequence_once_within_the_budget(lengths, n, budget, ra
     assert max(loads) <= mean + max(*lengths, mean / 4)
 
 
+def test_pack_refuses_what_no_micro_batch_holds():
+    with pytest.raises(ValueError, match="a sequence of 65 tokens does not fit in a micro-batch of 64"):
+        pack([3, 65, 64], [0, 0, 0], 64, 2)
+
+
 def test_pack_keeps_the_responses_to_a_prompt_together():
     groups = [i // 8 for i in range(64)]
     of_rank = [{groups[i] for micro in rank for i in micro} for rank in pack([20] * 64, groups, 1000, 2)]
