@@ -1,5 +1,7 @@
 """--compile: once for any number of tokens, refused where it cannot work. That the numbers stay: test_learner.py."""
 
+import shutil
+
 import pytest
 import torch
 from helpers import make_group
@@ -13,6 +15,7 @@ from rl.pretrained import empty_model, load_config
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_a_layer_is_compiled_once_for_all_lengths(models, ranks):
     learner = Learner(models["qwen2-tied"], LearnerArgs(compile=True), ranks, total_steps=1)
 

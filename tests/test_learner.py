@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -142,6 +143,7 @@ def test_shards_are_gathered_in_buckets_to_the_bit(models, bucket, most):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("kind, flags", [("qwen2-tied", {}), ("qwen3", {"gradient_checkpointing": True})])
 def test_compiled_layers_compute_the_same(compute, models, kind, flags):
     plain, compiled = (compute(models[kind], 1, compile=on, **flags) for on in (False, True))
