@@ -112,18 +112,14 @@ class Generator:
     def poll(self, wait: float = 0.0) -> list[Group]:
         """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
         `wait` seconds for a score, and with nothing to score either just so long."""
-        ended, scored = self._advance(wait)
-        if not self.shared.leads:  # the engine's first rank scores, and hands over
-            for key in ended:
-                del self.working[key]
-        return self._take_done(scored)
+        return self._take_done(self._advance(wait)[1])
 
     def _advance(self, wait: float, step: bool = True) -> tuple[list[int], list[int]]:
         """What `poll` does until groups are taken, without the engine's step if there shall be `step` none. Returns the keys
-        whose last response has ended, and those with new scores."""
+        whose last response has ended, and those that may be done."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
-            return keys, keys if self.shared.leads else []
+            return keys, keys
         ended, scored = [], []
         if step and self.engine.num_unfinished:
             with self.timer("gen"):
@@ -141,15 +137,19 @@ class Generator:
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return ended, list(dict.fromkeys(key for (key, _), _ in scored))
+        return ended, list(dict.fromkeys(key for (key, _), _ in scored)) if self.shared.leads else ended
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
-        """The groups of those that are done; a validation's rows are kept."""
-        groups = []
+        """The groups of those that are done; a validation's rows are kept. The engine's first rank hands over, others only drop
+        what has ended."""
+        groups, leads = [], self.shared.leads
         for key in keys:
-            if not self.working[key].done:
+            work = self.working[key]
+            if not (work.done if leads else work.has_ended):
                 continue
-            work = self.working.pop(key)
+            del self.working[key]
+            if not leads:
+                continue
             if key < VALIDATION:
                 groups.append(self._group(key, work))
             else:
@@ -180,11 +180,7 @@ class Generator:
             ended += sorted(self._advance(wait=1.0, step=len(ended) < len(tickets))[0])
         self._put_aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
-        chosen = sorted(ended[: len(tickets)])
-        groups = self._take_done(chosen) if self.shared.leads else []
-        for key in chosen:
-            self.working.pop(key, None)
-        return groups
+        return self._take_done(sorted(ended[: len(tickets)]))
 
     def put_aside(self) -> list[int]:
         """The tickets that `generate` has put aside, on all ranks. A collective."""
