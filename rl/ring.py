@@ -10,6 +10,8 @@ The memory is a memfd: it never has a name in the file system, other users canno
 last process that holds it ends, however that ends. Not even a SIGKILL of everything leaves something behind.
 
 The ring is an endless stream of bytes with two places in it, tail <= head: writers move the head, the reader moves the tail.
+A writer that finds the ring empty begins at the start of the memory again, so that no more of it is ever touched than what was
+on its way at once: a page of shared memory, once touched, counts as memory of every process that does so.
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
 - The reader frees a record with a single store of `tail`. Killed before, it leaves the record to the next reader.
@@ -43,7 +45,7 @@ HEADER = struct.Struct("<QQQQ")  # position, size, checksum of the data, checksu
 CHECKED = struct.Struct("<QQQ")  # the three
 FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
 # Indices of the 64-bit words in the first page: the writers', the reader's, and what never changes.
-HEAD, WRITTEN = 0, 1
+HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position that stands at the start of the memory
 TAIL, TAKEN, DAMAGED = 8, 9, 10
 KEY, CAPACITY = 16, 17
 PAGE = 4096  # bytes of these words; records begin behind them
@@ -157,7 +159,10 @@ class Ring:
         try:
             words = self._words
             head = start = words[HEAD]
-            left = self.capacity - head % self.capacity
+            if words[TAIL] == head:  # empty: until the head moves, nobody asks where the base is
+                self._barrier()  # the reader has done with what is written over now
+                words[BASE] = head
+            left = self.capacity - (head - words[BASE]) % self.capacity
             if _footprint(size) > left:  # records do not wrap
                 start += left
             end = start + _footprint(size)
@@ -258,7 +263,7 @@ class Ring:
     # -- what both sides use
 
     def _at(self, position: int) -> int:
-        return PAGE + position % self.capacity
+        return PAGE + (position - self._words[BASE]) % self.capacity
 
     def _barrier(self) -> None:
         """All loads and stores above happen before all below, as others see them. A lock orders memory by POSIX: nothing from

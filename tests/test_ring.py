@@ -194,6 +194,20 @@ def test_a_record_keeps_its_space_while_it_is_looked_at(ring):
     ring.put(NOISE[7:300_007], timeout=0)
 
 
+def test_no_more_memory_is_touched_than_was_on_its_way_at_once():
+    """Ten times the ring's capacity goes through it, in turns of records that are put and taken."""
+    ring, chance, passed = Ring.create(64 << 20), random.Random(3), 0
+    while passed < 10 * ring.capacity:
+        turn = [NOISE[: chance.randrange(1 << 19)] for _ in range(chance.randrange(1, 4))]
+        for content in turn:
+            ring.put(content, timeout=0)
+        assert drain(ring) == turn
+        passed += sum(map(len, turn))
+    assert ring.counts["damaged"] == 0
+    assert os.fstat(ring.fd).st_blocks * 512 <= 3 << 19 | 1 << 14, "pages of the memfd that are in memory"
+    ring.close()
+
+
 @pytest.mark.parametrize("look", [lambda data: data[5:], np.asarray, lambda data: np.frombuffer(data[8:], np.float32, 4)])
 def test_nothing_that_looks_at_a_record_may_outlive_its_block(ring, look):
     ring.put(NOISE[:4096])
@@ -383,23 +397,38 @@ def kill_at_every_step(ring: Ring, run, check) -> int:
     raise AssertionError("it never came to its end")
 
 
-@in_a_small_process
-def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
-    """Each time from the same state, just before a wrap, so that a filler is written too."""
+def kill_a_writer_at_every_instruction(unread: list[bytes]) -> None:
+    """Each time from the same state: two records have been taken, and these are still in the ring."""
     ring, content, outcomes = Ring.create(8192), NOISE[:3000], set()
+
+    def prepare() -> None:
+        for record in [NOISE[:1000], NOISE[:3000], *unread]:
+            ring.put(record, timeout=0)  # nothing that the dead one held is in the way
+        for _ in range(2):
+            with ring.get(timeout=0):
+                pass
 
     def check(finished: bool) -> None:
         found = drain(ring)
-        assert found in ([], [content]) and (found or not finished)
-        outcomes.add(len(found))
+        assert found in (unread, [*unread, content]) and (len(found) > len(unread) or not finished)
+        outcomes.add(len(found) - len(unread))
         assert ring.occupancy == 0
-        while ring._words[ring_module.HEAD] % 8192 != 64 * 104:
-            ring.put(timeout=0)  # nothing that the dead one held is in the way
-            drain(ring)
+        prepare()
 
-    check(False)
+    prepare()
     assert kill_at_every_step(ring, lambda end: end.put(content, timeout=1), check) > 100
     assert outcomes == {0, 1}
+
+
+@in_a_small_process
+def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
+    """Just before a wrap, so that a filler is written too."""
+    kill_a_writer_at_every_instruction([NOISE[5:2005]])
+
+
+@in_a_small_process
+def test_a_writer_killed_at_every_instruction_of_beginning_at_the_start_again():
+    kill_a_writer_at_every_instruction([])
 
 
 @in_a_small_process
@@ -424,15 +453,20 @@ def test_a_reader_killed_at_every_instruction_loses_nothing():
         assert ring.occupancy == 0
         outcomes.add(len(found))
         handled[0] = 0
-        while ring._words[ring_module.HEAD] % 16384 != 64 * 192:
-            ring.put(timeout=0)
-        with contextlib.closing(Ring.attach(ring.address)) as other:
-            drain(other)
-        for content in contents:
-            ring.put(content, timeout=0)
+        prepare()
 
-    for content in contents:
-        ring.put(content)
+    def prepare() -> None:
+        for content in [NOISE[:3000]] * 4 + contents[:1]:
+            ring.put(content, timeout=0)
+        with contextlib.closing(Ring.attach(ring.address)) as other:
+            for _ in range(4):
+                with other.get(timeout=0):
+                    pass
+        for content in contents[1:]:
+            ring.put(content, timeout=0)
+        assert ring.occupancy > 3 * ring_module._footprint(3000) / ring.capacity, "there is a filler"
+
+    prepare()
     assert kill_at_every_step(ring, run, check) > 100
     assert outcomes == {1, 2, 3}
 
