@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import platform
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed import DistError, DistNetworkError, Store
 
 from rl import launch, watchdog
 
+speaking = threading.Lock()  # held from a record to the end of what is printed of it: another thread may end the process
 _has_gone = False  # the store
 
 
@@ -25,13 +27,13 @@ class Failure:
     first_of_node: bool
 
 
-def record(name: str, what: str) -> Failure:
-    """Tells the job that this rank fails; name: of the rank; what: in one line."""
+def record(what: str, name: str = "") -> Failure:
+    """Tells the job that this rank fails. what: in one line; name: of the rank, unless others are to blame."""
     first_of_node = tell_torchrun(what)
+    told = f"{name} on {platform.node()} failed: {what}" if name else what
     try:
-        store = _open_store()
-        if first := store.add(watchdog.FAILED, 1) == 1:
-            store.set("failed/cause", f"{name} on {platform.node()} failed: {what}")
+        # In one request: whoever makes the second of two may be ended before, and nobody would ever know the cause.
+        first = watchdog.first_to_fail(_open_store(), told)
     except DistError:  # whoever could have said more has gone
         first = first_of_node
     return Failure(first, first_of_node)
@@ -55,15 +57,15 @@ def tell_torchrun(what: str) -> bool:
     return True
 
 
-def cause(wait: float) -> str:
-    """The message of the first rank that failed, waited for so many seconds; empty if there is none."""
+def cause(wait: float = 0) -> str:
+    """What the first rank that failed says, waited for so many seconds; empty if none has failed."""
     try:
         store, deadline = _open_store(), time.monotonic() + wait
-        while not store.check(["failed/cause"]):
+        while not store.check([watchdog.FAILED]):
             if time.monotonic() > deadline:
                 return ""
             time.sleep(0.1)
-        return store.get("failed/cause").decode()
+        return store.get(watchdog.FAILED).decode()
     except DistError:
         return ""
 

@@ -127,8 +127,10 @@ class Heartbeat:
         end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
         end.name, end.daemon = "watchdog's end", True
         end.start()
-        if failures.record(self.name, verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
-            print(f"error: {verdict}", file=sys.stderr, flush=True)
+        failures.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not speak too
+        if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
+            cause = failures.cause() if store_answers else ""  # who was stopped itself finds others silent that have ended
+            print(f"error: {cause or verdict}", file=sys.stderr, flush=True)
         if self.rank in self.nodes[0].ranks:  # the store may end with this node: let the others read first
             time.sleep(1.5 * self.timeout / ROUNDS)
         watchdog.end_silent(pid for rank, pid in launch.neighbours().items() if rank in silent)

@@ -62,25 +62,28 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
 
 def fail(error: UserError, name: str = "") -> NoReturn:
     """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
-    if failures.record(name or f"rank {launch.here().rank}", str(error)).first_of_node:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    with failures.speaking:
+        if failures.record(str(error), name or f"rank {launch.here().rank}").first_of_node:
+            print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 
 
 def _explain(name: str, error: Exception) -> None:
     """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
-    if failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and (silent := failures.silent_ranks()):
-        what = f"{silent} no longer answer"
-        if failures.record(name, what).first_of_node:
-            print(f"{name} failed: {what}", file=sys.stderr)
-        return
-    failure = failures.record(name, f"{type(error).__name__}: {error}")
-    if failure.first:
-        print(f"{name} failed:", file=sys.stderr)
-        traceback.print_exception(error)
-    elif failure.first_of_node and (cause := failures.cause(wait=1)):
-        print(f"{name} stops: {cause}", file=sys.stderr)
+    lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
+    with failures.speaking:
+        if lost:
+            what = f"{lost} no longer answer"
+            if failures.record(what, name).first_of_node:
+                print(f"{name} failed: {what}", file=sys.stderr)
+            return
+        failure = failures.record(f"{type(error).__name__}: {error}", name)
+        if failure.first:
+            print(f"{name} failed:", file=sys.stderr)
+            traceback.print_exception(error)
+        elif failure.first_of_node and (cause := failures.cause()):
+            print(f"{name} stops: {cause}", file=sys.stderr)
 
 
 def _die_with_parent() -> None:

@@ -36,7 +36,7 @@ from torch.distributed import DistError, HashStore, Store
 from rl.ranges import Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
-FAILED = "failed"  # the store's counter of ranks that failed: only the first one reports
+FAILED = "failed/cause"  # in the store: what the first rank that failed says; only that one reports
 ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
 ROLL_SECONDS = 3.0  # each rank looks once a second whether it is asked for a sign of life
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
@@ -143,6 +143,12 @@ def end_stuck_launcher(seconds: float) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; {ranks}; kill -KILL {launcher}"], start_new_session=True)
 
 
+def first_to_fail(store: Store, cause: str) -> bool:
+    """Leaves the cause in the store, if no rank has failed before. Returns whether none had. cause: names this rank, or else
+    two may believe that they were the first."""
+    return store.compare_set(FAILED, "", cause).decode() == cause
+
+
 def silent() -> set[int]:
     """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store has gone."""
     return _watchdog.call_the_roll() if _watchdog else set()
@@ -224,7 +230,7 @@ class Watchdog:
     def _raise_alarm(self) -> bool:
         """Returns True if this rank has to print the report. If another has failed before, this one leaves as soon as it is
         clear whether with a hang."""
-        if self.store.add(FAILED, 1) == 1:
+        if first_to_fail(self.store, f"{self.name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
             self.store.set("watchdog/alarm", self.name)
             return True
         with contextlib.suppress(DistError):

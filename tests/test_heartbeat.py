@@ -3,13 +3,15 @@
 import json
 import re
 import socket
+import sys
+import threading
 import time
 
 import pytest
 from test_nodes import run_nodes
 from torch.distributed import HashStore
 
-from rl import heartbeat
+from rl import failures, heartbeat
 from rl.heartbeat import ENDED, ROUNDS, Signs
 
 HOST = re.escape(socket.gethostname())
@@ -40,8 +42,9 @@ def test_who_falls_silent_is_named_and_every_node_ends(what, told):
     assert "the other node has ended\n" in consoles[victim][1], "it did not end by itself"
     for number, (_, console) in enumerate(consoles):
         if number != victim or "rank" in what:
-            said = re.findall(rf"^\[{HOST} rank \d\] error: {told}.*--node-timeout", console, re.M)
-            assert len(said) == console.count("error: ") == 1, console
+            # A rank that loses its connections before it has looked often enough stops because of what the other node says.
+            said = re.findall(rf"^\[{HOST} rank \d\] (?:error|rank \d stops): {told}.*--node-timeout", console, re.M)
+            assert len(said) == len(re.findall(r"\] (?:error|rank \d stops|rank \d failed):", console)) == 1, console
 
 
 def signs(store, **of):
@@ -61,6 +64,24 @@ def test_only_too_many_looks_at_the_same_sign_are_silence():
     assert re.fullmatch(f"; learner r1 was last heard of at {TIME}, in the wait", watched.told(1)) and watched.told(4) == ""
     signs(store, r1=1)
     assert watched.look(store) == [], "it was only slow"
+
+
+def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch, capsys):
+    """They ended because of it, and left the cause: they are silent for good when it looks again."""
+    store = HashStore()
+    monkeypatch.setattr(failures, "_open_store", lambda: store)
+    monkeypatch.setattr(failures, "speaking", threading.Lock())
+    monkeypatch.setattr(heartbeat.watchdog, "end_silent", lambda pids: None)
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), sys.exit()))
+    failures.record("node 1, a: no sign of life of rank 0 for 0.2 s (--node-timeout)")
+    signs(store, r1=7)
+    watched = heartbeat.Heartbeat(
+        "rank 0", 0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store
+    )
+    assert ended.wait(60)
+    watched.finish()
+    assert capsys.readouterr().err.startswith("error: node 1, a: no sign of life of rank 0")
 
 
 class Silent(HashStore):
