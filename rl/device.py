@@ -94,19 +94,18 @@ def backend(device: torch.device) -> str:
     return BACKENDS[device.type]
 
 
-def broadcast_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """A group apart from the default one, and the device on which its tensors must be. It sends device memory directly where
-    each member has a CUDA device of its own, and host memory otherwise."""
+def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
+    """A group apart from the default one which sends device memory directly; None unless each member has a CUDA device of its
+    own."""
     store.set(f"device/{rank}", f"{platform.node()}/{device}")
     if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
         devices = store.multi_get([f"device/{i}" for i in range(size)])
         store.set("device/own", str(int(len(set(devices)) == size)))
-    own = store.get("device/own") == b"1"
-    if device.type == "cuda" and own:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options), device
-    return dist.ProcessGroupGloo(store, rank, size, timeout), torch.device("cpu")
+    if store.get("device/own") != b"1" or device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta):

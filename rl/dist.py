@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl import console, device, elastic, heartbeat, launch, signals, watchdog
+from rl.bridge import Bridge
 from rl.errors import UserError
 
 SHARED_SECONDS = 10  # network file systems list new files late, but find those that are asked for by name at once
@@ -131,19 +132,6 @@ class Split:
         return self.ranks.local_rank == (0 if self.role == "learner" else self.here.learners)
 
 
-class Bridge:
-    """Broadcasts from the first learner to all generators, apart from both default groups."""
-
-    def __init__(self, group, device: torch.device):
-        self.group, self.device = group, device  # device: where the tensors must lie
-
-    def broadcast(self, tensor: torch.Tensor):
-        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return self.group.broadcast([tensor], options)
-
-
 def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
@@ -193,12 +181,19 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
     if learners and all_generators and (role == "generator" or ranks.is_main):
         place = 0 if role == "learner" else 1 + rank
         with watchdog.doing("the bridge's ranks to join"):
-            bridge_store = dist.PrefixStore("bridge", store)
-            bridge = Bridge(*device.broadcast_group(bridge_store, place, 1 + all_generators, own_device, timeout))
-        show_group("the bridge", bridge.group)
+            bridge = Bridge.join(dist.PrefixStore("bridge", store), place, _bridge_nodes(), own_device, timeout)
+        if bridge.group:
+            show_group("the bridge", bridge.group)
     launch.heed_sigterm(store)
     split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
     return elastic.enter(split, elastic_at, node_timeout) if elastic_at else split
+
+
+def _bridge_nodes() -> list[int]:
+    """The node of the first learner, then that of each generator."""
+    nodes = list(enumerate(launch.nodes()))
+    first = next(number for number, node in nodes if node.learners)
+    return [first, *(number for number, node in nodes for _ in range(node.generators))]
 
 
 def _take_name(name: str) -> None:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rl import device, heartbeat, launch, watchdog
+from rl.bridge import Bridge
 from rl.errors import UserError
 
 FOREVER = timedelta(days=7)
@@ -219,10 +220,10 @@ class Lobby:
 
     def _let_in(self, member: int) -> None:
         """Makes the group with a member, says that it has joined, and gives it the newest weights."""
-        host, size = json.loads(self.store.get(f"ready/{member}"))
+        host, size, nodes = json.loads(self.store.get(f"ready/{member}"))
         own = self.store.clone()
         try:
-            group = device.host_group(dist.PrefixStore(f"link/{member}", own), 0, 1 + size, timedelta(seconds=OPEN_SECONDS))
+            group = device.host_group(dist.PrefixStore(f"link/{member}", own), 0, 1 + nodes, timedelta(seconds=OPEN_SECONDS))
         except (dist.DistError, RuntimeError) as error:
             print(f"the generators of {host} (member {member}) have not joined: {str(error).splitlines()[0]}", file=sys.stderr)
             return
@@ -318,21 +319,20 @@ class JoiningBridge:
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, member: int, split):
-        self.store, self.member, self.ranks = store, member, split.ranks
+        self.store, self.member, self.split = store, member, split
         self.first: int | None = None  # the version with which it begins
-        self.group = None
+        self._bridge: Bridge | None = None
 
     def open(self) -> None:
         """Joins. Waits until the learners have weights to give."""
-        size = self.ranks.world_size
-        if self.ranks.is_main:
-            self.store.set(f"ready/{self.member}", json.dumps([platform.node(), size]))
+        ranks, nodes = self.split.ranks, self.split.nodes
+        if ranks.is_main:
+            self.store.set(f"ready/{self.member}", json.dumps([platform.node(), ranks.world_size, len(nodes)]))
         with watchdog.doing("the learners to let this node in"):
             own = dist.PrefixStore(f"link/{self.member}", self.store.clone())
-            self.group = device.host_group(own, 1 + self.ranks.rank, 1 + size, FOREVER)
+            node_of = [-1, *(number for number, node in enumerate(nodes) for _ in range(node.size))]
+            self._bridge = Bridge.over_host(own, 1 + ranks.rank, node_of, FOREVER)
             self.first = int(self.store.get(f"first/{self.member}"))
 
     def broadcast(self, tensor: torch.Tensor):
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return self.group.broadcast([tensor], options)
+        return self._bridge.broadcast(tensor)

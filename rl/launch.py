@@ -203,7 +203,7 @@ def heed_sigterm(store: dist.Store) -> None:
     _neighbours.update(processes)
 
     def all_well() -> bool:
-        gone = [f"ended/{rank}" for rank, pid in processes.items() if not _is_alive(pid)]
+        gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
         try:
             return not gone or open_store(timedelta(seconds=5)).check(gone)
         except dist.DistError:
@@ -212,7 +212,8 @@ def heed_sigterm(store: dist.Store) -> None:
     signals.stop_gently(all_well)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

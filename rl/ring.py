@@ -78,9 +78,7 @@ class Ring:
         self._limit = 0  # how far the head may go, as far as this writer knows: never too far
         self._reads = False  # whether this is the reader's end
         self._references = sys.getrefcount(self._map)  # and one more while somebody looks at a record
-        lock = threading.Lock()
-        lock.acquire()
-        self._unlock_and_lock = lock.release, lock.acquire  # for `_barrier`
+        self._barrier = Barrier()
 
     @staticmethod
     def create(capacity: int) -> "Ring":
@@ -265,12 +263,20 @@ class Ring:
     def _at(self, position: int) -> int:
         return PAGE + (position - self._words[BASE]) % self.capacity
 
-    def _barrier(self) -> None:
-        """All loads and stores above happen before all below, as others see them. A lock orders memory by POSIX: nothing from
-        above moves below its release, nothing from below moves above its taking, and these two do not change places."""
-        release, acquire = self._unlock_and_lock
-        release()
-        acquire()
+
+class Barrier:
+    """All loads and stores above a call happen before all below, as others see them. A lock orders memory by POSIX: nothing
+    from above moves below its release, nothing from below moves above its taking, and these two do not change places. For one
+    thread at a time."""
+
+    def __init__(self):
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    def __call__(self) -> None:
+        self._release()
+        self._acquire()
 
 
 def _try_lock(fd: int, byte: int) -> bool:

@@ -1,0 +1,168 @@
+"""From the first learner to all generators: over the network into each node once, and inside a node through shared memory.
+
+    first learner --- gloo ---> first generator of each other node
+      | shared memory             | shared memory
+      its node's generators       its neighbours
+
+A message is broadcast to the first ranks of the nodes, each of which lays it open in a few slots of shared memory, from which
+its neighbours take it while the next messages are under way. Where every rank has a CUDA device of its own, NCCL's broadcast
+takes the place of all that: it, too, enters a node once.
+
+The shared memory is a memfd, as the ring's: it has no name, and the kernel frees it with the last process that maps it. Two
+words tell both sides apart: how many pieces were laid open, and how many each neighbour has taken.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from rl import device, launch
+from rl.ring import Barrier
+
+SLOTS = 3  # messages that are laid open at a time
+SLOT_BYTES = 32 << 20  # of a slot; a longer message goes in pieces
+PAGE = 4096  # bytes of the words; slots begin behind them
+LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, on a line of its own
+LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
+
+
+class Bridge:
+    """One rank's end. All ranks call `broadcast` in the same order, and wait for what it returns in this order."""
+
+    def __init__(self, group, device: torch.device, slots: "Slots | None" = None):
+        """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
+        must lie."""
+        self.group, self.device, self.slots = group, device, slots
+
+    @staticmethod
+    def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
+        """The bridge of all ranks. place: of this rank, 0 for the first learner, generators from 1; node_of: the node of each
+        place; own: this rank's device. Collective."""
+        group = device.device_group(store, place, len(node_of), own, timeout)
+        return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
+
+    @staticmethod
+    def over_host(store: dist.Store, place: int, node_of: Sequence[int], timeout: timedelta) -> "Bridge":
+        """One that sends host memory. Collective."""
+        firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
+        here = [other for other, node in enumerate(node_of) if node == node_of[place]]
+        group, slots = None, None
+        if place in firsts and len(firsts) > 1:
+            group = device.host_group(store, firsts.index(place), len(firsts), timeout)
+        if len(here) > 1:
+            slots = Slots(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here), timeout)
+        return Bridge(group, torch.device("cpu"), slots)
+
+    def broadcast(self, tensor: torch.Tensor):
+        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on. When that returns a
+        generator's tensor is filled, and the learner's may change."""
+        over_network = _broadcast(self.group, tensor) if self.group else None
+        if not self.slots:
+            return over_network
+        if not self.slots.is_first:
+            return Work(partial(self.slots.take, tensor))
+        if self.group is None or self.group.rank() == 0:  # the first learner
+            self.slots.lay_open(tensor)
+            return Work(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
+        return Work(over_network.wait, partial(self.slots.lay_open, tensor))
+
+
+def _broadcast(group, tensor: torch.Tensor):
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([tensor], options)
+
+
+class Work:
+    """What is left to do for a message."""
+
+    def __init__(self, *steps: Callable[[], object] | None):
+        self._steps = [step for step in steps if step]
+
+    def wait(self) -> None:
+        while self._steps:
+            self._steps.pop(0)()
+
+
+class Slots:
+    """Memory that ranks of a node share. The first lays messages open in it, piece by piece; each of the others takes all."""
+
+    def __init__(self, store: dist.Store, number: int, size: int, timeout: timedelta):
+        """number: of this rank among `size` that share; 0 is the first. timeout: of each wait. Collective."""
+        self.number, self.timeout, self._barrier = number, timeout.total_seconds(), Barrier()
+        if self.is_first:
+            file = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(file, PAGE + SLOTS * SLOT_BYTES)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            store.set("first", json.dumps([os.getpid(), path]))
+            self._map(path)
+            names = [f"open/{other}" for other in range(1, size)]  # said by those that have it open
+            self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # their processes, by number
+            os.close(file)
+        else:
+            process, path = json.loads(store.get("first"))
+            self._map(path)
+            self._others = {0: process}
+            store.set(f"open/{number}", str(os.getpid()))
+
+    def _map(self, path: str) -> None:
+        memory = torch.from_file(path, shared=True, size=PAGE + SLOTS * SLOT_BYTES, dtype=torch.uint8)
+        self._words = memoryview(memory[:PAGE].numpy()).cast("Q")  # a word is read or written by a single load or store
+        self._slots = memory[PAGE:].split(SLOT_BYTES)
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def laid(self) -> int:
+        """Pieces laid open so far."""
+        return self._words[LAID]
+
+    def lay_open(self, data: torch.Tensor) -> None:
+        """For the others to take; waits while all slots hold what has not been taken."""
+        for piece in _pieces(data):
+            number = self.laid
+            self.until_taken(number + 1 - SLOTS)
+            self._slots[number % SLOTS][: len(piece)].copy_(piece)
+            self._barrier()
+            self._words[LAID] = number + 1
+
+    def take(self, data: torch.Tensor) -> None:
+        """Fills data with the next message, which is as long."""
+        own = self.number * LINE
+        for piece in _pieces(data):
+            number = self._words[own]
+            self._wait(lambda number=number: self.laid > number)
+            piece.copy_(self._slots[number % SLOTS][: len(piece)])
+            self._barrier()
+            self._words[own] = number + 1
+
+    def until_taken(self, count: int) -> None:
+        """Returns when all others have taken so many pieces."""
+        self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Looks again and again, at first often. Raises ConnectionError if another process has gone, as a broken connection
+        would, and TimeoutError."""
+        began = looked = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now > looked + LOOK_SECONDS:
+                looked = now
+                if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
+                    raise ConnectionError(f"Connection lost: process {gone[0]}, with which weights are shared, has gone")
+                if now > began + self.timeout:
+                    raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
+            time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))
+        self._barrier()
+
+
+def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
+    return data.view(-1).view(torch.uint8).split(SLOT_BYTES)

@@ -1,0 +1,51 @@
+"""Started under torchrun on machines of tests/nodes.py: the learner publishes, and the first generator of each node prints what
+came in over its node's link meanwhile.
+
+    torchrun ... receive_bytes.py MODEL VERSIONS GENERATORS       GENERATORS: of this node
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from rl import dist, process
+from rl.channel import ControlBlock
+from rl.embedded_engine import TransformersEngine
+from rl.learner import Learner, LearnerArgs
+from rl.weights import Publisher, Subscriber
+
+model, versions, generators = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+
+def came_in() -> int:
+    return int(Path("/proc/self/net/dev").read_text().partition("e0:")[2].split()[0])
+
+
+def learn(split: dist.Split) -> None:
+    publisher = Publisher(Learner(model, LearnerArgs(), split.ranks, total_steps=1), split, torch.float32)
+    board = ControlBlock(split)
+    split.store.get("ready")
+    for version in range(versions):
+        publisher.publish(version)
+        board.update(version=version)
+    publisher.wait()
+
+
+def generate(split: dist.Split) -> None:
+    engine = TransformersEngine(model, max_length=64)
+    board, subscriber = ControlBlock(split), Subscriber(split, engine)
+    size = subscriber.plan.offsets[-1] * subscriber.plan.dtype.itemsize
+    dist.barrier()
+    before = came_in()
+    if split.ranks.is_main:
+        split.store.set("ready", "")
+    for version in range(versions):
+        board.wait_for(version)
+        subscriber.receive(version)
+    dist.barrier()
+    if split.is_first_here:
+        print(f"{came_in() - before} bytes came for {size}", flush=True)
+
+
+process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(generators))
