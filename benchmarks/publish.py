@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/publish.py       # writes benchmarks/results/publish.{json,md}
 
-One learner, one generator, random Qwen2 models in fp32. "raw" is one flat gloo broadcast of as many bytes. "publish" is the
-generator's whole time from when both sides are there until its engine runs the new weights and they are verified; "unverified"
-is the same without digests. "copy" is how long the learner is kept from training.
+One learner, one generator, random Qwen2 models in fp32. "raw" is one flat gloo broadcast of as many bytes; a publish goes through
+shared memory. "publish" is the generator's whole time from when both sides are there until its engine runs the new weights and they
+are verified; "unverified" is the same without digests. "copy" is how long the learner is kept from training.
 """
 
 import shutil
@@ -12,14 +12,16 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import tyro
 from common import table, write
+from torch.distributed import PrefixStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl import dist, process, weights
+from rl import device, dist, process, weights
 from rl.embedded_engine import TransformersEngine
 from rl.host import cpu_name
 from rl.learner import Learner, LearnerArgs
@@ -56,7 +58,8 @@ def save_model(name: str, path: str) -> int:
 
 def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict[str, list[float]] | None:
     """Seconds by side, as the generator sees them (None on the learner)."""
-    rendezvous = torch.zeros(1)
+    rendezvous, place = torch.zeros(1), int(split.role == "generator")
+    raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
     add = weights.Digests.add
@@ -87,7 +90,7 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
             else:
                 split.bridge.broadcast(rendezvous).wait()
                 started = time.perf_counter()
-                split.bridge.broadcast(flat).wait()
+                raw.broadcast(flat, 0).wait()
                 took, copied = time.perf_counter() - started, None
             if split.role == "generator" and repeat:
                 seconds[side].append(took)

@@ -60,8 +60,8 @@ class Bridge:
         return Bridge(group, torch.device("cpu"), slots)
 
     def broadcast(self, tensor: torch.Tensor):
-        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on. When that returns a
-        generator's tensor is filled, and the learner's may change."""
+        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on. When that returns
+        a generator's tensor is filled, and the learner's may change."""
         over_network = _broadcast(self.group, tensor) if self.group else None
         if not self.slots:
             return over_network
