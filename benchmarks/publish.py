@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/publish.py       # writes benchmarks/results/publish.{json,md}
 
-One learner, one generator, random Qwen2 models in fp32. "raw" is one flat gloo broadcast of as many bytes; a publish goes through
-shared memory. "publish" is the generator's whole time from when both sides are there until its engine runs the new weights and they
-are verified; "unverified" is the same without digests. "copy" is how long the learner is kept from training.
+One learner, one generator, random Qwen2 models in fp32. "raw" is one flat gloo broadcast of as many bytes; a publish goes
+through shared memory. "publish" is the generator's whole time from when both sides are there until its engine runs the new
+weights and they are verified; "unverified" is the same without digests. "copy" is how long the learner is kept from training.
 """
 
 import shutil

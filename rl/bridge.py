@@ -22,9 +22,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from rl import device, launch
+from rl import launch
+from rl.device import device_group, host_group, is_accelerator
 from rl.ring import Barrier
 
+WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
 SLOTS = 3  # messages that are laid open at a time
 SLOT_BYTES = 32 << 20  # of a slot; a longer message goes in pieces
 PAGE = 4096  # bytes of the words; slots begin behind them
@@ -39,12 +41,14 @@ class Bridge:
         """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
         must lie."""
         self.group, self.device, self.slots = group, device, slots
+        # How many messages may be under way. Over a network as many as it takes to keep far links busy; each wants memory.
+        self.window = WINDOW if group and not is_accelerator(device) else SLOTS
 
     @staticmethod
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
         """The bridge of all ranks. place: of this rank, 0 for the first learner, generators from 1; node_of: the node of each
         place; own: this rank's device. Collective."""
-        group = device.device_group(store, place, len(node_of), own, timeout)
+        group = device_group(store, place, len(node_of), own, timeout)
         return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
 
     @staticmethod
@@ -54,7 +58,7 @@ class Bridge:
         here = [other for other, node in enumerate(node_of) if node == node_of[place]]
         group, slots = None, None
         if place in firsts and len(firsts) > 1:
-            group = device.host_group(store, firsts.index(place), len(firsts), timeout)
+            group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
         if len(here) > 1:
             slots = Slots(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here), timeout)
         return Bridge(group, torch.device("cpu"), slots)

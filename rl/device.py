@@ -108,9 +108,15 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta):
-    """A group apart from all others, which sends host memory. timeout: for all members to come, and for what is sent."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
+    """A group apart from all others, which sends host memory. timeout: for all members to come, and for what is sent. at_once:
+    collectives that are under way; gloo lets the others wait."""
+    gloo, networks = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    options = gloo._Options()
+    options._timeout, options._threads = timeout, at_once
+    names = networks.split(",") if networks else []
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    return gloo(store, rank, size, options)
 
 
 def flight_record(backend_name: str) -> list[dict]:

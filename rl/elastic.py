@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rl import device, heartbeat, launch, watchdog
-from rl.bridge import Bridge
+from rl.bridge import WINDOW, Bridge
 from rl.errors import UserError
 
 FOREVER = timedelta(days=7)
@@ -223,7 +223,8 @@ class Lobby:
         host, size, nodes = json.loads(self.store.get(f"ready/{member}"))
         own = self.store.clone()
         try:
-            group = device.host_group(dist.PrefixStore(f"link/{member}", own), 0, 1 + nodes, timedelta(seconds=OPEN_SECONDS))
+            link, limit = dist.PrefixStore(f"link/{member}", own), timedelta(seconds=OPEN_SECONDS)
+            group = device.host_group(link, 0, 1 + nodes, limit, WINDOW)
         except (dist.DistError, RuntimeError) as error:
             print(f"the generators of {host} (member {member}) have not joined: {str(error).splitlines()[0]}", file=sys.stderr)
             return
@@ -244,7 +245,7 @@ def names(member: int, size: int) -> list[str]:
 class Link:
     """The first learner's end of a member's group."""
 
-    device = torch.device("cpu")
+    device, window = torch.device("cpu"), WINDOW
 
     def __init__(self, group, host: str, drop: Callable[[str], None]):
         self.group, self.host, self._drop = group, host, drop
@@ -284,6 +285,8 @@ class Sending:
 
 class Links:
     """A Bridge to all generators, wherever they are."""
+
+    window = WINDOW
 
     def __init__(self, bridge):
         self.bridge, self.device = bridge, bridge.device if bridge else torch.device("cpu")
@@ -333,6 +336,10 @@ class JoiningBridge:
             node_of = [-1, *(number for number, node in enumerate(nodes) for _ in range(node.size))]
             self._bridge = Bridge.over_host(own, 1 + ranks.rank, node_of, FOREVER)
             self.first = int(self.store.get(f"first/{self.member}"))
+
+    @property
+    def window(self) -> int:
+        return self._bridge.window
 
     def broadcast(self, tensor: torch.Tensor):
         return self._bridge.broadcast(tensor)

@@ -33,7 +33,7 @@ from rl.engine import Engine
 from rl.learner import Learner
 
 BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
-UNDER_WAY = 3  # buckets
+LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        limit, out, first = BUCKET_BYTES // self.dtype.itemsize, [], 0
+        quarter = max(LEAST_BYTES, self.offsets[-1] * self.dtype.itemsize // 4)
+        limit, out, first = min(BUCKET_BYTES, quarter) // self.dtype.itemsize, [], 0
         for i in range(len(self.names)):
             start, stop = self.offsets[i], self.offsets[i + 1]
             if stop - self.offsets[first] > limit and first < i:
@@ -179,7 +180,7 @@ class Publisher:
 
         def send(data: torch.Tensor) -> None:
             under_way.append((bridge.broadcast(data), data))
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == bridge.window:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
 
@@ -345,7 +346,7 @@ class Subscriber:
         for numbers, size in delta.messages(rows, self.plan.dtype.itemsize):
             data = self._new(size, torch.uint8) if size else self._room(self.plan.buckets[numbers[0]])
             under_way.append((self.bridge.broadcast(data), numbers, data))
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == self.bridge.window:
                 yield arrived()
         while under_way:
             yield arrived()

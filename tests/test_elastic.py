@@ -131,8 +131,9 @@ class Member:
     def __init__(self, store: TCPStore, number: int, stands_still_at: int | None = None):
         ranks = SimpleNamespace(rank=0, world_size=1, is_main=True)
         self.seat, self.got = Seat(number, "there", 1), []
-        self.bridge = JoiningBridge(store.clone(), number, SimpleNamespace(ranks=ranks))
-        self.pulse = MemberHeartbeat("generator 0", number, [Node("there", 0, 1, 0)], 3.0, PrefixStore("life", store.clone()))
+        nodes = [Node("there", 0, 1, 0)]
+        self.bridge = JoiningBridge(store.clone(), number, SimpleNamespace(ranks=ranks, nodes=nodes))
+        self.pulse = MemberHeartbeat("generator 0", number, nodes, 3.0, PrefixStore("life", store.clone()))
         self.stands_still_at = stands_still_at
         threading.Thread(target=self._live, daemon=True).start()
 
