@@ -47,6 +47,8 @@ SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": trai
 class Bridge:
     """Broadcasts on the device that arrive at once."""
 
+    window = 3
+
     def __init__(self, device: torch.device):
         self.device = device
 
