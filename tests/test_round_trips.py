@@ -1,0 +1,141 @@
+"""A publish to generators that are far away waits for the link's bytes, and for few round trips whatever the model.
+
+The real ends on a link in simulated time. A message leaves when both ends have asked for it, as gloo sends: the word that it
+can be received takes half a round trip, and so does the message. Times are in round trips, lengths in buckets.
+"""
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from rl import bridge, weights
+from rl.weights import Publisher, Subscriber
+
+BUCKET = 4096  # bytes
+RATE = 20  # buckets that the link carries in a round trip: of 32 MB in 50 ms, 100 Gbit/s
+
+
+class Link:
+    """Both ends call `of(end).broadcast`, the sender's first in order; clocks hold each end's time."""
+
+    def __init__(self):
+        self.clock, self.free = [0.0, 0.0], 0.0
+        self.asked: dict[int, dict[int, tuple[float, torch.Tensor]]] = defaultdict(dict)  # by message, by end
+        self.times: dict[int, tuple[float, float]] = {}  # of each message: when its sender is done with it, when it arrives
+        self.changed = threading.Condition()
+
+    def of(self, end: int) -> "End":
+        return End(self, end)
+
+    def ask(self, number: int, end: int, data: torch.Tensor) -> None:
+        with self.changed:
+            self.asked[number][end] = self.clock[end], data
+            while len(self.asked[len(self.times)]) == 2:
+                (sent, source), (wanted, target) = (self.asked[len(self.times)][e] for e in (0, 1))
+                assert source.nbytes == target.nbytes
+                target.view(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
+                self.free = max(self.free, sent, wanted + 0.5) + source.nbytes / BUCKET / RATE
+                self.times[len(self.times)] = self.free, self.free + 0.5
+            self.changed.notify_all()
+
+    def wait(self, number: int, end: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: number in self.times, timeout=60)
+            self.clock[end] = max(self.clock[end], self.times[number][end])
+
+
+class End:
+    device, window = torch.device("cpu"), bridge.WINDOW
+
+    def __init__(self, link: Link, end: int):
+        self.link, self.end, self.count = link, end, 0
+
+    def broadcast(self, data: torch.Tensor) -> SimpleNamespace:
+        number, self.count = self.count, self.count + 1
+        self.link.ask(number, self.end, data)
+        return SimpleNamespace(wait=lambda: self.link.wait(number, self.end))
+
+
+class Holder:
+    """What a learner and an engine are to a publish: parameters by name."""
+
+    shares_memory, device, version = False, torch.device("cpu"), -1
+    frozen = ()
+
+    def __init__(self, sizes: list[int], shares_memory: bool):
+        self.parameters = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
+        self.shares_memory = shares_memory
+
+    def weights(self, dtype, **how):
+        yield from self.parameters.items()
+
+    def share_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.parameters = tensors
+
+    def update(self, incoming, version: int, recompute_kv: bool) -> None:
+        self.parameters = {name: tensor if self.shares_memory else tensor.clone() for name, tensor in incoming}
+
+    def read_back(self, name: str) -> torch.Tensor:
+        return self.parameters[name]
+
+
+def a_publish(sizes: list[int], shares_memory: bool, how: str, publishes: int = 1) -> tuple[float, float]:
+    """(round trips until it is verified, of the last publish; buckets that were sent)."""
+    link, store, ranks = Link(), HashStore(), SimpleNamespace(device=torch.device("cpu"), is_main=True)
+    learner, engine = Holder(sizes, False), Holder(sizes, shares_memory)
+    split = lambda end: SimpleNamespace(  # noqa: E731
+        bridge=link.of(end), store=store, ranks=ranks, elastic=None, is_member=False, senders=(0,)
+    )
+    publisher = Publisher(learner, split(0), torch.float32, how)
+    subscriber = Subscriber(split(1), engine)
+    for version in range(publishes):
+        started = link.clock[:] = [max(link.clock)] * 2
+        for tensor in learner.parameters.values():
+            tensor[::2000] += 1
+        publisher.publish(version)
+        subscriber.receive(version)
+        publisher.wait()
+    assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in learner.parameters.items())
+    return link.clock[1] - started[0], subscriber.received["bytes"] / BUCKET
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(weights, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(weights, "LEAST_BYTES", BUCKET // 32)
+
+
+MODELS = {  # elements of each parameter
+    "few small parameters": [7, 100, 3],
+    "many small parameters": [10] * 3000,
+    "one large parameter": [700_000],
+    "hundreds of buckets": [1000, 24, 30_000] * 20,
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_publish_waits_for_few_round_trips_beside_its_bytes(model, shares_memory):
+    took, sent = a_publish(MODELS[model], shares_memory, "full")
+    table = 8 * (1 + len(MODELS[model])) / BUCKET
+    assert 1 <= took - (sent + table) / RATE <= 8
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("model", MODELS)
+def test_so_does_one_of_what_has_changed(model):
+    took, sent = a_publish(MODELS[model], True, "delta", publishes=2)
+    whole = 4 * sum(MODELS[model]) / BUCKET
+    assert sent < 0.5 * whole or whole < 1
+    assert took <= 8 + (sent + 8 * (1 + len(MODELS[model])) / BUCKET + whole * 24 / BUCKET + 1) / RATE
+
+
+def test_where_messages_wait_for_each_other_it_is_noticed(monkeypatch):
+    monkeypatch.setattr(End, "window", 3)
+    took, sent = a_publish(MODELS["hundreds of buckets"], True, "full")
+    assert took - sent / RATE > 100
