@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import sys
 import threading
 import time
 
@@ -73,14 +72,11 @@ def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch
     monkeypatch.setattr(failures, "speaking", threading.Lock())
     monkeypatch.setattr(heartbeat.watchdog, "end_silent", lambda pids: None)
     ended = threading.Event()
-    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), sys.exit()))
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), threading.Event().wait()))
     failures.record("node 1, a: no sign of life of rank 0 for 0.2 s (--node-timeout)")
     signs(store, r1=7)
-    watched = heartbeat.Heartbeat(
-        "rank 0", 0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store
-    )
+    heartbeat.Heartbeat("rank 0", 0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store)
     assert ended.wait(60)
-    watched.finish()
     assert capsys.readouterr().err.startswith("error: node 1, a: no sign of life of rank 0")
 
 
