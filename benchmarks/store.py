@@ -75,7 +75,7 @@ def schedule(generators: int) -> ScheduleArgs:
 
 def pulse(port: int, rank: int, generators: int) -> Heartbeat:
     """A rank's signs of life. Here nobody ends if they fail to come: the simulated ranks share a few cores."""
-    Heartbeat._end = lambda self, *verdict: None
+    Heartbeat._end = lambda self, *verdict, **how: None
     nodes = [Node("here", 0, 1 + generators, generators)]
     return Heartbeat(f"rank {rank}", rank, nodes, WatchdogArgs().node_timeout, connect(port))
 

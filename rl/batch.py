@@ -55,6 +55,7 @@ class Group:
     baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
     images: str = ""  # digest of the prompt's images, which do not travel; empty without any
     prompt_routes: np.ndarray | None = None  # [p, L, K]; None where no response has routes
+    holder: int | None = None  # the first rank of the node that has all of it; None: every rank has (rl/delivery.py)
 
     @property
     def scored(self) -> list[Response]:

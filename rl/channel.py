@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from rl import signals, watchdog
+from rl import delivery, signals, watchdog
 from rl.batch import Group, join_records, split_records
 from rl.dist import Split
 from rl.elastic import sealed
@@ -29,6 +29,7 @@ from rl.timers import Timers
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 FROM, CREW = b"F", b"C"  # where generators come and go: a record of a member, and who has come or gone
+MEMBER_BYTES = len(FROM + sealed(b"", 0))  # before the record itself
 
 
 @dataclass
@@ -237,8 +238,16 @@ class Outbox:
         self.flush()
 
 
+def _outlined(record: bytes) -> bytes:
+    """What the other nodes with learners get of a record."""
+    if record[:1] == FROM:
+        return record[:MEMBER_BYTES] + _outlined(record[MEMBER_BYTES:])
+    return record[:1] + delivery.outlined(record[1:]) if record[:1] in (GROUP, UNFINISHED) else record
+
+
 class Inbox:
-    """The learners' end: what has come in on any node, the same on every learner and in the same order."""
+    """The learners' end: what has come in on any node, the same on every learner and in the same order; of other nodes' groups
+    the outlines (rl/delivery.py)."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
@@ -271,12 +280,15 @@ class Inbox:
                 except RingTimeout:
                     break
                 wait = 0.0
-        for share in Exchange.of_all_ranks().share(join_records(records)):
+        exchange = Exchange.of_all_ranks()
+        for rank, share in enumerate(
+            exchange.share(join_records(records), lambda: join_records(list(map(_outlined, records))))
+        ):
             for record in split_records(share):
                 kind = bytes(record[:1])
-                self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]))
+                self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), exchange.holder(rank))
 
-    def _sort(self, kind: bytes, body: bytes) -> None:
+    def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
         watchdog.progress()
         if kind == CREW:
             self.crew.change(body)
@@ -284,10 +296,10 @@ class Inbox:
             return
         if kind == FROM:
             if record := self.crew.open(body, GROUP):
-                self._sort(record[:1], record[1:])
+                self._sort(record[:1], record[1:], holder)
             return
         if kind in (GROUP, UNFINISHED):
-            group = Group.from_bytes(body)
+            group = delivery.read(body, holder)
             if kind == GROUP:
                 self.groups.append(group)
                 self._unfinished.pop(group.ticket, None)  # it has come after the snapshot

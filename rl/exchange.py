@@ -1,8 +1,8 @@
 """Records from all ranks to all ranks: into each node once, and inside it through shared memory.
 
 What one rank has, its neighbours on the node map: nothing is copied. Between nodes the first rank of each sends what its node
-has to the first of the others, which lays it open to its neighbours. So a node receives what the other nodes have once,
-whatever its number of ranks, and nothing else.
+has for the others to the first of these, which lays it open to its neighbours. So a node receives what the others have for it
+once, whatever its number of ranks, and nothing else.
 
 The memory is a memfd, as the ring's: it has no name in the file system, and the kernel frees it when the last array over it is
 gone, or the last process.
@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import platform
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Exchange:
         self.first_of = {rank: node[0] for node in nodes for rank in node}
         groups = {tuple(node): dist.new_group(node, backend=HOST_BACKEND) for node in nodes if len(node) > 1}
         self._neighbours = groups.get(tuple(self.here))
-        firsts = [node[0] for node in nodes]
+        self.nodes = firsts = [node[0] for node in nodes]  # the first rank of each
         self._firsts = dist.new_group(firsts, backend=HOST_BACKEND) if len(nodes) > 1 else None
         if self._neighbours:
             show_group("the ranks of this node", self._neighbours)
@@ -51,31 +52,55 @@ class Exchange:
         self._offered: list[int] = []  # files that the neighbours have not opened for certain
         self.received = 0  # bytes from other nodes, since the start
 
+    def holder(self, rank: int) -> int | None:
+        """The first rank of that rank's node; None if there is one node."""
+        return self.first_of[rank] if len(self.nodes) > 1 else None
+
     @watchdog.doing("the samples of all ranks")
-    def share(self, own: bytes) -> list[memoryview]:
-        """Every rank's bytes, in rank order; they stay where they are as long as somebody holds them."""
+    def share(self, own: bytes, abroad: Callable[[], bytes] | None = None) -> list[memoryview]:
+        """Every rank's bytes, in rank order; they stay where they are as long as somebody holds them. abroad: makes what the
+        other nodes get in place of own."""
         if dist.get_world_size() == 1:
             return [memoryview(own)]
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in self.first_of]
-        dist.all_gather(sizes, torch.tensor([len(own)]))
-        sizes = [int(size) for size in sizes]
+        more = abroad() if abroad and len(self.nodes) > 1 else b""
+        size = torch.tensor([len(own), len(own) + len(more), len(own) if more else 0])
+        sizes = [torch.empty_like(size) for _ in self.first_of]
+        dist.all_gather(sizes, size)
+        ends, wholes, starts = zip(*(size.tolist() for size in sizes), strict=True)
         while self._offered:  # all have come here since
             os.close(self._offered.pop())
         shares = dict.fromkeys(range(len(sizes)), memoryview(b""))
-        if any(sizes[rank] for rank in self.here):
-            shares |= dict(zip(self.here, self._lay_open(own), strict=True))
-        coming = sum(sizes[rank] for rank in self._others)
+        if any(wholes[rank] for rank in self.here):
+            shares |= dict(zip(self.here, self._lay_open(own + more if more else own), strict=True))
+        sent = {rank: wholes[rank] - starts[rank] for rank in self.first_of}
+        coming = sum(sent[rank] for rank in self._others)
         came = memoryview(b"")
-        if self._firsts and any(sizes):
-            came = self._between_nodes(sizes, shares, coming)
+        if self._firsts and any(sent.values()):
+            came = self._between_nodes(sent, {rank: shares[rank][starts[rank] :] for rank in self.here}, coming)
         if coming:
             came = self._lay_open(came)[0]
-            ends = itertools.accumulate((sizes[rank] for rank in self._others), initial=0)
-            for rank, (start, stop) in zip(self._others, itertools.pairwise(ends), strict=True):
+            cuts = itertools.accumulate((sent[rank] for rank in self._others), initial=0)
+            for rank, (start, stop) in zip(self._others, itertools.pairwise(cuts), strict=True):
                 shares[rank] = came[start:stop]
-        return [shares[rank] for rank in range(len(sizes))]
+        return [shares[rank][: ends[rank]] if rank in self.here else shares[rank] for rank in range(len(sizes))]
 
-    def _between_nodes(self, sizes: list[int], shares: dict[int, memoryview], coming: int) -> memoryview:
+    @watchdog.doing("the samples that are trained on this node")
+    def deliver(self, parcels: Sequence[bytes]) -> memoryview:
+        """Each node's parcel for each other one, in the order of `nodes`, from its first rank (of other ranks they are not
+        looked at) -> what came for this node, on all of its ranks, in the same order end to end. A collective."""
+        came = memoryview(b"")
+        if self._firsts:
+            sizes = torch.tensor([len(parcel) for parcel in parcels])
+            coming = torch.empty_like(sizes)
+            dist.all_to_all_single(coming, sizes, group=self._firsts)
+            came = self._memory(int(coming.sum()))
+            given = torch.frombuffer(bytearray(b"".join(parcels) or b"."), dtype=torch.uint8)[: int(sizes.sum())]
+            taken = torch.frombuffer(came, dtype=torch.uint8) if came else torch.empty(0, dtype=torch.uint8)
+            dist.all_to_all_single(taken, given, coming.tolist(), sizes.tolist(), group=self._firsts)
+            self.received += len(came)
+        return self._lay_open(came)[0]
+
+    def _between_nodes(self, sizes: dict[int, int], shares: dict[int, memoryview], coming: int) -> memoryview:
         """The first rank of a node sends what its node has; returns what the ranks of others have, end to end."""
         came, at = self._memory(coming), 0
         for rank, first in self.first_of.items():

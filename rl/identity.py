@@ -44,7 +44,7 @@ MAY_CHANGE = {
 }
 # What generators that join a run (rl/elastic.py) may have otherwise than its learners.
 SCHEDULE = {"total_training_steps", "total_epochs", "total_rollout_steps", "test_freq", "val_before_train"}
-MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE
+MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE - {"rollout_tp"}  # the learners divide validations among engines
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
 
 

@@ -109,8 +109,8 @@ class Saver:
         """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
 
         state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
-        being generated. A checkpoint that cannot be written (disk full, no permission) leaves nothing behind; training goes
-        on and `finish` tells.
+        being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no permission) leaves
+        nothing behind; training goes on and `finish` tells.
         """
         if self._state is None:
             self.copy(step)
@@ -125,11 +125,13 @@ class Saver:
         record = {"step": step, "state": state, "learner": self.learner.state()}
         record["identity"] = self._identity
         record["ranks"] = [json.loads(rank) for rank in ranks]
-        files = {
-            STATE: json.dumps(record).encode(),
-            GROUPS: join_records([group.to_bytes() for group in groups]),
-            UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
-        }
+        files = {}
+        if self.learner.ranks.is_main:
+            files = {
+                STATE: json.dumps(record).encode(),
+                GROUPS: join_records([group.to_bytes() for group in groups]),
+                UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
+            }
         self._thread = threading.Thread(target=self._complete, args=(step, work, target, tensors, files), daemon=True)
         self._thread.start()
         if not self._is_last(step) and tensors is not self._copies:

@@ -74,13 +74,22 @@ class Division:
         """args: a script's."""
         return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks)
 
-    def own(self, lengths: Sequence[int], group: Tensor) -> list[int]:
+    def own(self, lengths: Sequence[int], group: Sequence[int]) -> list[int]:
         """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; group [B]."""
-        out = []
+        return [i for i, owner in enumerate(self.owners(lengths, group)) if owner == self.ranks.data_rank]
+
+    def owners(self, lengths: Sequence[int], group: Sequence[int]) -> list[int]:
+        """The data rank that trains each response; the same on every rank."""
+        group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            micros = own_micros(lengths, group, mini, self.max_tokens, self.ranks)
-            out += sorted(mini[[i for micro in micros for i in micro]].tolist())
+            for rank, micros in enumerate(micros_of_all(lengths, group, mini, self.max_tokens, self.ranks)):
+                for i in mini[[i for micro in micros for i in micro]].tolist():
+                    out[i] = rank
         return out
+
+    def ranks_of(self, owner: int) -> range:
+        """The learners that are this data rank."""
+        return range(owner * self.ranks.sequence_parallel, (owner + 1) * self.ranks.sequence_parallel)
 
 
 def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
@@ -89,10 +98,17 @@ def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
 
 
 def own_micros(lengths: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks) -> list[list[int]]:
-    """This rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths, group:
-    of all B responses; max_tokens: of a micro-batch on one rank."""
+    """This rank's of `micros_of_all`."""
+    return micros_of_all(lengths, group, members, max_tokens, ranks)[ranks.data_rank]
+
+
+def micros_of_all(
+    lengths: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
+) -> list[list[list[int]]]:
+    """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
+    group: of all B responses; max_tokens: of a micro-batch on one rank."""
     own = [lengths[i] for i in members.tolist()]
-    return pack(own, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)[ranks.data_rank]
+    return pack(own, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)
 
 
 # ------------------------------------------------------------------------------------------------------- of the whole batch

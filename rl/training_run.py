@@ -5,10 +5,10 @@ A part of the script's state that a checkpoint must hold has `state()`, which gi
 
 from typing import NoReturn, Protocol
 
-from rl import checkpoint, dist
+from rl import checkpoint, delivery, dist
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
-from rl.generator import Generator, gather_groups
+from rl.generator import Generator
 from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
@@ -89,7 +89,9 @@ class TrainingRun:
 
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
-        batch = Batch.of(groups, Division.of(self.args, self.learner))
+        division = Division.of(self.args, self.learner)
+        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record))
+        batch = Batch.of(groups, division)
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
@@ -168,9 +170,9 @@ class TrainingRun:
         with self.timer("save_checkpoint"):
             groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = gather_groups(self._put_aside)
+                unfinished = delivery.share(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)
                 state["samples"], groups, unfinished = self.samples.snapshot(step)
-            self.saver.save(step, state, groups, unfinished)
+            self.saver.save(step, state, delivery.to_first(groups), delivery.to_first(unfinished))

@@ -135,7 +135,7 @@ def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models,
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "generators", "rollout_n", "total_training_steps", "temperature", "prompts", "script"]
+    "what", ["nothing", "generators", "rollout_n", "rollout_tp", "total_training_steps", "temperature", "prompts", "script"]
 )
 def test_generators_that_join_have_the_flags_and_files_of_the_learners(what, prompts, demo_model, monkeypatch):
     args = train_async.Args()

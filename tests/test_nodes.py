@@ -20,24 +20,26 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def wait_for_server(port: int) -> None:
+    """Returns when somebody listens there."""
+    for _ in range(600):
+        with socket.socket() as probe:
+            if not probe.connect_ex(("localhost", port)):
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody listens at port {port}")
+
+
 def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = None, restarts: int = 0) -> list[tuple[int, str]]:
     """Runs a job of these nodes, (ranks, script and its flags) each; returns their exit codes and consoles."""
-    meet = [
-        "--nnodes",
-        len(nodes),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "--rdzv-id",
-        "test",
-        "--max-restarts",
-        restarts,
-    ]
+    port = free_port()
+    meet = ["--nnodes", len(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    meet += ["--max-restarts", restarts]
 
     def run(number: int) -> tuple[int, str]:
         ranks, (script, *flags) = nodes[number]
-        time.sleep(0.5 * number)  # the first to come is the first node
+        if number:  # torchrun counts the nodes of a host by their processes' numbers: the first is the one that has begun
+            wait_for_server(port)
         how = {
             "cwd": directories[number] if directories else ROOT,
             "env": environment(PYTHONUNBUFFERED="1", SPARE_RANKS=str(ranks * restarts)),
