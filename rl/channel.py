@@ -22,7 +22,7 @@ from rl.elastic import sealed
 from rl.errors import UserError
 from rl.exchange import Exchange
 from rl.ranges import Range
-from rl.relay import Forwarder, Receiver
+from rl.relay import Forwarder, Receiver, read_key
 from rl.ring import RecordTooLarge, Ring, RingTimeout
 from rl.scoring import ScoringPool
 from rl.timers import Timers
@@ -53,6 +53,8 @@ class SplitArgs:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         if self.ring_mb > memory:
             raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
+        if self.cluster_key is not None:
+            read_key(self.cluster_key)
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:

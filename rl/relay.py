@@ -18,7 +18,9 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -39,15 +41,23 @@ UNDER_WAY = 64 << 20  # bytes that were sent and are not acknowledged yet
 SILENT_SECONDS = 20  # after which a connection without a sign of life is taken for broken, and made anew
 
 
-def _secret(store: Store, file: str | None) -> bytes:
-    if file is None:
-        return bytes(store.compare_set("relay/secret", "", secrets.token_hex(32)))
+def read_key(file: str) -> bytes:
+    """The secret in a --cluster-key. Raises UserError for one that cannot be used."""
     try:
         content = Path(file).read_bytes().strip()
     except OSError as error:
         raise UserError(f"--cluster-key {file}: {error.strerror}. Give a file that is the same on all nodes.") from None
     if len(content) < 16:
         raise UserError(f"--cluster-key {file}: a secret of {len(content)} bytes is too short. Put at least 16 into it.")
+    return content
+
+
+def _secret(store: Store, file: str | None) -> bytes:
+    if file is None:
+        return bytes(store.compare_set("relay/secret", "", secrets.token_hex(32)))
+    content = read_key(file)
+    if Path(file).stat().st_mode & stat.S_IROTH:
+        print(f"warning: --cluster-key {file} can be read by every user of this machine. Run: chmod o= {file}", file=sys.stderr)
     return content
 
 

@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rl import relay
+from rl.channel import SplitArgs
 from rl.errors import UserError
 from rl.relay import Forwarder, Receiver
 from rl.ring import Ring, RingTimeout
@@ -163,3 +164,13 @@ def test_a_cluster_key_that_cannot_be_used(store, tmp_path, content):
         (tmp_path / "key").write_bytes(content)
     with pytest.raises(UserError, match=r"--cluster-key .*key"):
         Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key"))
+    with pytest.raises(UserError, match=r"--cluster-key .*key"):
+        SplitArgs(cluster_key=str(tmp_path / "key")).check()  # before a model is loaded, and where nothing is sent
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_cluster_key_that_anybody_can_read_is_warned_of(store, tmp_path, mode, capfd):
+    (tmp_path / "key").write_bytes(os.urandom(32))
+    (tmp_path / "key").chmod(mode)
+    Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key")).close()
+    assert ("key can be read by every user" in capfd.readouterr().err) == (mode == 0o644)
