@@ -3,6 +3,7 @@
 Nothing heavy is imported here: scoring processes and other environments read this file too.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -78,6 +79,15 @@ def write(name: str, data, text: str, out: Path = RESULTS) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     (out / f"{name}.md").write_text(text.rstrip() + "\n")
+
+
+def logged(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl that is being written."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def by_seed(sides: Iterable[str], seeds: int, one_run: Callable[[str, int], Any]) -> dict[str, list]:

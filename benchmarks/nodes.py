@@ -7,8 +7,6 @@ link limited; a step's generation and training are what each side says it worked
 over its rate. Bytes a step: of each node's link, heads and handshakes included, against what the weights and the samples have.
 """
 
-import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -17,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
-from common import ROOT, over, ratios, setting, table, words, write
+from common import ROOT, logged, over, ratios, setting, table, words, write
 
 sys.path.insert(0, str(ROOT / "tests"))
 from nodes import Network
@@ -65,7 +63,7 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
         job = network.start([(n, [script, *flags, "--generators", g]) for n, g in layout], fresh=True)
         counted, begin = {}, args.steps // 4
         while len(counted) < 2:
-            rows, ended = read(Path(out) / "run" / "metrics.jsonl"), any(p.poll() is not None for p in job.processes)
+            rows, ended = logged(Path(out) / "run" / "metrics.jsonl"), any(p.poll() is not None for p in job.processes)
             step = rows[-1]["step"] if rows else 0
             if step >= (begin if not counted else args.steps - 2):
                 counted[step] = [node.traffic() for node in network.nodes]
@@ -73,7 +71,7 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
                 raise RuntimeError("\n".join(console for _, console in job.wait(60)))
             time.sleep(2e-3)
         assert all(code == 0 for code, _ in job.wait(120))
-        rows = read(Path(out) / "run" / "metrics.jsonl")
+        rows = logged(Path(out) / "run" / "metrics.jsonl")
     (first, before), (last, after) = counted.items()
     traffic = [tuple((b - a) / (last - first) for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)]
     rows = [row for row in rows if begin < row["step"]]
@@ -90,15 +88,6 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
         prompts=8 * mean("prompt_length/mean"),
         responses=responses,
     )
-
-
-def read(path: Path) -> list[dict]:
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # it is being written
-                rows.append(json.loads(line))
-    return rows
 
 
 def far(args: Args) -> dict:
