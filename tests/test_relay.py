@@ -1,5 +1,6 @@
 """Records on their way between two nodes: each arrives once, in order and whole, whatever happens to the connection."""
 
+import contextlib
 import json
 import os
 import random
@@ -78,6 +79,8 @@ class Wire:
         for pair in self.pairs:
             for end in pair:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset: nothing more is delivered
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RD)  # a thread that reads from it would keep it open
                 end.close()
         self.pairs.clear()
 
