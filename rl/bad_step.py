@@ -3,6 +3,7 @@
 Left out: what runs do with such a step, which is to leave the update out and count it (Learner.step).
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -34,8 +35,12 @@ class NotFinite(Exception):
         self.what, self.update, self.number, self.seen = what, update, number, seen
 
     def write(self, directory: Path, step: int, batch: Batch, rank: int) -> str:
-        """Writes this learner's micro-batch as a safetensors file; returns a line that says where."""
+        """Writes this learner's micro-batch as a safetensors file, the whole row where several share one; returns a line that
+        says where."""
         micro, index = self.seen.micro, self.seen.micro.index
+        responses = torch.unique(batch.seq[index]) if len(index) else index
+        if micro.own is not None:  # this learner's is a piece
+            micro = MicroBatch.of(dataclasses.replace(batch, images=None), responses.tolist(), torch.device("cpu"))
         tensors = {"input_ids": micro.inputs["input_ids"], "predict": micro.predict, "labels": micro.labels}
         tensors |= {"log_prob": self.seen.log_prob, "entropy": self.seen.entropy}
         if self.seen.grad is not None:
@@ -43,7 +48,6 @@ class NotFinite(Exception):
         for name, value in vars(batch).items():  # [N] each: whatever the step has computed of them
             if isinstance(value, torch.Tensor) and len(value) == len(batch.token) != len(batch.lengths):
                 tensors[name] = value[index]
-        responses = torch.unique(batch.seq[index]) if len(index) else index
         tensors |= {"response": responses, "group": batch.group[responses], "score": batch.score[responses]}
         tickets = sorted({batch.tickets[group] for group in batch.group[responses].tolist()})
         said = {"step": step, "update": self.update, "micro_batch": self.number, "what": self.what, "tickets": tickets}

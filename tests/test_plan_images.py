@@ -1,15 +1,18 @@
-"""Images in the plan: the tokens and pixels of a stated size or of the data's headers."""
+"""Images in the plan: the tokens and pixels of a stated size or of the data's headers, and what the vision tower holds."""
 
 import types
 
 import numpy as np
 import pytest
-from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer
+from test_plan_memory import FLAGS, check_close, check_equal, counted
+from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer, save_vlm
 
 import train_sync
 from rl.errors import UserError
+from rl.plan.dry_run import dry_run
 from rl.plan.fake_device import FakeDevice
 from rl.plan.images import prompts_with_images
+from rl.plan.workload import lengths_like
 from rl.pretrained import load_config
 from rl.vision import ImagePrep
 
@@ -78,3 +81,33 @@ def test_images_of_the_data(configs, tmp_path):
 def test_sizes_that_cannot_be(configs, size, said):
     with pytest.raises(UserError, match=said):
         planned(configs["qwen3-vl"], size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_count_with_images_is_that_of_real_tensors(tmp_path, kind):
+    flags = {"images": True, "freeze_vision_tower": kind == "qwen2.5-vl", "gradient_checkpointing": kind == "qwen3-vl"}
+    assert check_equal(save_vlm(kind, tmp_path), FLAGS | flags)["causes"]["images"] > 0
+
+
+@pytest.mark.slow
+def test_the_count_of_images_and_experts_over_two_learners(tmp_path):
+    flags = FLAGS | {"images": True, "use_kl_loss": False, "sequence_parallel": 2, "expert_parallel": 2}
+    real, fake = (counted(save_vlm("qwen3-vl-moe", tmp_path), how, flags, 2) for how in ("real", "fake"))
+    check_close(real, fake)
+    assert real["causes"]["images"] > 0
+
+
+@pytest.mark.slow
+def test_a_plan_with_images_holds_their_pixels(configs):
+    """More than the pixels on the device, which hold more where images are larger; the tower's weights count."""
+    found = []
+    for size in ("100x80", "400x250"):
+        args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)
+        memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
+        _, images = planned(configs["qwen3-vl"], size)(0)
+        assert memory.device["images"] > 4 * args.train_batch_size // 2 * images.pixels.numel()
+        found.append(memory)
+    small, large = found
+    assert small.device["images"] < large.device["images"] and small.host["images"] < large.host["images"]
+    assert small.kept["weights"] == pytest.approx(4 * small.parameters / 2, rel=0.05)

@@ -3,16 +3,23 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
-from helpers import CONFIGS, SMALL, run_script
+import torch
+from helpers import CONFIGS, MOE, SMALL, config, run_script
+from transformers import AutoModelForCausalLM
 
 import plan
 import train_async
+from rl.batch import Batch, Group, Response
+from rl.dist import Ranks
 from rl.errors import UserError
 from rl.plan import devices, memory_plan
 from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
+from rl.plan.memory_plan import samples_ahead
 from rl.plan.workload import lengths_like
+from rl.shares import Division
 
 PROGRAM = "tests/programs/plan_memory.py"
 FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "ppo_max_token_len_per_gpu": 100, "use_kl_loss": True}
@@ -57,9 +64,31 @@ def test_the_count_is_that_of_two_learners(models, flags):
     """With what they trade around attention. The peak may fall on another moment, because collectives end at others."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
     assert real["causes"].keys() == fake["causes"].keys()
+    check_close(real, fake)
+
+
+def check_close(real: dict, fake: dict) -> None:
+    """Within 5%, and equal where neither the moment of the peak nor a router has a say."""
     for when in ("causes", "kept"):
         assert sum(fake[when].values()) == pytest.approx(sum(real[when].values()), rel=0.05)
         assert all(real[when].get(cause) == fake[when].get(cause) for cause in ("weights", "reference", "optimizer"))
+
+
+@pytest.fixture
+def with_shared_expert(tmp_path) -> str:
+    """A mixture of Qwen2-MoE, one expert of each layer of which takes every token."""
+    more = MOE | {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 48, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config("Qwen2MoeConfig", **more)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{"gradient_checkpointing": True}, {"sequence_parallel": 2, "dtype": "bfloat16"}])
+def test_the_count_of_divided_experts_is_near_that_of_real_ones(with_shared_expert, flags):
+    """The count spreads the tokens evenly over the experts, a router does not."""
+    flags = FLAGS | {"expert_parallel": 2, "use_kl_loss": False} | flags
+    check_close(*(counted(with_shared_expert, how, flags, 2) for how in ("real", "fake")))
 
 
 @pytest.fixture
@@ -97,6 +126,36 @@ def test_shards_by_arithmetic(model):
 
 
 @pytest.mark.slow
+def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
+    """33 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
+    prompts, n, prompt, response = 8192, 20, 20, 200
+    sizes = {"ppo_mini_batch_size": prompts // 2, "rollout_n": n, "max_prompt_length": prompt, "max_response_length": response}
+    args = train_async.Args(model=model, require_batches=2, **sizes)
+    memory = dry_run("train_async", args, 32, "cuda", lengths_like("budget", n, response, prompt))
+    numbers = np.zeros(response, np.int32)
+    answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
+    groups = [Group(ticket, np.zeros(prompt, np.int32), "plan", [answer] * n) for ticket in range(prompts)]
+    ranks = Ranks(0, 32, 0, torch.device("cpu"))
+    batch = Batch.of(groups, Division(prompts // 2, args.ppo_max_token_len_per_gpu, ranks))
+    own = len(batch.token)
+    assert own == pytest.approx(prompts * n * response / 32, rel=0.01)
+    given = sum(x.nbytes for x in vars(batch).values() if isinstance(x, torch.Tensor))
+    assert 21 * own < given < 23 * own  # ids, log-probs, versions 4 each, mask 1, which response 8
+    assert memory.host_kept["batch"] == pytest.approx(given + 3 * 4 * own, rel=0.05)  # and log-probs, reward, advantage
+    assert memory.host_kept["batch"] < memory.host["batch"] < 4 * memory.host_kept["batch"]
+    assert memory.samples == pytest.approx(n * response * 12, rel=0.05) and samples_ahead(args) == 2 * prompts
+
+
+@pytest.mark.slow
+def test_a_published_change_needs_the_copy_before(model):
+    kept = [
+        dry_run("train_async", flags(model, publish=publish), 2, "cuda", lengths_like("budget", 4, 100, 20)).host_kept
+        for publish in ("full", "delta")
+    ]
+    assert kept[1]["publish"] == 2 * kept[0]["publish"] > 0 and kept[1]["batch"] == kept[0]["batch"]
+
+
+@pytest.mark.slow
 def test_what_the_memory_flags_move_and_shrink(model):
     """Moments are 2 bytes a parameter and a scale for each row of 64, gradients travel in bf16, and so do layers' inputs."""
     plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 2400}
@@ -129,6 +188,13 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
         "train_async", memory_plan.make_plan("train_async", args, machine, "budget", short), machine, "budget"
     )
     assert words in said and changed.learner.peak <= 0.7 * needed and not changed.lacking()
+
+
+def test_learners_alone_whose_generators_come_and_go(model):
+    """All ranks learn; what is given in --generators generates beside them."""
+    for generators, learners in ((0, 16), (2, 12)):
+        args = flags(model, elastic_generators="here:29600", generators=generators)
+        assert memory_plan.learners_of(args, Machine(2, 8)) == learners
 
 
 def test_what_cannot_be_planned_is_one_message():

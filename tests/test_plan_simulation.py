@@ -44,6 +44,28 @@ def test_sync_by_hand():
     assert out.mean_age == [0, 0, 0]
 
 
+def test_over_sampling_by_hand():
+    """One prompt a step, another under way beside it: ticket 0 needs 8 steps of the engine, and tickets 1 and 2 pass it by."""
+    work, ahead = Fixed([9], [3], [5], [4]), Load(1, 1, slots=8, surplus=1)
+    out = sync(times(learn=2), ahead, ONE, work, steps=3)
+    assert out.ends == [2 + 2, 4 + 4 + 2, 10 + 2 + 2], "ticket 0 has 2 of its steps in each step of training"
+    assert out.tokens == [3, 5, 9] and out.mean_age == pytest.approx([0, 0, 2 - (3 * 0 + 4 * 1 + 2 * 2) / 9])
+    assert out.max_age == [0, 0, 2] and out.partial == [0, 0, 1]
+    again = sync(times(learn=2, prefill=0.5, prefill_token=0.25), ahead, ONE, work, steps=2)
+    assert again.ends == [0.5 + 4, 4.5 + (0.5 + 0.25 * 2) + 0.5 + 6], "2 tokens of ticket 0 are prefilled again"
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_over_sampling_does_not_wait_for_long_tails(engines):
+    """And trains every ticket once."""
+    work, ranks, rates = Drawn(2, 30, 1.2, 2000, seed=3), Ranks(engines, engines, colocated=True), []
+    for surplus in (0, 4, 12):
+        out = sync(times(learn=5), Load(12, 1, slots=64, surplus=surplus), ranks, work, steps=60)
+        assert len(out.tokens) == 60 and sum(out.tokens) <= sum(sum(work.group(t)[1]) for t in range(12 * 60 + surplus))
+        rates.append(out.tokens_per_second)
+    assert rates == sorted(rates) and rates[2] > 1.3 * rates[0]
+
+
 def test_slots_are_filled_again_as_responses_end():
     """Two slots for lengths 3 and 6, then 4: it starts after 2 steps, and ends after 3 more."""
     out = sync(times(), Load(3, 1, slots=2), ONE, Fixed([3], [6], [4]), steps=1)
@@ -163,7 +185,7 @@ def test_the_engine_is_as_fast_as_one_that_counts_every_token(seed, slots, n, bu
         expected += 0.0625 * sum(row[1] == 0 for row in rows)
         rows = [row for row in rows if row[1]]
     groups = [Group(i, prompt, lengths, True) for i, (prompt, lengths) in enumerate(shapes)]
-    found, _ = generate(Engine(t, slots, budget), Scorers(0, 1), groups, 0.0)
+    _, found, _ = generate(Engine(t, slots, budget), Scorers(0, 1), groups, 0.0)
     assert found == pytest.approx(expected)
 
 

@@ -55,7 +55,7 @@ def test_the_fit_of_an_engine_finds_the_law_behind_the_steps():
         made = [
             generate(Engine(t, 32, 64), Scorers(0, 1), [Group(i, *work.group(i)) for i in range(n)], 0.0) for t in (LAW, found)
         ]
-        assert made[1][0] == pytest.approx(made[0][0], rel=0.03)
+        assert made[1][1] == pytest.approx(made[0][1], rel=0.03)
 
 
 def test_the_fit_of_the_learners_finds_the_law_behind_the_steps():

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import MOE, ROOT, is_documented, run_script
 from helpers import SMALL as TINY
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_vision import ROWS
+from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import replay
@@ -127,7 +130,27 @@ def test_with_sequences_and_experts_over_two_learners(mixture, tmp_path, script,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "ranks", "flags"), [("train_sync.py", None, SMALL), ("train_async.py", 2, STREAM)])
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags"),
+    [("train_sync.py", 2, [*SMALL, "--sequence-parallel", 2]), ("train_async.py", 2, [*STREAM, "--freeze-vision-tower"])],
+)
+def test_with_images(tmp_path, script, ranks, flags):
+    """Which are read again: a record has none of them."""
+    Dataset.from_list(ROWS).to_parquet(file := tmp_path / "rows.parquet")
+    model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**14)
+    data = ["--model", model, "--train-files", file, "--max-prompt-length", 120]
+    data += ["--reward", "tests/programs/spread_reward.py:score", "--max-response-length", 8]
+    run = record(script, tmp_path, *data, *flags, ranks=ranks)
+    again, said = replayed(run, tmp_path, ranks=2 if script == "train_sync.py" else None)
+    same(run, again)
+    assert "bit for bit" in said and bits(run, 1) != bits(run, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags"),
+    [("train_sync.py", None, SMALL), ("train_one_step_off.py", 2, SMALL), ("train_async.py", 2, STREAM)],
+)
 def test_a_run_that_was_killed_and_went_on(demo_model, tmp_path, script, ranks, flags):
     """The samples that were trained again are the ones that count, and a replay may begin on either side."""
     run = record(script, tmp_path, *flags, ranks=ranks)
@@ -183,14 +206,15 @@ def test_code_that_has_changed_since(demo_model, tmp_path):
     assert rows(again)[1]["actor/loss"] == pytest.approx(rows(run)[1]["actor/pg_loss"] / 2, rel=1e-5)
 
 
-def bad_run(tmp_path, **how) -> Path:
-    """A run whose loss is infinite on one ticket of step 5, the 18th."""
+def bad_run(tmp_path, *more, **how) -> Path:
+    """A run whose loss is infinite on one response of step 5, the first to the 18th ticket."""
     fork = tmp_path / "my_experiment.py"
     text = (ROOT / "train_sync.py").read_text()
     line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
-    bad = "    bad = advantage.new_tensor([batch.tickets[g] == 18 for g in batch.group[seq].tolist()])\n"
+    bad = "    first = (batch.group == batch.tickets.index(18)).nonzero()[0] if 18 in batch.tickets else -1\n"
+    bad += "    bad = (seq == first).float()\n"
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
-    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60]
+    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60, *more]
     run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)}, **how)
     assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5)] == [0, 1]
     return run
@@ -214,6 +238,34 @@ def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
     assert about["step"] == 5 and about["update"] == 1 and 18 in about["tickets"]
     assert not tensors["grad_log_prob"].isfinite().all() and tensors["log_prob"].isfinite().all()
     assert not list(again.glob("step_*"))
+
+
+@pytest.mark.slow
+def test_two_learners_stop_at_the_same_micro_batch(demo_model, tmp_path):
+    """Each leaves its own, though only one of them has the response, and is alone in its trouble."""
+    again, said = replayed(bad_run(tmp_path, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
+    files = sorted(again.glob("bad_step_*.safetensors"))
+    assert [file.stem for file in files] == ["bad_step_000005_learner_0", "bad_step_000005_learner_1"]
+    (one, its), (other, others) = sorted(map(bad_step, files), key=lambda of: bool(of[1]["grad_log_prob"].isfinite().all()))
+    assert all(one[name] == other[name] for name in ("step", "update", "micro_batch", "what"))
+    assert one["what"].startswith("the loss's gradient by log-probs")  # the weights' gradient is everybody's
+    assert 18 in one["tickets"] and not its["grad_log_prob"].isfinite().all() and others["grad_log_prob"].isfinite().all()
+    assert not {*its["response"].tolist()} & {*others["response"].tolist()}
+    assert all(str(file) in said for file in files) and not list(again.glob("step_*"))
+
+
+@pytest.mark.slow
+def test_learners_who_share_a_row_leave_the_whole_of_it(demo_model, tmp_path):
+    """Both files are alike, and what the row predicts are its labels."""
+    share = ("--sequence-parallel", 2)
+    again, _ = replayed(bad_run(tmp_path, *share, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
+    (one, its), (other, others) = map(bad_step, sorted(again.glob("bad_step_*.safetensors")))
+    assert one == other and 18 in one["tickets"] and its.keys() == others.keys()
+    assert all(torch.equal(its[name].nan_to_num(), others[name].nan_to_num()) for name in its)
+    assert len(its["predict"]) == len(its["labels"]) and its["predict"].max() < its["input_ids"].shape[1]
+    row, inner = its["input_ids"][0], its["predict"] + 1 < its["input_ids"].shape[1]
+    follows = row[(its["predict"] + 1)[inner]] == its["labels"][inner]
+    assert follows.float().mean() > 0.8  # but for a response's first token, which may stand elsewhere
 
 
 REFUSED = {

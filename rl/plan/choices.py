@@ -94,8 +94,8 @@ class Job:
     def load(self, ranks: Ranks) -> Load:
         a = self.args
         updates = a.ppo_epochs * math.ceil(a.prompts_per_step / a.prompts_per_update)
-        slots = self.slots(ranks)
-        return Load(a.prompts_per_step, updates, slots, a.max_num_batched_tokens, a.filter_groups, a.max_num_gen_batches)
+        what = (a.max_num_batched_tokens, a.filter_groups, a.max_num_gen_batches, getattr(a, "surplus", 0))
+        return Load(a.prompts_per_step, updates, self.slots(ranks), *what)
 
     def schedule(self, threshold: float, period: int) -> ScheduleArgs:
         """The flags of train_async.py's schedule; a step of the other scripts is one fetch."""

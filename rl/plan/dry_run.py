@@ -36,9 +36,9 @@ from rl.schedule import SplitArgs
 from rl.sequence_parallel import check_heads
 from rl.setup import CommonArgs, make_learner
 from rl.sharded_weights import Weights
-from rl.shares import pack
+from rl.shares import Division, pack
 from rl.timers import Timers
-from rl.vision import KEPT_BYTES, takes_images
+from rl.vision import KEPT_BYTES, Images, takes_images
 from rl.weights import Publisher
 
 MICROS = 4  # micro-batches a rank for which prompts are drawn
@@ -47,7 +47,7 @@ LIMIT = 1800  # seconds of a dry run
 
 @dataclass(frozen=True)
 class Memory:
-    """What a learner holds, in bytes, by cause."""
+    """What a learner holds, in bytes, by cause; of host memory, the samples aside, which the ranks of a node share."""
 
     device: Counter  # at the device's peak
     kept: Counter  # on the device between two steps
@@ -59,6 +59,7 @@ class Memory:
     micro_batches: int  # of a rank and update
     sent: float  # over the learners' links in an update, by each
     published: int  # bytes of a publish
+    samples: int  # bytes of a prompt's responses as they come from the generators
 
     @property
     def peak(self) -> int:
@@ -123,8 +124,14 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         prompts = None
         if takes_images(config):
             prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake)
-        batch, share = make_batch(workload, args, place, prompts)
-        learner.ranks, micros = _fullest_rank(batch, args, place)
+        groups, images = make_groups(workload, args, place, prompts)
+        share, of_step = (len(groups) / prompts for prompts in (args.prompts_per_update, args.prompts_per_step))
+        learner.ranks, micros = _fullest_rank(groups, args, place)
+        batch = Batch.of(groups, Division.of(args, learner))
+        batch.images = PlannedImages(images) if prompts else None
+        for tensor in vars(batch).values():
+            if isinstance(tensor, torch.Tensor):
+                count.note(tensor, OTHER)  # those that numpy has made, too
         script.micro_batches, before = _two_fullest(script.micro_batches), count.sent
         for _ in range(2):  # the second begins with the optimizer's state
             script.learn(args, learner, KLControl(args), batch, Timers())
@@ -132,9 +139,9 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         tokens, learner.ranks = max(_sizes), place
         kept = [_publish(args, learner, place, fake), _checkpoint_copy(args, learner, fake)]
         for ledger in (count.host.live, count.host.at_peak):
-            ledger["batch"] = int(ledger.pop(OTHER, 0) / share)
+            ledger["batch"] = int(ledger.pop(OTHER, 0) / of_step)
             if prompts:  # pixels of two micro-batches; a run keeps those of all, within its limit
-                ledger["images"] = min(KEPT_BYTES, int(ledger["images"] / share * micros / min(2, micros)))
+                ledger["images"] = min(KEPT_BYTES, int(ledger["images"] / of_step * micros / min(2, micros)))
         parameters = sum(p.numel() for p in learner.parameters.values())
         state = sum(tensor.numel() * tensor.itemsize for tensor in learner.state_tensors().values())
         precision = args.weights_dtype(args.dtype).itemsize
@@ -149,6 +156,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
             micro_batches=max(1, round(micros / share)),
             sent=sent,
             published=parameters * precision,
+            samples=sum(len(group.to_bytes()) for group in groups) // len(groups),
         )
         del kept
     return memory
@@ -165,9 +173,11 @@ def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Wei
     return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), dict.fromkeys(shapes, dtype))
 
 
-def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks, prompts: Callable[[int], Prompt] | None) -> tuple[Batch, float]:
-    """The prompts of an update with their responses, or as many of them as fill MICROS micro-batches a rank; and which share of
-    the update they are. prompts: ticket -> the prompt, where they have images."""
+def make_groups(
+    workload: Drawn, args: CommonArgs, ranks: Ranks, prompts: Callable[[int], Prompt] | None
+) -> tuple[list[Group], list[Images | None]]:
+    """The prompts of an update with their responses and images, or as many of them as fill MICROS micro-batches a rank.
+    prompts: ticket -> the prompt, where they have images."""
     room = MICROS * args.ppo_max_token_len_per_gpu * ranks.world_size
     groups, images, tokens = [], [], 0
     while len(groups) < args.prompts_per_update and tokens < room:
@@ -178,9 +188,7 @@ def make_batch(workload: Drawn, args: CommonArgs, ranks: Ranks, prompts: Callabl
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)
-    batch = Batch.of(groups)
-    batch.images = PlannedImages(images) if prompts else None
-    return batch, len(groups) / args.prompts_per_update
+    return groups, images
 
 
 def _response(tokens: int, number: int) -> Response:
@@ -188,11 +196,12 @@ def _response(tokens: int, number: int) -> Response:
     return Response(ids, log_probs, versions, "stop", score=float(number))
 
 
-def _fullest_rank(batch: Batch, args: CommonArgs, ranks: Ranks) -> tuple[Ranks, int]:
+def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[Ranks, int]:
     """The rank with the largest micro-batch of all, and how many each has."""
-    lengths = batch.total_lengths()
+    pairs = [(number, len(g.prompt_ids) + len(r.token_ids)) for number, g in enumerate(groups) for r in g.responses]
+    lengths = [length for _, length in pairs]
     budget = args.ppo_max_token_len_per_gpu * ranks.sequence_parallel
-    plan = pack(lengths, batch.group.tolist(), budget, ranks.data_size)
+    plan = pack(lengths, [number for number, _ in pairs], budget, ranks.data_size)
     loads = [max(sum(lengths[i] for i in part) for part in of_rank) for of_rank in plan]
     return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])
 
@@ -215,8 +224,10 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
     if isinstance(args, SplitArgs):
         split = Split("learner", ranks, ranks.world_size, 1, 0, 1, HashStore(), SimpleNamespace(device=torch.device("cpu")))
         with fake.host_too():
-            publisher = Publisher(learner, split, dtype)
-        publisher.take_copy()
+            publisher = Publisher(learner, split, dtype, args.publish)
+        publisher._new = fake.host_too()(publisher._new)
+        for _ in range(2):  # with --publish delta, the second copy leaves the first where it is
+            publisher.take_copy()
         return publisher
     for _ in learner.weights(dtype):
         pass

@@ -45,6 +45,7 @@ class Engine:
         self.waiting: deque[tuple[Group, int]] = deque()  # with the response's length
         self.running = 0
         self._rows = times.rows(slots)
+        self.ended: list[Group] = []  # groups that are whole and were not taken, where more are under way than a step trains
         self.steps = 0  # decode steps so far
         self._ends: list = []  # heap: (step after which the response ends, ..., group, version and _versions at its start)
         self._offsets = 0  # sum over the running of prompt tokens less the step at which they started
@@ -116,9 +117,11 @@ class Engine:
     def take_weights(self, version: int, recompute: bool = False) -> float:
         """New weights between two steps; returns the seconds that takes. recompute: the contexts are prefilled again."""
         self.version = version
-        if not (recompute and self.running):
-            return self.times.receive
-        return self.times.receive + self.times.prefill + self._context_sum() * self.times.prefill_token
+        return self.times.receive + (self.prefill_again() if recompute else 0.0)
+
+    def prefill_again(self) -> float:
+        """The seconds in which the running responses' contexts are computed anew."""
+        return self.times.prefill + self._context_sum() * self.times.prefill_token if self.running else 0.0
 
     def _start(self, group: Group, length: int) -> None:
         end, offset = self.steps + max(1, length - 1), group.prompt - self.steps

@@ -196,9 +196,6 @@ class FakeDevice(TorchDispatchMode):
             if len({x.device for x in tensors}) > 1 and func is not aten.index.Tensor:
                 raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
             return tree_map_only(torch.Tensor, lambda x: self._known_stand_in(x, tensors[0].device), known)
-        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
-            halves = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
-            return func(*halves, **kwargs).float()
         if func is aten.index.Tensor:
             args = (args[0], [place for index in args[1] for place in self._places(index)])
         if fakes < len(tensors):
@@ -206,6 +203,9 @@ class FakeDevice(TorchDispatchMode):
         if func.namespace in ("torch_attn", KIND) and len({x.device for x in tensors}) > 1:  # whose fakes do not look
             raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
         with self.fake:
+            if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
+                args = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+                return func(*args, **kwargs).float()
             out = func(*args, **kwargs)
         self._keep_in_mind(func, args, kwargs, out, known)
         return out

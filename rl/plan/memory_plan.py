@@ -16,7 +16,7 @@ from rl.plan.roofline import Shape, count_parameters
 from rl.plan.workload import lengths_like
 from rl.pretrained import load_config, resolve
 from rl.ranges import check, flag
-from rl.schedule import SplitArgs
+from rl.schedule import ScheduleArgs, SplitArgs
 from rl.setup import CommonArgs
 
 SPARE = 0.1  # of the device: the driver's context, NCCL's or HCCL's buffers, and what the allocator rounds up and cannot reuse
@@ -99,6 +99,10 @@ def make_plan(
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
+    if getattr(args, "elastic_generators", None):  # a job may then have no generators of its own
+        if (learners := machine.nodes * (machine.per_node - args.generators)) < machine.nodes:
+            raise UserError(f"--generators {args.generators} of {machine.per_node} ranks a node leaves no learner. Lower it.")
+        return learners
     if isinstance(args, SplitArgs):
         return machine.split(args.generators, args.rollout_tp).learners
     return machine.colocated(args.rollout_tp).learners
@@ -168,6 +172,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
 
 def show(plan: Plan, machine: Machine, console: Console) -> None:
     memory, args, learners = plan.learner, plan.args, learners_of(plan.args, machine)
+    groups = samples_ahead(args)
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
@@ -177,7 +182,8 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
     lines = [
         f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan, machine) / GB:.1f} GB "
-        f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank.",
+        f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank; samples that they share: "
+        f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
         f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",
     ]
@@ -187,9 +193,16 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
 
 
 def node_memory(plan: Plan, machine: Machine) -> int:
-    """Bytes of host memory that the learners of the first node hold at most, the ring and Python aside."""
+    """Bytes of host memory that the learners of the first node hold at most, samples, ring and Python aside."""
     memory, learners = plan.learner, learners_of(plan.args, machine) // machine.nodes
     return memory.host.total() + (learners - 1) * _others(memory).total()
+
+
+def samples_ahead(args: CommonArgs) -> int:
+    """Groups that a node's learners hold at most: those of the step, and those that may have been made for later ones."""
+    if isinstance(args, ScheduleArgs):
+        return args.quota(0)
+    return args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
 
 
 def _engine_line(plan: Plan) -> str:

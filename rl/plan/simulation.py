@@ -38,6 +38,7 @@ class Load:
     prefill_tokens: int = 8192  # --max-num-batched-tokens
     filter_groups: bool = False
     max_num_gen_batches: int = 10
+    surplus: int = 0  # prompts under way that a step of train_sync.py does not wait for (--over-sample)
 
 
 @dataclass
@@ -125,19 +126,23 @@ class Scorers:
 # ------------------------------------------------------------------------------------------- batches made as a whole
 
 
-def generate(engine: Engine, scorers: Scorers, groups: list[Group], start: float) -> tuple[float, float]:
-    """An engine with nothing else under way makes these groups; returns when the last is scored, and the last engine step's
-    end."""
-    now = scored = start
+def generate(engine: Engine, scorers: Scorers, groups: list[Group], start: float) -> tuple[list[Group], float, float]:
+    """An engine makes as many groups as these: those that end first of them and of what was under way before, which goes on.
+    Returns them, when the last score is there, and the last engine step's end."""
+    now = scored = start + engine.prefill_again()
     for group in groups:
         engine.add(group)
-    while engine.unfinished:
+    while len(engine.ended) < len(groups):
         steps = engine.begin()
         now += engine.seconds(steps)
         done = engine.end(steps)
         now += len(done) * engine.times.finish
-        scored = max([scored, *(scorers.score(now) for _ in done)])
-    return max(now, scored), now
+        for group in done:
+            scored, group.left = max(scored, scorers.score(now)), group.left - 1
+            if not group.left:
+                engine.ended.append(group)
+    made, engine.ended = engine.ended[: len(groups)], engine.ended[len(groups) :]
+    return made, max(now, scored), now
 
 
 def make_batch(engines: list[Engine], pools: list[Scorers], load: Load, workload: Workload, ticket: int, start: float):
@@ -148,12 +153,14 @@ def make_batch(engines: list[Engine], pools: list[Scorers], load: Load, workload
         rounds += 1
         tickets = range(ticket, ticket + load.prompts - len(kept))
         ticket, ends = tickets.stop, []
-        groups = [Group(t, *workload.group(t)) for t in tickets]
+        groups, made = [Group(t, *workload.group(t)) for t in tickets], []
         for i, (engine, pool) in enumerate(zip(engines, pools, strict=True)):
-            ends.append(generate(engine, pool, groups[i :: len(engines)], now))
+            of_engine, *end = generate(engine, pool, groups[i :: len(engines)], now)
+            made += of_engine
+            ends.append(end)
         idle += sum(max(end for end, _ in ends) - worked for _, worked in ends)
         now = max(end for end, _ in ends)
-        for group in groups:
+        for group in sorted(made, key=lambda group: group.ticket):
             (dropped if load.filter_groups and not group.has_signal else kept).append(group)
     missing = load.prompts - len(kept)
     return kept + dropped[:missing], ticket, now, idle, len(dropped) - missing
@@ -171,8 +178,10 @@ def learning(times: ServiceTimes, load: Load, ranks: Ranks, groups: list[Group])
 
 def sync(times: ServiceTimes, load: Load, ranks: Ranks, workload: Workload, steps: int) -> Steps:
     """train_sync.py: all generate, all learn, the engines take the weights."""
-    out, now, ticket, idle = Steps(ranks), 0.0, 0, 0.0
+    out, now, ticket, idle = Steps(ranks), 0.0, load.surplus, 0.0
     engines, pools = make_engines(times, load, ranks.engines)
+    for first in range(load.surplus):
+        engines[first % len(engines)].add(Group(first, *workload.group(first)))
     for step in range(1, steps + 1):
         groups, ticket, end, more, dropped = make_batch(engines, pools, load, workload, ticket, now)
         out.generated.append(end - now)

@@ -33,6 +33,7 @@ from rl.plan.fake_device import FakeDevice, start
 from rl.plan.images import PlannedImages
 from rl.plan.memory_count import MemoryCount
 from rl.pretrained import load_config
+from rl.shares import Division
 from rl.timers import Timers
 
 
@@ -49,12 +50,12 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
         for number, (ids, of_prompt) in enumerate(prompts_by_number(path, len(groups))):
             groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32))
             images.append(of_prompt)
-    batch = Batch.of(groups)
-    batch.images = PlannedImages(images) if images else None
     count = MemoryCount(config.get_text_config().vocab_size, set())
     with FakeDevice() if fake else contextlib.nullcontext() as mode, count:
         with mode.host_too() if fake else contextlib.nullcontext():
             learner = Learner(path, args, place, 10, with_reference=args.needs_reference)
+        batch = Batch.of(groups, Division.of(args, learner))
+        batch.images = PlannedImages(images) if images else None
         count.host.peak, count.host.at_peak = 0, Counter()
         with Peak() as peak:
             before = count.host.live.total()
