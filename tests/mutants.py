@@ -11,13 +11,13 @@ from helpers import ROOT
 
 
 def places(file: str) -> list[tuple[str, int, str]]:
-    """(function, line, text) of each `.to(<a device>)` and `device=<a device>` in the functions of a file, in order."""
+    """(function, line, text) of each `.to(<a device>)`, `.cpu()`, `device=<a device>` in the functions of a file, in order."""
     source = (ROOT / file).read_text()
     return [(name, node.lineno, ast.get_source_segment(source, node)) for name, node in _places(ast.parse(source))]
 
 
 def mutate(file: str, number: int) -> None:
-    """Changes the running program: without its `.to(...)`, or with the CPU as the device."""
+    """Changes the running program: without its `.to(...)` or `.cpu()`, or with the CPU as the device."""
     tree = ast.parse((ROOT / file).read_text())
     name, place = _places(tree)[number]
     _take_out(place)
@@ -45,13 +45,15 @@ def _within(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _is_place(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "cpu":
+        return True
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and call.args:
-        return "device" in ast.unparse(call.args[0])
+        return "device" in (to := ast.unparse(call.args[0])) or to == "'cpu'"
     return any(keyword.arg == "device" for keyword in call.keywords)
 
 
 def _take_out(call: ast.Call) -> None:
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cpu"):
         call.args = [call.func.value]
         call.func = ast.parse("lambda x, **_: x", mode="eval").body
         return

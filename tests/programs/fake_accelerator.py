@@ -25,16 +25,19 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, device, forward_check, learner, micro_batch, weights
+from rl import compact_adamw, delta, device, forward_check, learner, micro_batch, weights
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
 from rl.data import Prompt
-from rl.dist import Split
+from rl.dist import Ranks, Split
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
 from rl.errors import UserError
 from rl.kl_control import KLControl
 from rl.learner import Learner
+from rl.local_weights import LocalWeights
+from rl.make_engine import make_engine
+from rl.plan import fake_device
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
 from rl.shares import Division
@@ -65,7 +68,7 @@ class Rows(list):
     prep = True
 
 
-def with_images(path: str, groups: list[Group], division: Division) -> Batch:
+def with_images(path: str, groups: list[Group], division: Division, ranks: Ranks) -> Batch:
     """The groups behind prompts of the model's own."""
     prompts = Rows()
     for number, (ids, images) in enumerate(prompts_by_number(path, len(groups))):
@@ -73,7 +76,7 @@ def with_images(path: str, groups: list[Group], division: Division) -> Batch:
         digest = images.digest if images else ""
         groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32), images=digest)
     batch = Batch.of(groups, division)
-    batch.images = BatchImages.of(prompts, lambda ticket: (0, ticket), groups)
+    batch.images = BatchImages.of(prompts, lambda ticket: (0, ticket), groups, ranks)
     return batch
 
 
@@ -101,7 +104,7 @@ def learn(
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
         division = Division.of(args, model)
-        batch = with_images(path, groups, division) if images else Batch.of(groups, division)
+        batch = with_images(path, groups, division, model.ranks) if images else Batch.of(groups, division)
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
@@ -201,6 +204,34 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
         engine.sleep()
 
 
+def turns(path: str, **flags) -> None:
+    """A rank that learns and generates in turns: its engine takes the learner's weights, twice."""
+    place, args = start(), train_sync.Args(model=path, engine="transformers", max_num_seqs=4, **flags)
+    forward_check._compare = lambda ours, *_: ours()
+    with FakeDevice():
+        model, engine = Learner(path, args, place, 10), make_engine(path, args, 32, args.dtype, place.device, False)
+        held = LocalWeights(model, engine, args.weights_dtype(args.dtype))
+        for version in range(2):
+            held.publish(version)
+        assert {x.device for x in [engine.cache.data, *engine.model.parameters()]} == {engine.device} == {place.device}
+
+
+def changes() -> None:
+    """What --publish delta sends, here of a quarter of the elements, and how it comes to memory of either side."""
+    place = start()
+    fake_device.READ[torch.ops.aten.nonzero.default] = lambda x: x.new_empty(len(x) // 4, 1, dtype=torch.long)
+    fake_device.READ[torch.ops.aten._local_scalar_dense.default] = lambda x: torch.ones((), dtype=x.dtype).item()
+    with FakeDevice():
+        for dtype in (torch.bfloat16, torch.float32):
+            old, new = (torch.empty(64, dtype=dtype, device=place.device) for _ in range(2))
+            change = delta.Change.between(old, new)
+            assert change.row.width and {change.gaps.device, change.values.device} == {place.device}
+            message = delta.join([change])
+            (arrived,) = delta.split(message, [change.row], dtype)
+            arrived.apply(new)
+            arrived.apply(torch.zeros(64, dtype=dtype))  # of an engine that keeps its own
+
+
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
 CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
@@ -238,6 +269,12 @@ CASES = {  # a new kind of model is a line more
     "images, experts": lambda m: learn(m["qwen3-vl-moe"], 2, 0, "one step off", images=True, prompts=3),
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
     "engine, images, windows": lambda m: generate(m["qwen2.5-vl"], torch.bfloat16, images=True),
+    "images, shared sequences": lambda m: learn(
+        m["qwen3-vl"], 4, 1, "async", images=True, prompts=4, sequence_parallel=2, gradient_checkpointing=True
+    ),
+    "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
+    "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
+    "changes": lambda m: changes(),
     "engine, experts": lambda m: generate(m["moe"]),
 }
 
