@@ -41,7 +41,13 @@ from rl.scoring import RewardArgs
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
-SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches"}  # the samples were made by these, and by
+SAMPLED = {
+    "seed",
+    "train_batch_size",
+    "filter_groups",
+    "max_num_gen_batches",
+    "over_sample",
+}  # the samples were made by these, and by
 SAMPLED |= {field.name for part in (DataArgs, EngineArgs, RewardArgs, ScheduleArgs) for field in dataclasses.fields(part)}
 SAMPLED -= PLACES
 

@@ -18,6 +18,8 @@ from common import RESULTS, ROOT, setting, table, words, write
 from overlap import Args as RunArgs
 from overlap import length_of, one_run
 
+from rl.host import commit
+
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off", "async": "train_async"}
 SEQS = ["--max-num-seqs", "128"]
 SLOW = ["--reward", f"{ROOT}/benchmarks/common.py:fifty_milliseconds", "--reward-workers", "4"]
@@ -176,7 +178,7 @@ def main(args: Args) -> None:
         f"{work}: the plan picks {predicted}, {ratio:.0%} as fast as the fastest measured, {measured}."
         for work, predicted, measured, ratio in picks(rows)
     ]
-    text.append(f"Demo model, 2 ranks of one thread, one run a case. {words(setting())}.")
+    text.append(f"Demo model, 2 ranks of one thread, one run a case. {words(setting(commit=commit()))}.")
     data = {"rows": rows, "service times": {where: dataclasses.asdict(of) for where, of in times.items()}}
     write("plan", data, "\n\n".join(text), Path(args.out))
 

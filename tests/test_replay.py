@@ -83,6 +83,7 @@ def test_the_same_flags_give_the_same_bits(sync, tmp_path):
     ("script", "ranks", "learners", "flags"),
     [
         ("train_sync.py", 2, 2, [*SMALL, *EVERYTHING]),
+        ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-correction", "token_tis"]),
         ("train_one_step_off.py", 2, 1, [*SMALL, *EVERYTHING]),
         ("train_one_step_off.py", 3, 2, SMALL),
         ("train_async.py", 2, 1, [*STREAM, "--require-batches", 2, "--trigger-parameter-sync-step", 2, "--filter-groups"]),
@@ -94,7 +95,7 @@ def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ran
     again, said = replayed(run, tmp_path, ranks=learners if learners > 1 else None)
     same(run, again)
     assert "bit for bit" in said
-    if "--trigger-parameter-sync-step" in flags:
+    if {"--trigger-parameter-sync-step", "--over-sample"} & {*flags}:
         assert max(row["staleness/max"] for row in rows(again).values()) > 0
 
 
@@ -272,6 +273,7 @@ REFUSED = {
     "": "the first argument is the directory of a run",
     "nowhere": "nowhere is neither a run that was recorded",
     "RUN --rollout-n 3 --seed 4": "--rollout-n, --seed: what made the samples stays as it was",
+    "RUN --over-sample 1": "--over-sample: what made the samples stays as it was",
     "RUN --from-step 99": "step 99 is not in .*, which holds steps 1 to 6",
     "RUN --script nowhere.py": "--script nowhere.py: there is no such Python file",
     "RUN --lr 7": "--lr must be above 0",
