@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -174,6 +175,19 @@ def test_what_the_memory_flags_move_and_shrink(model):
     assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
     assert before.device["activations"] - after.device["activations"] >= inputs
     assert after.sent / before.sent == pytest.approx(6 / 8, rel=0.02)  # two gathers in bf16, and the reduction
+
+
+@pytest.mark.slow
+def test_a_plan_of_learners_whose_generators_are_other_jobs(model, capsys):
+    """With flags that change neither the device's memory nor the time."""
+    sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--require-batches", "2"]
+    others = ["--publish", "delta", "--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
+    elastic = ["--elastic-generators", "here:29600", "--generators", "0"]
+    plan.main(["train_async.py", "--model", model, *sizes, *others, *elastic])
+    said = capsys.readouterr().out
+    assert "a learner of 2 on H100-80GB" in said and "It fits on H100-80GB" in said
+    assert re.search(r"samples that they share: 0\.0 GB, 32 groups of 0\.00\d+ MB", said), said
+    assert "Leave --elastic-generators out" in said and "tok/s" not in said
 
 
 @pytest.mark.slow

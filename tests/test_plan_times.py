@@ -203,6 +203,17 @@ def test_more_ranks_go_where_the_work_is():
     assert chosen[1].script == "train_sync" or chosen[1].generators >= 6
 
 
+def test_over_sampling_is_part_of_train_sync_alone():
+    """It does not wait for long tails; in the other modes nothing changes."""
+    times, work, rates = ServiceTimes(LAW, LearnerTimes(token=1e-3), "hand"), Drawn(8, 50, 1.2, 2000, 10), []
+    for over in (0.0, 1.0):
+        args = train_sync.Args(over_sample=over)
+        rows = choices.compare(choices.Job(args, choices.Machine(1, 2), lambda _: times, work, lambda _: 256))
+        rates.append({row.setting.script: row.rate for row in rows[:2]})
+    assert rates[1]["train_sync"] > 1.1 * rates[0]["train_sync"]
+    assert rates[1]["train_one_step_off"] == rates[0]["train_one_step_off"]
+
+
 def test_the_flags_are_among_the_settings_and_every_setting_is_a_command_that_runs():
     rows = choices.compare(job(ServiceTimes(LAW, LearnerTimes(token=1e-3), "hand"), staleness_threshold=0.7, per_node=4))
     settings = [row.setting for row in rows]
