@@ -58,7 +58,6 @@ class Packed:
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
         self.tokens = len(scatter)  # T
         self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
-        self.cu_seqlens = torch.tensor(self.begins, dtype=torch.int32).to(self.device)  # [S + 1]
 
     def inputs(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a model's forward takes of the row [T], [1, T] each, on the device."""

@@ -206,7 +206,7 @@ class TransformersEngine:
         cache = self._new_cache(sequences, length)
         layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
         hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
-        logits = [self.model.lm_head(hidden[layout.cu_seqlens[1:] - 1])]
+        logits = [self.model.lm_head(hidden[layout.last])]
         ahead = torch.full((sequences,), probe.images.next_position - prompt if probe.images else 0, device=self.device)
         for place in range(prompt, length - 1):
             position = torch.full((sequences,), place, device=self.device)
@@ -295,7 +295,7 @@ class TransformersEngine:
         layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
         ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
         hidden = self._fill(ids, layout, [row.request.images for row in rows])
-        return hidden[layout.cu_seqlens[1:] - 1]
+        return hidden[layout.last]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
         """The routes of the last forward pass, [m, L, K] for each run of so many tokens."""

@@ -54,6 +54,8 @@ with native_stderr_kept_back():
 from rl.engine_vllm_routes import ChosenExperts
 from rl.engine_vllm_weights import LiveWeights
 
+HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
+
 
 @dataclass
 class Pending:
@@ -286,6 +288,11 @@ def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:
         raise UserError(
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
             "response). Without --enable-chunked-prefill, and on a CPU always, a prompt is not split: raise it."
+        )
+    hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
+    if hottest > HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine transformers."
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
     if args.rollout_tp < 1 or world % args.rollout_tp:

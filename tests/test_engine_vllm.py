@@ -119,6 +119,7 @@ def test_what_cannot_be_is_refused(measured):
     assert got["other shape"].startswith(f"ValueError: weight {name} [64, 128] does not belong")
     assert got["a whole update mends it"] < 1e-4
     assert got["indivisible"].startswith("UserError: --rollout-tp 2: the 1 generating rank(s)")
+    assert got["too hot"].startswith("UserError: --val-temperature 3: vLLM samples at 2 at most")
     assert got["small batch"].startswith("UserError: --max-num-batched-tokens 100 is less than one sequence, 200 tokens")
     assert "do not fit in 200" in got["too long"] and "1 unfinished" in got["sleep"]
 

@@ -215,6 +215,7 @@ def refusals(engine, model) -> dict:
     drain(engine, [])
     out["indivisible"] = refusal(lambda: start("any model", rollout_tp=2))
     out["small batch"] = refusal(lambda: start("any model", max_num_batched_tokens=100))
+    out["too hot"] = refusal(lambda: start("any model", val_temperature=3.0))
     out["too long"] = refusal(lambda: engine.add(Request(0, [3] * 190, SamplingParams(max_tokens=11), 0)))
     out["missing"] = refusal(lambda: engine.update([(k, v) for k, v in weights.items() if k != name], version=1))
     out["misnamed"] = refusal(lambda: engine.update([*weights.items(), ("model.misnamed", weights[name])], version=1))
