@@ -34,7 +34,8 @@ def on_cpu():
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-9))
+    """The gradient of a token that sees only itself is 0 but for rounding: such are compared with 1e-3."""
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-3))
 
 
 @settings(max_examples=40, deadline=None)
