@@ -115,18 +115,20 @@ def expected(layout: list[tuple[int, int]], weights: float, samples: float) -> l
     """Bytes a step that come in over each node's link, and go out; one learner and one generator a node at most.
 
     Learners gather the weights twice (forward, backward) and sum the gradients, which gloo does as an all-reduce, so twice as
-    well; each of the four moves what the others have. For the publish the first collects the others' shards and sends the whole
-    to each generator on another node. Samples leave nodes that only generate.
+    well; each of the four moves what the others have. For the publish the first learner of a node that does both collects the
+    others' shards; a node that only generates is sent the whole by one that learns, which does so for it. Samples leave nodes
+    that only generate.
     """
     learners = [number for number, (ranks, generators) in enumerate(layout) if ranks > generators]
     shard, out = weights / len(learners), []
-    far = sum(generators for _, generators in layout[1:])
+    far = sum(ranks == generators for ranks, generators in layout)  # nodes, at most one, which the first sends to
+    sending = [number for number in learners if layout[number][1] or (far and number == 0)]
     for number, (_, generators) in enumerate(layout):
         learns, first = number in learners, number == 0
         exchange = 4 * shard * (len(learners) - 1) if learns else 0
         alone = samples if generators and not learns else 0
-        came = exchange + (shard * (len(learners) - 1) if first else generators * weights)
-        went = exchange + (far * weights if first else shard * learns) + alone
+        came = exchange + (shard * (len(learners) - 1) if number in sending else 0) + (weights if not learns else 0)
+        went = exchange + shard * learns * len([other for other in sending if other != number]) + far * first * weights + alone
         out.append((came + (samples if first and len(learners) < len(layout) else 0), went))
     return out
 

@@ -1,8 +1,8 @@
-"""From the first learner to all generators: over the network into each node once, and inside a node through shared memory.
+"""From learners to generators: over the network into each node once, and inside a node through shared memory.
 
-    first learner --- gloo ---> first generator of each other node
-      | shared memory             | shared memory
-      its node's generators       its neighbours
+    a node's first learner --- gloo ---> first generator of each other node that it sends to
+      | shared memory                      | shared memory
+      its node's generators                its neighbours
 
 A message is broadcast to the first ranks of the nodes, each of which lays it open in a few slots of shared memory, from which
 its neighbours take it while the next messages are under way. Where every rank has a CUDA device of its own, NCCL's broadcast
@@ -12,6 +12,7 @@ The shared memory is a memfd, as the ring's: it has no name, and the kernel free
 words tell both sides apart: how many pieces were laid open, and how many each neighbour has taken.
 """
 
+import itertools
 import json
 import os
 import time
@@ -34,6 +35,16 @@ LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pi
 LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
 
 
+def senders(nodes: Sequence[launch.Node], one: bool = False) -> dict[int, int]:
+    """By node with generators, the node whose first learner sends to it: itself where it has learners; the others take turns
+    over all that have. one: the first of these sends to all. Empty in a job without learners."""
+    learning = [number for number, node in enumerate(nodes) if node.learners]
+    turn, generating = itertools.cycle(learning), [number for number, node in enumerate(nodes) if node.generators]
+    if one or not learning:
+        return dict.fromkeys(generating, learning[0]) if learning else {}
+    return {number: number if nodes[number].learners else next(turn) for number in generating}
+
+
 class Bridge:
     """One rank's end. All ranks call `broadcast` in the same order, and wait for what it returns in this order."""
 
@@ -45,9 +56,20 @@ class Bridge:
         self.window = WINDOW if group and not is_accelerator(device) else SLOTS
 
     @staticmethod
+    def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
+        """This rank's, None where it neither sends nor receives. number: of its node; own: its device. Collective."""
+        learns = local_rank < nodes[number].learners
+        sender = number if learns else senders.get(number)
+        if sender not in senders.values() or (learns and local_rank):
+            return None
+        receivers = [other for other in senders if senders[other] == sender for _ in range(nodes[other].generators)]
+        place = 0 if learns else 1 + receivers.index(number) + local_rank - nodes[number].learners
+        return Bridge.join(dist.PrefixStore(f"bridge/{sender}", store), place, [sender, *receivers], own, timeout)
+
+    @staticmethod
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
-        """The bridge of all ranks. place: of this rank, 0 for the first learner, generators from 1; node_of: the node of each
-        place; own: this rank's device. Collective."""
+        """The bridge of a learner that sends and its generators. place: of this rank, 0 for the learner, generators from 1;
+        node_of: the node of each place; own: this rank's device. Collective."""
         group = device_group(store, place, len(node_of), own, timeout)
         return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
 
@@ -64,14 +86,14 @@ class Bridge:
         return Bridge(group, torch.device("cpu"), slots)
 
     def broadcast(self, tensor: torch.Tensor):
-        """Starts a broadcast of the contiguous tensor from the first learner; returns a handle to `wait` on. When that returns
+        """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
         a generator's tensor is filled, and the learner's may change."""
         over_network = _broadcast(self.group, tensor) if self.group else None
         if not self.slots:
             return over_network
         if not self.slots.is_first:
             return Work(partial(self.slots.take, tensor))
-        if self.group is None or self.group.rank() == 0:  # the first learner
+        if self.group is None or self.group.rank() == 0:  # the learner
             self.slots.lay_open(tensor)
             return Work(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
         return Work(over_network.wait, partial(self.slots.lay_open, tensor))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl import console, device, elastic, heartbeat, launch, signals, watchdog
-from rl.bridge import Bridge
+from rl.bridge import Bridge, senders
 from rl.errors import UserError
 
 SHARED_SECONDS = 10  # network file systems list new files late, but find those that are asked for by name at once
@@ -91,7 +91,8 @@ class Split:
     nodes: list[launch.Node]
     node: int  # which of them this is
     store: dist.Store  # shared by all ranks of the job
-    bridge: "Bridge | elastic.Links | elastic.JoiningBridge | None"  # first learner and all generators; None on other learners
+    bridge: "Bridge | elastic.Links | elastic.JoiningBridge | None"  # None on learners that send no weights
+    senders: tuple[int, ...] = (0,)  # learners that send weights
     elastic: "elastic.Crew | elastic.Seat | None" = None  # where generators come and go: a learner's part in it, a generator's
 
     @property
@@ -177,23 +178,15 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         own_store = dist.PrefixStore(role, store)
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
-    bridge = None
-    if learners and all_generators and (role == "generator" or ranks.is_main):
-        place = 0 if role == "learner" else 1 + rank
-        with watchdog.doing("the bridge's ranks to join"):
-            bridge = Bridge.join(dist.PrefixStore("bridge", store), place, _bridge_nodes(), own_device, timeout)
-        if bridge.group:
-            show_group("the bridge", bridge.group)
+    sender_of = senders(launch.nodes(), one=bool(elastic_at))
+    with watchdog.doing("the bridge's ranks to join"):
+        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, own_device, timeout)
+    if bridge and bridge.group:
+        show_group("the bridge", bridge.group)
     launch.heed_sigterm(store)
-    split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge)
+    sending = tuple(sum(n.learners for n in launch.nodes()[:sender]) for sender in sorted(set(sender_of.values())))
+    split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge, sending or (0,))
     return elastic.enter(split, elastic_at, node_timeout) if elastic_at else split
-
-
-def _bridge_nodes() -> list[int]:
-    """The node of the first learner, then that of each generator."""
-    nodes = list(enumerate(launch.nodes()))
-    first = next(number for number, node in nodes if node.learners)
-    return [first, *(number for number, node in nodes for _ in range(node.generators))]
 
 
 def _take_name(name: str) -> None:

@@ -7,7 +7,7 @@ costs a round trip each, the second twice the bytes of what generators in bf16 w
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -32,26 +32,32 @@ class Shards:
         # name -> of each rank: (shape of its shard, its first element in each dimension)
         self._places = dict(zip(parameters, zip(*places, strict=True), strict=True))
 
-    def whole(self, device: torch.device, dtype: torch.dtype, to_all: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor on the device) of every parameter in order: on all ranks, or on the first alone. A collective,
+    def whole(
+        self, device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every parameter in order: on the ranks `to`, by default all. A collective,
         which all ranks walk through in step."""
-        receives, under_way = to_all or dist.get_rank() == 0, deque()
+        receives, under_way = to is None or dist.get_rank() in to, deque()
         for names in self._buckets(dtype):
             sizes = [sum(math.prod(self._places[name][rank][0]) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
             shards = [self.parameters[name].to_local().flatten() for name in names]
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
             received = [torch.empty_like(mine) for _ in sizes] if receives else None
-            gather = dist.all_gather(received, mine, async_op=True) if to_all else dist.gather(mine, received, async_op=True)
-            under_way.append((gather, names, received, mine))
+            if to is None:
+                works = [dist.all_gather(received, mine, async_op=True)]
+            else:
+                works = [dist.gather(mine, received if dist.get_rank() == one else None, one, async_op=True) for one in to]
+            under_way.append((works, names, received, mine))
             if len(under_way) == UNDER_WAY:
                 yield from self._arrived(*under_way.popleft()[:3])
-        for gather, names, received, _ in under_way:
-            yield from self._arrived(gather, names, received)
+        for works, names, received, _ in under_way:
+            yield from self._arrived(works, names, received)
 
-    def _arrived(self, gather: dist.Work, names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _arrived(self, works: list[dist.Work], names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
         with watchdog.doing("the learners' shards of the weights"):
-            gather.wait()
+            for work in works:
+                work.wait()
         watchdog.progress()
         if received:
             yield from self._joined(names, received)

@@ -6,7 +6,7 @@ Left out: the loss itself, which stands in the scripts and in losses.py.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -286,15 +286,14 @@ class Learner:
 
     @torch.no_grad()
     def weights(
-        self, dtype: torch.dtype = torch.float32, to_all: bool = True, frozen: bool = True
+        self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor on the device) of every parameter, tied ones once; without `frozen` of those that are trained,
-        which come first. A bucket at a time, so that there never are
-        two copies of the model; a collective, which all ranks walk through in step. What has to travel is cast to `dtype`
-        before. Without `to_all` the first rank alone is given the weights."""
+        which come first. A bucket at a time, so that there never are two copies of the model; a collective, which all ranks
+        walk through in step. What has to travel is cast to `dtype` before. to: the ranks that get them, by default all."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
         if self.ranks.world_size > 1:
-            yield from (self._shards if frozen else self._trained_shards).whole(self.ranks.device, dtype, to_all)
+            yield from (self._shards if frozen else self._trained_shards).whole(self.ranks.device, dtype, to)
             return
         for name, parameter in (self.parameters if frozen else self._trained).items():
             yield name, parameter.to_local().to(self.ranks.device)

@@ -8,9 +8,9 @@ now computes with, and stops the job where one differs: weights that were not up
 
 With --publish delta a publish sends what has changed since the one before (rl/delta.py); the digests are of the whole.
 
-Memory: the first learner holds one copy in the generators' precision, in host memory; a generator none, or if its engine does
-not adopt memory, a few buckets or its largest parameter. --publish delta takes one copy more in host memory, of the first
-learner and of a generator whose engine does not adopt memory.
+Memory: a learner that sends holds one copy in the generators' precision, in host memory; a generator none, or if its engine
+does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter. --publish delta takes one copy
+more in host memory, of a learner that sends and of a generator whose engine does not adopt memory.
 """
 
 import json
@@ -103,7 +103,7 @@ class Plan:
 
 
 class Publisher:
-    """The learners' side. The first learner sends; the others take part in gathering the shards."""
+    """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
 
     def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
         self.learner, self.split = learner, split
@@ -137,7 +137,7 @@ class Publisher:
             if self.plan.delta and self.split.bridge:
                 self._stream, self._sent = self._new_like() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
-        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, to_all=False, frozen=self._is_first)):
+        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
 

@@ -6,7 +6,9 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from helpers import ROOT
 from torch.distributed import HashStore, TCPStore
 
 from rl import bridge
-from rl.bridge import Bridge, Slots
+from rl.bridge import Bridge, Slots, senders
+from rl.launch import Node
 
 LAYOUTS = [  # the node of the first learner, then of each generator
     [0, 0],
@@ -82,7 +85,7 @@ def test_every_message_arrives_to_the_bit(node_of, small_slots):
         for work in under_way:
             work.wait()
 
-    together([lambda place=place: rank(place) for place in range(len(node_of))])
+    together([partial(rank, place) for place in range(len(node_of))])
     for received in got:
         assert all(
             torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in zip(received, sent, strict=True)
@@ -111,14 +114,63 @@ def test_a_process_that_dies_is_noticed(killed, small_slots):
         own.lay_open(data) if own.is_first else own.take(data)
 
 
+SPLITS = [  # (learners, generators) of each node
+    [(1, 1)],
+    [(2, 3)],
+    [(1, 0), (0, 2)],
+    [(0, 1), (2, 0), (0, 2), (0, 1)],
+    [(1, 1), (2, 2)],
+    [(1, 2), (1, 0), (0, 2), (0, 1), (2, 1), (0, 1)],
+]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("of_nodes", SPLITS)
+@pytest.mark.parametrize("one", [True, False])
+def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, one, small_slots):
+    nodes, store, got = [Node("", 0, learners + generators, generators) for learners, generators in of_nodes], HashStore(), {}
+
+    def rank(number: int, local_rank: int) -> None:
+        own = Bridge.of(senders(nodes, one), nodes, number, local_rank, store, torch.device("cpu"), timedelta(seconds=60))
+        if local_rank < nodes[number].learners:
+            if own:
+                own.broadcast(torch.tensor([number, local_rank])).wait()
+        else:
+            data = torch.full((2,), -1)
+            own.broadcast(data).wait()
+            got[number, local_rank] = data.tolist()
+
+    everyone = [(number, local) for number, node in enumerate(nodes) for local in range(node.size)]
+    together([partial(rank, *place) for place in everyone])
+    assert set(got) == {(number, local) for number, local in everyone if local >= nodes[number].learners}
+    learning = [number for number, node in enumerate(nodes) if node.learners]
+    served = Counter(dict.fromkeys(learning, 0))
+    for (number, local), (sender, of_sender) in got.items():
+        assert of_sender == 0 and (sender == number or not nodes[number].learners or one)
+        served[sender] += local == nodes[number].learners and not nodes[number].learners
+    assert max(served.values()) - min(served.values()) <= 1 or one
+    assert not one or {sender for sender, _ in got.values()} == {learning[0]}
+
+
+def bytes_a_publish(network, model: str, of_nodes: list[tuple[int, int]]) -> list[float]:
+    """That come in over the link of each node with generators, by the weights' own bytes. of_nodes: (ranks, generators)."""
+    versions = 4
+    line = [ROOT / "tests/programs/receive_bytes.py", model, versions]
+    consoles = network(len(of_nodes)).start([(ranks, [*line, generators]) for ranks, generators in of_nodes]).wait(100)
+    assert [code for code, _ in consoles] == [0] * len(of_nodes), consoles
+    found = [re.search(r"(\d+) bytes came for (\d+)", console) for _, console in consoles]
+    return [int(came[1]) / int(came[2]) / versions for came in found if came]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_node_of_three_generators_receives_the_weights_once(demo_model, network):
-    versions = 4
-    job = network(2).start(
-        [(n, [ROOT / "tests/programs/receive_bytes.py", demo_model, versions, g]) for n, g in [(1, 0), (3, 3)]]
-    )
-    (code, first), (_, second) = job.wait(100)
-    assert code == 0, first + second
-    came, size = map(int, re.search(r"(\d+) bytes came for (\d+)", second).groups())
-    assert versions * size < came < 1.1 * versions * size
+    (came,) = bytes_a_publish(network, demo_model, [(1, 0), (3, 3)])
+    assert 1 <= came < 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_nodes_that_do_both_receive_the_other_learners_shards_alone(demo_model, network):
+    first, second = bytes_a_publish(network, demo_model, [(2, 1), (3, 2)])
+    assert min(first, second) >= 0.5 and max(first, second) < 0.6

@@ -20,13 +20,14 @@ def main(ranks: dist.Ranks) -> None:
         collective = getattr(torch_dist, name)
         setattr(torch_dist, name, lambda *a, c=collective, name=name, **k: (calls.append(name), c(*a, **k))[1])
     for dtype in (torch.float32, torch.bfloat16):
-        for to_all in (True, False):
+        for to in (None, [0], [1], [0, 2]):
             calls.clear()
-            found = dict(learner.weights(dtype, to_all))
-            assert list(found) == (list(expected) if to_all or ranks.is_main else [])
+            found = dict(learner.weights(dtype, to))
+            assert list(found) == (list(expected) if to is None or ranks.rank in to else [])
             for name, whole in found.items():
                 assert whole.dtype == dtype and torch.equal(whole, expected[name].to(dtype)), name
-            print(f"{dtype} to_all={to_all}: {calls.count('all_gather' if to_all else 'gather')} collectives", flush=True)
+            each = calls.count("all_gather") if to is None else calls.count("gather") / len(to)
+            print(f"{dtype} to={to}: {each:.0f} collectives", flush=True)
 
 
 process.run(main, join=dist.init)
