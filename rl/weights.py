@@ -50,6 +50,9 @@ class Bucket:
     def size(self) -> int:
         return self.stop - self.start
 
+    def of(self, stream: torch.Tensor) -> torch.Tensor:
+        return stream[self.start : self.stop]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -106,7 +109,7 @@ class Publisher:
     """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
 
     def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
-        self.learner, self.split = learner, split
+        self.learner, self.split, self.device = learner, split, split.ranks.device
         shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
         self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
         self._is_first = True
@@ -168,7 +171,7 @@ class Publisher:
 
     def _send(self, version: int) -> None:
         try:
-            with self._reading, side_stream(self.split.bridge.device):
+            with self._reading, side_stream(self.device):
                 if self.split.elastic:
                     self.split.bridge.begin(version)
                 self._broadcast(version, self.split.bridge, self.plan, compares=self._sent is not None)
@@ -184,7 +187,7 @@ class Publisher:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
 
-        digests = Digests(plan, self.split.ranks.device)
+        digests = Digests(plan, self.device)
         changes = [self._change(bucket, digests) for bucket in plan.buckets] if compares else []
         rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in plan.buckets]
         if plan.delta:
@@ -192,22 +195,20 @@ class Publisher:
         for numbers, _ in delta.messages(rows, plan.dtype.itemsize):
             bucket = plan.buckets[numbers[0]]
             whole = not rows[numbers[0]].width
-            data = self._on_device(self._stream, bucket) if whole else delta.join([changes[number] for number in numbers])
+            data = bucket.of(self._stream) if whole else delta.join([changes[number] for number in numbers])
+            data = data.to(bridge.device)
             send(data)
             if not compares:
-                digests.add(bucket, data)  # while it travels
+                digests.add(bucket, data.to(self.device))  # while it travels
         send(torch.tensor([version, *digests.values()]).to(bridge.device))
         for work, _ in under_way:
             work.wait()
 
     def _change(self, bucket: Bucket, digests: "Digests") -> delta.Change:
         watchdog.progress()
-        data = self._on_device(self._stream, bucket)
+        data = bucket.of(self._stream).to(self.device)
         digests.add(bucket, data)
-        return delta.Change.between(self._on_device(self._sent, bucket), data)
-
-    def _on_device(self, stream: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-        return stream[bucket.start : bucket.stop].to(self.split.bridge.device)
+        return delta.Change.between(bucket.of(self._sent).to(self.device), data)
 
     def _new_like(self) -> torch.Tensor:
         """Another stream; with what never changes where a generator may yet come that has nothing."""
@@ -216,7 +217,7 @@ class Publisher:
         return self._stream.clone().pin_memory() if self._stream.is_pinned() else self._stream.clone()
 
     def _new(self) -> torch.Tensor:
-        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.split.ranks.device))
+        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))
 
 
 class Subscriber:
@@ -232,9 +233,9 @@ class Subscriber:
         self.received: dict[str, float] = {}  # of the newest publish: bytes, and the share of elements that had changed
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
-        self._shares = engine.shares_memory and engine.device == self.bridge.device  # the memory is the engine's own
+        self._shares = engine.shares_memory  # the memory is the engine's own
         if self._shares:
-            self._memory = self._new(self.plan.offsets[-1], self.plan.dtype)
+            self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
         elif self.plan.delta:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype)
@@ -318,10 +319,10 @@ class Subscriber:
             if self._memory is not None:
                 self._put_in_place(numbers, [rows[number] for number in numbers], data)
             for bucket in buckets[done : numbers[-1] + 1]:
-                yield bucket, data if self._memory is None else self._part(bucket).to(self.bridge.device)
+                yield bucket, (data if self._memory is None else bucket.of(self._memory)).to(self.device)
             done = numbers[-1] + 1
         for bucket in buckets[done:]:
-            yield bucket, self._part(bucket).to(self.bridge.device)
+            yield bucket, bucket.of(self._memory).to(self.device)
 
     def _rows(self) -> list[delta.Row]:
         """What is sent of each bucket."""
@@ -354,19 +355,16 @@ class Subscriber:
     def _room(self, bucket: Bucket) -> torch.Tensor:
         """Where a whole bucket is received."""
         if self._memory is not None and self._memory.device == self.bridge.device:
-            return self._part(bucket)
+            return bucket.of(self._memory)
         return self._new(bucket.size, self.plan.dtype)
 
     def _put_in_place(self, numbers: list[int], rows: list[delta.Row], data: torch.Tensor) -> None:
         """Brings a message into the memory."""
         if rows[0].width:
             for number, change in zip(numbers, delta.split(data, rows, self.plan.dtype), strict=True):
-                change.apply(self._part(self.plan.buckets[number]))
+                change.apply(self.plan.buckets[number].of(self._memory))
         elif self._memory.device != data.device:
-            self._part(self.plan.buckets[numbers[0]]).copy_(data)
-
-    def _part(self, bucket: Bucket) -> torch.Tensor:
-        return self._memory[bucket.start : bucket.stop]
+            self.plan.buckets[numbers[0]].of(self._memory).copy_(data)
 
     def _wait(self, work) -> None:
         with watchdog.doing("a bucket of the weights"):
@@ -374,4 +372,6 @@ class Subscriber:
         watchdog.progress()
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self.bridge.device)
+        """Where something is received: pinned, if it goes on from the host to an accelerator."""
+        to_device = is_accelerator(self.device) and not is_accelerator(self.bridge.device)
+        return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=to_device)

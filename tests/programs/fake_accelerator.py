@@ -87,7 +87,16 @@ def with_routes(group: Group) -> Group:
 
 
 def learn(
-    path: str, ranks=1, rank=0, script="sync", logits_at_once=None, attention="npu", images=False, prompts=2, **flags
+    path: str,
+    ranks=1,
+    rank=0,
+    script="sync",
+    logits_at_once=None,
+    attention="npu",
+    images=False,
+    prompts=2,
+    over_host=False,
+    **flags,
 ) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
     publish, and what a checkpoint holds."""
@@ -121,7 +130,9 @@ def learn(
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
             assert weight.device == place.device
-        publish(model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(place.device)))
+        publish(
+            model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(host if over_host else place.device))
+        )
 
 
 def adamw(*lists, state_steps, step=compact_adamw.adamw, **more) -> None:
@@ -168,13 +179,14 @@ def publish(model: Learner, split: Split) -> None:
     publisher.wait()
 
 
-def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", images=False) -> None:
-    """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests."""
+def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False) -> None:
+    """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
+    whether the weights travel in host memory."""
     place = start(attention=attention)
     if images:  # transformers' own forward, which finds places of images by value, cannot stand beside ours
         forward_check._compare = lambda ours, *_: ours()
     with FakeDevice():
-        store, bridge = HashStore(), Bridge(place.device)
+        store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)
         engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
         plan = weights.Plan(
             [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
@@ -189,10 +201,8 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
                 ids, of_prompt = prompt_with_images(path, "what?", [picture(64, 64, number // 2)] * (number // 2))
             engine.add(Request(number, ids, sampling, seed=number, images=of_prompt))
         done = engine.step()
-        table = torch.zeros(1 + len(plan.names), dtype=torch.long, device=place.device)
-        subscriber._new = lambda size, dtype: (
-            table if size == len(table) else torch.empty(size, dtype=dtype, device=place.device)
-        )
+        table, new = torch.zeros(1 + len(plan.names), dtype=torch.long, device=bridge.device), subscriber._new
+        subscriber._new = lambda size, dtype: table if size == len(table) else new(size, dtype)
         engine.version = -1
         subscriber.receive(0, recompute_kv=True)
         while engine.num_unfinished:
@@ -236,6 +246,7 @@ def changes() -> None:
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
 CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
+    "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True),
     "many ranks": lambda m: learn(
         m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1
     ),
@@ -246,6 +257,7 @@ CASES = {  # a new kind of model is a line more
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
     "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),
     "engine": lambda m: generate(m["qwen2-tied"]),
+    "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
