@@ -28,8 +28,8 @@ from rl.device import device_group, host_group, is_accelerator
 from rl.ring import Barrier
 
 WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
-SLOTS = 3  # messages that are laid open at a time
-SLOT_BYTES = 32 << 20  # of a slot; a longer message goes in pieces
+SLOTS = 4  # pieces that are laid open at a time
+SLOT_BYTES = 8 << 20  # of a slot; a longer message goes in pieces
 PAGE = 4096  # bytes of the words; slots begin behind them
 LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, on a line of its own
 LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
@@ -52,8 +52,9 @@ class Bridge:
         """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
         must lie."""
         self.group, self.device, self.slots = group, device, slots
-        # How many messages may be under way. Over a network as many as it takes to keep far links busy; each wants memory.
-        self.window = WINDOW if group and not is_accelerator(device) else SLOTS
+        # How many messages may be under way: each wants memory of who receives it.
+        far = group and not is_accelerator(device)
+        self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
 
     @staticmethod
     def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):

@@ -70,7 +70,7 @@ class Holder:
         self.parameters = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
         self.shares_memory = shares_memory
 
-    def weights(self, dtype, **how):
+    def weights(self, dtype, to, frozen):
         yield from self.parameters.items()
 
     def share_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
