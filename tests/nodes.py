@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -183,8 +183,9 @@ class Node(Space):
 class Job:
     """A torchrun on each of several nodes."""
 
-    def __init__(self, processes: list[subprocess.Popen], consoles: list[IO[str]]):
+    def __init__(self, processes: list[subprocess.Popen], consoles: list[IO[str]], starts: list[Callable]):
         self.processes, self._consoles = processes, consoles
+        self.starts = starts  # of each node, its command on a machine
 
     def console(self, number: int) -> str:
         """What the node (number from 0) has printed so far, on stdout and stderr."""
@@ -249,20 +250,27 @@ class Network:
         self, of_nodes: list[tuple[int, list]], rendezvous: str = "c10d", restarts: int = 0, env: dict | None = None, **how
     ) -> Job:
         """Starts a job: of each node its ranks, and a script with its flags. rendezvous: c10d or static."""
-        env = {"SPARE_RANKS": "0", **(env or {})}
         meet = ["--nnodes", len(of_nodes), "--max-restarts", restarts, "--monitor-interval", 0.1]
-        processes, consoles = [], []
+        processes, consoles, starts = [], [], []
         for number, (ranks, (script, *flags)) in enumerate(of_nodes):
             if rendezvous == "c10d":
                 where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "test"]
             else:
                 where = ["--node-rank", number, "--master-addr", "node1", "--master-port", 29500]
-            env = {**env, "SPARE_RANKS": str(ranks * restarts)}
             consoles.append(open(self._directory / f"{uuid.uuid4()}", "w+", errors="replace"))  # noqa: SIM115
-            how |= {"ranks": ranks, "env": env, "console": consoles[-1]}
-            processes.append(self.nodes[number].start(*meet, *where, ROOT / script, *flags, **how))
-        self._jobs.append(Job(processes, consoles))
+            spare = {"SPARE_RANKS": str(ranks * restarts)}
+            with_ = {"ranks": ranks, "env": {**(env or {}), **spare}, "console": consoles[-1], **how}
+            line = [*meet, *where, ROOT / script, *flags]
+            starts.append(lambda machine, line=line, with_=with_: machine.start(*line, **with_))
+            processes.append(starts[-1](self.nodes[number]))
+        self._jobs.append(Job(processes, consoles, starts))
         return self._jobs[-1]
+
+    def start_again(self, job: Job, number: int) -> None:
+        """Gives the same command on the machine that now has this number (from 0)."""
+        job.processes[number].kill()
+        job.processes[number].wait()
+        job.processes[number] = job.starts[number](self.nodes[number])
 
     def left_over(self) -> list[str]:
         """What a job has left on its nodes; those without power are not asked."""
