@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.plan import devices, memory_plan
 from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
-from rl.plan.memory_plan import samples_ahead
+from rl.plan.memory_plan import samples_held
 from rl.plan.workload import lengths_like
 from rl.shares import Division
 
@@ -145,7 +145,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     given = sum(x.nbytes for x in tensors)
     assert memory.host_kept["batch"] == pytest.approx(given + 3 * 4 * own, rel=0.05)  # and log-probs, reward, advantage
     assert memory.host_kept["batch"] < memory.host["batch"] < 4 * memory.host_kept["batch"]
-    assert memory.samples == pytest.approx(n * response * 12, rel=0.05) and samples_ahead(args) == 2 * prompts
+    assert memory.samples == pytest.approx(n * response * 12, rel=0.05) and samples_held(args, 1) == 2 * prompts
 
 
 @pytest.mark.slow
@@ -203,6 +203,12 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
         "train_async", memory_plan.make_plan("train_async", args, machine, "budget", short), machine, "budget"
     )
     assert words in said and changed.learner.peak <= 0.7 * needed and not changed.lacking()
+
+
+def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
+    """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
+    held = [memory_plan.samples_held(flags(model, require_batches=2, record=r), nodes) for r in (None, "x") for nodes in (1, 4)]
+    assert held == [32, 8 + 4, 32, 8 + 16]
 
 
 def test_learners_alone_whose_generators_come_and_go(model):

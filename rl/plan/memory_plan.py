@@ -172,7 +172,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
 
 def show(plan: Plan, machine: Machine, console: Console) -> None:
     memory, args, learners = plan.learner, plan.args, learners_of(plan.args, machine)
-    groups = samples_ahead(args)
+    groups = samples_held(args, machine.nodes)
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
@@ -198,11 +198,14 @@ def node_memory(plan: Plan, machine: Machine) -> int:
     return memory.host.total() + (learners - 1) * _others(memory).total()
 
 
-def samples_ahead(args: CommonArgs) -> int:
-    """Groups that a node's learners hold at most: those of the step, and those that may have been made for later ones."""
+def samples_held(args: CommonArgs, nodes: int) -> int:
+    """Groups whose tokens the learners of the first of so many nodes hold at most: of those that have been made, for this step
+    and ahead of it, what came in there, and of this step's what is trained there, or with --record all."""
+    made = args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
     if isinstance(args, ScheduleArgs):
-        return args.quota(0)
-    return args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
+        made = args.quota(0)
+    arrives = args.prompts_per_step if args.record else -(-args.prompts_per_step // nodes)
+    return min(made, -(-made // nodes) + arrives)
 
 
 def _engine_line(plan: Plan) -> str:
