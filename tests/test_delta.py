@@ -132,7 +132,7 @@ def test_a_generator_that_joins_begins_with_the_whole(demo_model, tmp_path):
     _, theirs, _ = train("train_async.py", *flags, out=tmp_path / "static", ranks=2)
     with jobs(tmp_path, *flags, "--publish", "delta", "--node-timeout", 5) as job:
         learners, lost = job(), job(generators=1)
-        wait_for_step(tmp_path / "run", 3, learners)
+        wait_for_step(tmp_path / "run", 3, learners.process)
         job(generators=1)
         lost.signal(signal.SIGKILL)
         code, text = learners.end()
