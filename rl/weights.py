@@ -265,8 +265,8 @@ class Subscriber:
         else:
             for i in self._moved():
                 found[i] = digest(self.engine.read_back(self.plan.names[i]), self.device)
-        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
-        self.bridge.broadcast(table).wait()
+        last, table = self._table
+        self._wait(last)
         sent_version, *sent = table.tolist()
         if sent_version != version:
             raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
@@ -349,6 +349,8 @@ class Subscriber:
             under_way.append((self.bridge.broadcast(data), numbers, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
+        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
+        self._table = self.bridge.broadcast(table), table  # what comes last, on its way with the rest
         while under_way:
             yield arrived()
 
