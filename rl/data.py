@@ -26,6 +26,7 @@ from rl.errors import UserError
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
+from rl.rows import Rows
 from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
@@ -290,14 +291,14 @@ def _is_message(message: Any) -> bool:
 
 
 def _read(file: str, split: str):
-    """The file as a datasets.Dataset."""
-    from datasets import Dataset, disable_progress_bars, load_dataset
-
-    disable_progress_bars()
+    """The file as a datasets.Dataset, or what stands for one."""
     if file == "demo":
         from rl.demo import problems
 
-        return Dataset.from_list(problems(split))
+        return Rows.of(problems(split))
+    from datasets import Dataset, disable_progress_bars, load_dataset
+
+    disable_progress_bars()
     if file == "demo-vl":
         from rl import demo_vl
 

@@ -13,6 +13,7 @@ from transformers import Qwen2Tokenizer
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.errors import UserError
+from rl.rows import Rows
 
 TOKENIZER = build_tokenizer()
 
@@ -158,6 +159,16 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
         dataset(geo3k)
     rows = [{**verl_row("1+1="), "images": []}, {**verl_row("2+2="), "images": []}]
     assert len(dataset(write(tmp_path / "a.jsonl", *rows))) == 2
+
+
+def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
+    made, expected = Rows.of(problems("train")), Dataset.from_list(problems("train"))
+    assert [*made] == [*expected] and made.column_names == expected.column_names
+    some = [0, 5, 1999]
+    assert [json.dumps(made.select(some)[i]) for i in range(3)] == [json.dumps(expected.select(some)[i]) for i in range(3)]
+    for names in ("prompt", ["reward_model", "prompt"]):
+        assert [*made.select_columns(names)] == [*expected.select_columns(names)]
+        assert made.select_columns(names).with_format("arrow")[:].equals(expected.select_columns(names).with_format("arrow")[:])
 
 
 def test_demo_splits_share_no_problem():
