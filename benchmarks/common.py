@@ -123,31 +123,34 @@ class Rounds:
 @dataclass
 class Finished:
     seconds: float  # of the whole command
-    peak_gb: float  # resident memory of all its processes together, sampled; what they share counts in each
+    peak_gb: float  # resident memory of all its processes together, sampled; what processes share counts once
     output: str
     started: float  # time.time() when it began
+    first_line: float  # seconds until it had said something; that of the whole command if it never did
 
 
 def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> Finished:
     """Runs a command from the repository's root; raises with its last lines if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | env
-    with tempfile.TemporaryFile("w+") as log:
-        started, clock = time.time(), time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        memory = PeakMemory(process.pid)
-        try:
-            code = process.wait(timeout)
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            memory.stop()
-        seconds = time.perf_counter() - clock
-        log.seek(0)
-        output = log.read()
+    started, clock, said = time.time(), time.perf_counter(), []
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    memory = PeakMemory(process.pid)
+    listen = lambda: said.extend((time.perf_counter() - clock, line) for line in process.stdout)  # noqa: E731
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        code = process.wait(timeout)
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        memory.stop()
+    seconds = time.perf_counter() - clock
+    listener.join()
+    output = "".join(line for _, line in said)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with code {code}:\n{output[-3000:]}")
-    return Finished(seconds, memory.peak_gb, output, started)
+    return Finished(seconds, memory.peak_gb, output, started, said[0][0] if said else seconds)
 
 
 def run_script(python: str, command: list[str], *flags: str, **env: str) -> tuple[Finished, list[dict]]:
@@ -165,36 +168,51 @@ def accuracies(rows: list[dict]) -> dict[int, float]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the resident memory of a process and all its descendants (Linux; elsewhere it stays 0)."""
+    """Samples the memory of a process and all its descendants (Linux; elsewhere it stays 0).
+
+    Counted is what each holds resident, a page that n processes share as an n-th of it in each (PSS): libraries are mapped by
+    every rank and are in memory once. The kernel takes tens of milliseconds to tell that, so it is asked only where the plain
+    sum, which is free, has grown.
+    """
 
     EVERY = 0.25  # seconds
+    GROWN = 1.01  # of the largest plain sum so far
 
     def __init__(self, pid: int):
         super().__init__(daemon=True)
-        self.pid, self.peak_gb, self._done = pid, 0.0, threading.Event()
+        self.pid, self.peak_gb, self._plain, self._done = pid, 0.0, 0.0, threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._done.wait(self.EVERY):
-            self.peak_gb = max(self.peak_gb, tree_memory_gb(self.pid))
+            members = tree(self.pid)
+            if (plain := sum(members.values())) > self.GROWN * self._plain:
+                self._plain, self.peak_gb = plain, max(self.peak_gb, sum(map(proportional_gb, members)))
 
     def stop(self) -> None:
         self._done.set()
         self.join()
 
 
-def tree_memory_gb(pid: int) -> float:
+def tree(pid: int) -> dict[int, float]:
+    """The process and its descendants -> resident GB, shared pages in full."""
     parents, resident = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             resident[int(entry.name)] = int((entry / "statm").read_text().split()[1])
-        except (OSError, IndexError):  # it has just ended
-            continue
     members = {pid}
     while grown := {child for child, parent in parents.items() if parent in members} - members:
         members |= grown
-    return sum(resident.get(member, 0) for member in members) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return {member: resident.get(member, 0) * os.sysconf("SC_PAGE_SIZE") / 1e9 for member in members}
+
+
+def proportional_gb(pid: int) -> float:
+    """Resident GB of a process, a page that n share counted as an n-th; 0 if it has just ended."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024 / 1e9
+    return 0.0
 
 
 # -------------------------------------------------------------------------------------------------- models and reward

@@ -4,7 +4,8 @@
 
 "begins" is when the first training step begins (with sync: its generation), as the scripts are run by default, that is after a
 validation of 500 prompts with sync, beside it with the split modes; "done" is when the step is. "no validation" is the same
-with --no-val-before-train. Below, what single imports cost, in processes of their own.
+with --no-val-before-train. "first line" is when anything is printed. Below, what single imports cost, in processes of their
+own.
 """
 
 import statistics
@@ -44,7 +45,8 @@ def one_run(mode: str, engine: str, *flags: str) -> dict[str, float]:
     command = MODES[mode]
     done, rows = run_script(sys.executable, command, "--total-training-steps", "2", "--engine", engine, *flags)
     first = next(row for row in rows if row["step"] == 1)
-    return {"begins": first["time"] - first["timing_s/step"] - done.started, "done": first["time"] - done.started}
+    began = first["time"] - first["timing_s/step"] - done.started
+    return {"first line": done.first_line, "begins": began, "done": first["time"] - done.started}
 
 
 def import_seconds(code: str) -> float:
@@ -72,11 +74,9 @@ def main(args: Args) -> None:
             took = import_seconds(code)
             if number:
                 imports[name].append(took)
-    rows = [
-        [mode, *(over([one[key] for one in of], ".1f") for of in (runs[mode], bare[mode]) for key in ("begins", "done"))]
-        for mode in MODES
-    ]
-    head = ["mode", "first step begins, s", "is done, s", "no validation: begins", "is done"]
+    shown = [(runs, "first line"), *((of, key) for of in (runs, bare) for key in ("begins", "done"))]
+    rows = [[mode, *(over([one[key] for one in of[mode]], ".1f") for of, key in shown)] for mode in MODES]
+    head = ["mode", "first line, s", "first step begins, s", "is done, s", "no validation: begins", "is done"]
     single = [[name, over(values)] for name, values in imports.items()]
     text = f"{table(head, rows)}\n\n{table(['import', 'seconds'], single)}\n\n{words(here)}; median (min - max)"
     data = {"setting": here, "runs": runs, "no_validation": bare, "imports": imports}

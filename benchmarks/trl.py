@@ -2,6 +2,7 @@
 
     python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
     python benchmarks/trl.py --trl-python venv-bench/bin/python --minutes 150    # writes benchmarks/results/trl.{json,md}
+    python benchmarks/trl.py --trl-python venv-bench/bin/python --cases b-fixed --rounds 1 --add      # one more round of one
 
 (a) a random model of 1M parameters, 8 prompts x 8 responses of up to 64 tokens; (b) 30M (hidden 512, 8 layers), up to 256
 tokens; each with every response at its full budget, and with natural lengths: the end token is one of about as many equally
@@ -85,6 +86,8 @@ class Args:
     """Only these sides; by default all that can run."""
     rounds: int = 3
     """Rounds of all sides of all cases. One takes about 7 minutes for both a, 35 for both b, 6 for c."""
+    add: bool = False
+    """Add the rounds to those that the result file has of these cases. Sides, processor and versions must be the same."""
     minutes: float = 150
     """No round begins that would end later than this."""
     out: Path = RESULTS
@@ -95,6 +98,19 @@ def sides_of(args: Args) -> list[str]:
     sides = [TRL, TRL_PLAIN] if args.trl_python else []
     sides += [side for side in OURS if args.vllm_python or "vLLM" not in side]
     return [side for side in sides if not args.sides or side in args.sides]
+
+
+def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
+    """The results of a case to which rounds are added: those found in the file, or none yet. Ends the run with a message if
+    what was measured before is not beside what would be measured now."""
+    if not args.add or not found:
+        return {"setting": here, "runs": {side: [] for side in sides}}
+    rounds = {side: len(of) for side, of in found["runs"].items()}
+    differs = [key for key, value in here.items() if key != "load average" and found["setting"].get(key) != value]
+    if set(rounds) != set(sides) or len(set(rounds.values())) != 1 or differs:
+        what = f"a different {' and '.join(differs)}" if differs else f"the sides {', '.join(rounds)}"
+        sys.exit(f"error: --add: the results found are of {what}. Measure the same, or all anew without --add.")
+    return found
 
 
 def run_trl(args: Args, case: Case, model: str, checkpointing: bool, seed: int) -> dict:
@@ -203,20 +219,21 @@ def main(args: Args) -> None:
         models = {None: model_dir()}
         for name in args.cases:
             case = CASES[name]
-            results[name] = {"setting": here, "runs": {side: [] for side in sides}}
+            results[name] = begin(args, results.get(name), here, sides)
             if case.shape:
                 models[name] = f"{folder}/{name}"
                 random_model(models[name], *case.shape, vocabulary=3 * case.tokens // 8 if case.tokens > 60 else 24)
-        for number in Rounds(args.rounds, args.minutes):
+        for _ in Rounds(args.rounds, args.minutes):
             for name in args.cases:
                 case, runs = CASES[name], results[name]["runs"]
+                seed = min(map(len, runs.values()))
                 for side in sides:
                     model = models[name if case.shape else None]
                     if side in (TRL, TRL_PLAIN):
-                        one = run_trl(args, case, model, side == TRL, seed=number)
+                        one = run_trl(args, case, model, side == TRL, seed)
                         results[name]["setting"] |= {"trl": one["versions"]["trl"]}
                     else:
-                        one = run_ours(args, case, model, side, seed=number)
+                        one = run_ours(args, case, model, side, seed)
                     runs[side].append(one)
                     print(f"{name}, {side}: {seconds(case, one):.2f} s, command {one['command_seconds']:.0f} s", flush=True)
             report(args, {name: results[name] for name in CASES if name in results})

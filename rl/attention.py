@@ -77,6 +77,13 @@ class Packed:
             outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
+    @property
+    def work(self) -> tuple[int, int]:
+        """Tokens of the row, and pairs of a query and a key that attention has computed in a layer, for each head."""
+        if "_buckets" in self.__dict__:
+            return self.tokens, sum(len(index) * (length + 1) // 2 for index, length in self._buckets[0])
+        return self.tokens, self._segments.pairs
+
     @functools.cached_property
     def _segments(self) -> Segments:
         return Segments(*self._row, self.device)

@@ -189,7 +189,8 @@ class Batch:
         group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
         here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
         if is_part:
-            own = division.own([len(g.prompt_ids) + len(r.token_ids) for _, g, r in pairs], group)
+            prompts = [len(g.prompt_ids) for _, g, _ in pairs]
+            own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group)
             here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
             here[own] = lengths[own]
         masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in responses]
@@ -244,6 +245,10 @@ class Batch:
     def total_lengths(self) -> list[int]:
         """Prompt plus response tokens of each response."""
         return [len(p) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+
+    def prompt_lengths(self) -> list[int]:
+        """Prompt tokens of each response."""
+        return [len(p) for p in self.prompts]
 
     def distinct_tokens(self) -> int:
         """Response tokens, and each prompt's once: what an update computes at the least."""
@@ -356,6 +361,6 @@ class MicroBatch:
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
     a micro-batch on one rank."""
-    plan = own_micros(batch.total_lengths(), batch.group, members, max_tokens, ranks)
+    plan = own_micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, max_tokens, ranks)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan)
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

@@ -90,8 +90,9 @@ def to_trainers(groups: list[Group], division: Division, all_to_first: bool = Fa
         return groups
     groups = sorted(groups, key=lambda group: group.ticket)
     scored = [(i, j) for i, g in enumerate(groups) for j, r in enumerate(g.responses) if r.score is not None]
+    prompts = [len(groups[i].prompt_ids) for i, _ in scored]
     lengths = [len(groups[i].prompt_ids) + len(groups[i].responses[j].token_ids) for i, j in scored]
-    exchange, owners = Exchange.of_all_ranks(), division.owners(lengths, [i for i, _ in scored])
+    exchange, owners = Exchange.of_all_ranks(), division.owners(lengths, prompts, [i for i, _ in scored])
     nodes_of = {owner: {exchange.first_of[rank] for rank in division.ranks_of(owner)} for owner in {*owners}}
     wanted = {node: [[] for _ in groups] for node in exchange.nodes}
     for (i, j), owner in zip(scored, owners, strict=True):

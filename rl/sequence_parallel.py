@@ -73,6 +73,11 @@ class Piece:
         own = x[self.begin : self.begin + self.size]
         return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
 
+    @property
+    def work(self) -> tuple[int, float]:
+        """As `Packed.work`, of this rank: it has a part of the tokens, and of the heads."""
+        return self.size, self.row.work[1] / self.sharing
+
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; returns
         [t, H, D]."""

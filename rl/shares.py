@@ -22,20 +22,36 @@ if TYPE_CHECKING:
 ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators count what each rank can count by itself
 
 
-def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank and about equally full.
+def pack(lengths: list[int], prompts: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank.
 
-    lengths: tokens of each sequence; groups: whose neighbours share a prompt. Returns [rank][micro-batch] -> indices into
-    `lengths`. The same input gives the same plan on every rank. Raises ValueError for a sequence above max_tokens.
-    Longest first into the emptiest bin (Graham's rule, at most 4/3 of the best possible); one more micro-batch a rank until the
-    budget holds. What is placed are runs of one group of up to a quarter of a bin: they share their prompt, and are small
-    enough to balance.
+    lengths: tokens of each sequence; prompts: of those its prompt's, which a micro-batch computes once for all its responses;
+    groups: whose neighbours share a prompt. Returns [rank][micro-batch] -> indices into `lengths`. The same input gives the
+    same plan on every rank. Raises ValueError for a sequence above max_tokens.
+
+    What is placed are runs of one group, longest first into the emptiest bin (Graham's rule, at most 4/3 of the best possible);
+    there are more micro-batches until the budget holds. Long runs share their prompt, short ones balance: of plans with runs of
+    up to a micro-batch, and of a whole, a half and a quarter of what a micro-batch would have on average, it is the one that
+    computes the fewest tokens, where all ranks wait for the slowest.
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
+    plans = []
+    for part in (0, 1, 2, 4):
+        bins = _place(lengths, groups, max_tokens, ranks, part)
+        tokens = [_row_tokens(members, lengths, prompts, groups) for members in bins]
+        slowest = sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks))
+        plans.append((slowest, len(bins), part, bins))
+    *_, bins = min(plans)
+    return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
+
+
+def _place(lengths: list[int], groups: list[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
+    """The bins of a plan, neighbours those of one micro-batch on each rank. part: of a bin's average load, the longest run; 0
+    lets a run fill a bin."""
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
-        runs = _runs(lengths, groups, sum(lengths) / (4 * count * ranks))
+        runs = _runs(lengths, groups, sum(lengths) / (part * count * ranks) if part else max_tokens)
         loads = [sum(lengths[i] for i in run) for run in runs]
         heap = [(0, b) for b in range(count * ranks)]
         bins: list[list[int]] = [[] for _ in heap]
@@ -44,8 +60,8 @@ def pack(lengths: list[int], groups: list[int], max_tokens: int, ranks: int) -> 
             bins[b] += runs[r]
             heapq.heappush(heap, (load + loads[r], b))
         if max(load for load, _ in heap) <= max_tokens:
-            return [[sorted(b) for b in bins[rank::ranks]] for rank in range(ranks)]
-        count += 1
+            return bins
+        count += max(1, count // 32)  # thousands of bins are not tried one by one
 
 
 def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]]:
@@ -61,6 +77,11 @@ def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]
     return runs
 
 
+def _row_tokens(members: list[int], lengths: list[int], prompts: list[int], groups: list[int]) -> int:
+    """Tokens of a micro-batch's row: each prompt is in it once."""
+    return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
+
+
 @dataclass(frozen=True)
 class Division:
     """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches."""
@@ -74,15 +95,16 @@ class Division:
         """args: a script's."""
         return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks)
 
-    def own(self, lengths: Sequence[int], group: Sequence[int]) -> list[int]:
-        """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; group [B]."""
-        return [i for i, owner in enumerate(self.owners(lengths, group)) if owner == self.ranks.data_rank]
+    def own(self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int]) -> list[int]:
+        """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; prompts: the prompt's
+        alone; group [B]."""
+        return [i for i, owner in enumerate(self.owners(lengths, prompts, group)) if owner == self.ranks.data_rank]
 
-    def owners(self, lengths: Sequence[int], group: Sequence[int]) -> list[int]:
+    def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int]) -> list[int]:
         """The data rank that trains each response; the same on every rank."""
         group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            for rank, micros in enumerate(micros_of_all(lengths, group, mini, self.max_tokens, self.ranks)):
+            for rank, micros in enumerate(micros_of_all(lengths, prompts, group, mini, self.max_tokens, self.ranks)):
                 for i in mini[[i for micro in micros for i in micro]].tolist():
                     out[i] = rank
         return out
@@ -97,18 +119,20 @@ def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
     return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]
 
 
-def own_micros(lengths: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks) -> list[list[int]]:
+def own_micros(
+    lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
+) -> list[list[int]]:
     """This rank's of `micros_of_all`."""
-    return micros_of_all(lengths, group, members, max_tokens, ranks)[ranks.data_rank]
+    return micros_of_all(lengths, prompts, group, members, max_tokens, ranks)[ranks.data_rank]
 
 
 def micros_of_all(
-    lengths: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
+    lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
 ) -> list[list[list[int]]]:
     """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
-    group: of all B responses; max_tokens: of a micro-batch on one rank."""
-    own = [lengths[i] for i in members.tolist()]
-    return pack(own, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)
+    prompts, group: of all B responses, as `Division.own` has them; max_tokens: of a micro-batch on one rank."""
+    own, of_prompt = ([tokens[i] for i in members.tolist()] for tokens in (lengths, prompts))
+    return pack(own, of_prompt, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)
 
 
 # ------------------------------------------------------------------------------------------------------- of the whole batch

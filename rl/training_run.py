@@ -22,6 +22,7 @@ from rl.setup import CommonArgs, Job
 from rl.shares import Division
 from rl.stream import Batches, Stream
 from rl.timers import gather_ledgers
+from rl.waste import Work
 
 
 class Part(Protocol):
@@ -95,7 +96,7 @@ class TrainingRun:
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
-        self._begun += 1
+        self._begun, self.learner.work = self._begun + 1, Work()
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if self.recorder:

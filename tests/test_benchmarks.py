@@ -13,7 +13,7 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, images, learner, load, logprobs, moe, overlap, publish, ring, staleness, startup, trl
+import checkpoint, demo, gpu, images, learner, load, logprobs, moe, overlap, publish, real_size, ring, staleness, startup, trl
 from rl import dist
 
 out = Path(sys.argv[1])
@@ -21,6 +21,7 @@ images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))
 
 ranks = dist.init()
 learner.main(learner.Args(sizes=("toy",), rounds=2, out=out), ranks)
+real_size.main(real_size.Args(shape="toy", tokens=6, rounds=1, out=out), ranks)
 
 sides = {side: logprobs.one_side(side, 64, 1000, 16) for side in logprobs.SIDES}
 assert abs(sides["held"]["gradient"] - sides["chunked"]["gradient"]) < 1e-4 * sides["held"]["gradient"], sides
@@ -34,6 +35,16 @@ for part in (gpu.learner, gpu.engine):
 
 runs = {side: [{"steps": [s, s], "tokens": [64.0], "peak_gb": 1.0}] * 2 for side, s in ((trl.TRL, 2.0), ("sync", 1.0))}
 assert "| sync | 1.00 (1.00 - 1.00) | 0.50 (0.50 - 0.50) |" in trl.case_table(trl.CASES["toy"], runs)
+found = {"setting": {"processor": "x", "load average": 1}, "runs": runs}
+add = trl.Args(add=True)
+assert trl.begin(add, found, {"processor": "x", "load average": 9}, list(runs)) is found
+assert trl.begin(trl.Args(), found, {}, ["sync"])["runs"] == {"sync": []} == trl.begin(add, None, {}, ["sync"])["runs"]
+for here, sides in (({"processor": "y"}, list(runs)), ({"processor": "x"}, ["sync"])):
+    try:
+        trl.begin(add, found, here, sides)
+        raise AssertionError("rounds that do not stand beside each other")
+    except SystemExit as error:
+        assert "--add" in str(error)
 assert set(trl.sides_of(trl.Args())) == {side for side in trl.OURS if "vLLM" not in side}
 """
 

@@ -198,10 +198,10 @@ def _response(tokens: int, number: int) -> Response:
 
 def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[Ranks, int]:
     """The rank with the largest micro-batch of all, and how many each has."""
-    pairs = [(number, len(g.prompt_ids) + len(r.token_ids)) for number, g in enumerate(groups) for r in g.responses]
-    lengths = [length for _, length in pairs]
+    rows = [(number, len(g.prompt_ids), len(r.token_ids)) for number, g in enumerate(groups) for r in g.responses]
+    lengths, prompts = [prompt + response for _, prompt, response in rows], [prompt for _, prompt, _ in rows]
     budget = args.ppo_max_token_len_per_gpu * ranks.sequence_parallel
-    plan = pack(lengths, [number for number, _ in pairs], budget, ranks.data_size)
+    plan = pack(lengths, prompts, [number for number, *_ in rows], budget, ranks.data_size)
     loads = [max(sum(lengths[i] for i in part) for part in of_rank) for of_rank in plan]
     return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])
 

@@ -1,0 +1,49 @@
+"""The part of an update's arithmetic that trains nothing: prompts computed more than once, and padding.
+
+Counted are forward and backward of the language model, as `train_flops_per_token` counts them. At the least an update computes
+each prompt of a batch once, each response token once, and in attention each token with those in front of it. What it computed
+stands in the layouts of its micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on
+a CPU attention computes it for each response, in padded buckets (rl/attention.py). Left out: recomputation
+(--gradient-checkpointing), which is chosen, and the vision tower.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from rl.batch import Batch, MicroBatch
+from rl.dist import all_reduce_sum
+from rl.metrics import train_flops_per_token
+
+
+class Work:
+    """What this rank has computed with gradient in a step."""
+
+    def __init__(self):
+        self.tokens = self.pairs = 0.0  # of rows; of queries and keys in one layer, of all heads
+
+    def add(self, micro: MicroBatch) -> None:
+        """To be called after the micro-batch's forward pass."""
+        tokens, pairs = micro.layout.work
+        self.tokens, self.pairs = self.tokens + tokens, self.pairs + pairs
+
+    def wasted(self, config: PretrainedConfig, batch: Batch, epochs: int) -> float:
+        """The part of the learners' FLOPs in `epochs` passes over the batch that was for nothing, 0 to 1. A collective."""
+        tokens, pairs = all_reduce_sum(torch.tensor([self.tokens, self.pairs], dtype=torch.float64)).tolist()
+        computed = _flops(config, tokens, pairs, epochs * int(batch.lengths.sum()))
+        return 1 - epochs * least_flops(config, batch) / computed if computed else 0.0
+
+
+def least_flops(config: PretrainedConfig, batch: Batch) -> float:
+    """FLOPs of a forward and backward pass over the batch in which nothing is computed twice."""
+    own = [len(prompt) for prompt in batch.distinct_prompts()]
+    behind = zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True)
+    pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
+    return _flops(config, batch.distinct_tokens(), pairs, int(batch.lengths.sum()))
+
+
+def _flops(config: PretrainedConfig, tokens: float, pairs: float, responses: int) -> float:
+    """tokens: through the layers; pairs: of a query and a key; responses: tokens that are projected to the vocabulary."""
+    text = config.get_text_config()
+    head, token = 6 * text.hidden_size * text.vocab_size, train_flops_per_token(config, 0)
+    pair = train_flops_per_token(config, 2) - token  # a token of a mean length of 2 has one pair
+    return tokens * (token - head) + pairs * pair + responses * head
