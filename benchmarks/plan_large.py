@@ -1,9 +1,9 @@
 """The memory of Qwen3-30B-A3B's recipes on 8, 16 and 32 devices, counted by dry runs (rl/plan/dry_run.py).
 
-    python benchmarks/plan_large.py          # an hour or so on one core, 4 GB; writes benchmarks/results/plan_large.{json,md}
+    python benchmarks/plan_large.py          # half an hour on one core, 2 GB; writes benchmarks/results/plan_large.{json,md}
 
-The flags are those of examples/*30b_a3b*.sh, read from the scripts themselves; the nodes have 8 devices each. Under each recipe
-stand the changes of flags that are worth knowing. Nothing of the model is read but its shapes.
+The flags are those of examples/*30b_a3b*.sh, read from the scripts themselves; nodes have 8 devices each. Where a recipe does
+not fit as it stands, changes of its flags are counted in turn, until one fits. Nothing of the model is read but its shapes.
 """
 
 import itertools
@@ -45,7 +45,7 @@ QWEN3_30B_A3B = dict(
 RECIPES = {"DAPO, async": "dapo_qwen3_30b_a3b_async.sh", "GSPO, sync": "gspo_qwen3_30b_a3b.sh"}
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async}
 OFFLOAD = ["--no-param-offload", "--optimizer-offload"]
-CHANGES = {  # of a recipe's flags
+CHANGES = {  # of a recipe's flags, those first that cost least
     "as it stands": [],
     "moments on the host": OFFLOAD,
     "moments on the host, bf16 gradients": [*OFFLOAD, "--grad-dtype", "bfloat16"],
@@ -53,6 +53,11 @@ CHANGES = {  # of a recipe's flags
     "all on the host": ["--param-offload"],
 }
 CAUSES = ("weights", "gradients", "optimizer", "gathered layers", "activations", "logits")
+HEAD = ["devices", "recipe", "flags changed", *CAUSES, "rest", "all", "between steps", "host, first node", ""]
+SAYS = (
+    "GB on the fullest learner at its peak, by cause; all of it between two steps; host memory of the first node's "
+    "learners. A tenth of the device is left free (rl/plan/memory_plan.py). Responses are as long as the flags allow."
+)
 PER_NODE = 8
 FAKE_TORCHRUN = '#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n'
 
@@ -92,7 +97,8 @@ def cells(plan: Plan, machine: Machine) -> list[str]:
 
 
 def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Plan | UserError]]:
-    """(devices, recipe, flags changed; the machine; the plan, or why there is none) of every case."""
+    """(devices, recipe, flags changed; the machine; the plan, or why there is none) of every recipe as it stands, and with
+    changes until one fits."""
     for kind, what, count in itertools.product(args.kinds, args.recipes, args.devices):
         (script, words), seen, machine = recipe(what, directory), [], Machine(count // PER_NODE, PER_NODE)
         for changed, more in CHANGES.items():
@@ -105,26 +111,22 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Pla
             except UserError as error:
                 found = error
             yield [f"{count} x {kind}", what, changed], machine, found
+            if isinstance(found, Plan) and not found.lacking():
+                break
 
 
 def main(args: Args) -> None:
-    head = ["devices", "recipe", "flags changed", *CAUSES, "rest", "all", "between steps", "host, first node", ""]
     rows, data = [], []
     with tempfile.TemporaryDirectory() as name:
         Qwen3MoeConfig(**QWEN3_30B_A3B | {"num_hidden_layers": args.layers}).save_pretrained(name)
         for case, machine, found in plans(args, Path(name)):
             if isinstance(found, UserError):
-                rows.append([*case, *[""] * (len(head) - 4), str(found).partition(".")[0]])
+                rows.append([*case, *[""] * (len(HEAD) - 4), str(found).partition(".")[0]])
             else:
                 rows.append([*case, *cells(found, machine)])
                 memory = {side: getattr(found.learner, side) for side in ("device", "kept", "host", "host_kept")}
                 data.append({"case": case, **memory})
-            print(*rows[-1], sep=" | ", flush=True)
-    text = (
-        "GB on the fullest learner at its peak, by cause; all of it between two steps; host memory of the first node's "
-        "learners. A tenth of the device is left free (rl/plan/memory_plan.py). Responses are as long as the flags allow."
-    )
-    write("plan_large", data, f"{text}\n\n{table(head, rows)}", Path(args.out))
+            write("plan_large", data, f"{SAYS}\n\n{table(HEAD, rows)}", Path(args.out))
 
 
 if __name__ == "__main__":

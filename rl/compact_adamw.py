@@ -1,7 +1,9 @@
 """AdamW that takes less of the device: its moments rest in host memory, in 8 bits, or both, and gradients may be in bf16.
 
 The step itself is torch's fused AdamW in fp32 on the device, a piece of a parameter at a time: the moments of the piece are
-brought there and put back. Moments in host memory give the bits that they would give on the device. 8 bits do not.
+brought there and put back, and so are its fp32 weights where the device has them in bf16 (rl/host_masters.py). These copies go
+under the work on other pieces (rl/overlapped.py). What rests in host memory gives the bits that it would give on the device. 8
+bits do not.
 
 In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values that lie the closer
 the smaller they are (dynamic tree quantization, arXiv 2110.02861). The second moment is kept as its root: kept as it is, small
@@ -10,10 +12,11 @@ row, and FSDP never cuts one, so that a checkpoint fits any number of learners t
 bitsandbytes' optimizers differ, whose blocks depend on what a rank holds; the first also compiles its step, the second is for
 CUDA.
 
-Left out: copies that overlap with the step. Between host and device 16 bytes a parameter move in an update, 4 in 8 bits.
+Between host and device 16 bytes a parameter move in an update, 4 in 8 bits; 8 more for weights in fp32.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +24,43 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from rl.device import is_accelerator, synchronize
+from rl.overlapped import overlapped
 
 PIECE = 1 << 24  # elements that are stepped at once: 64 MB of each moment
 BLOCK = 256  # elements with a common scale
 NARROW = 64  # shorter rows, and parameters of one dimension, stay in fp32: they are few
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+MASTER = "master"
 TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass
+class Piece:
+    """Rows of a parameter on this rank."""
+
+    value: torch.Tensor  # as the device has them
+    grad: torch.Tensor
+    step: torch.Tensor  # steps taken before; it is changed
+    kept: dict[str, torch.Tensor]  # of these rows: state, and fp32 weights where `value` is in bf16
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW of one group of parameters. A parameter's state is "step", and for both moments, "exp_avg" and "exp_avg_sq", fp32
     values, or codes in 8 bits beside an fp32 "..._scale" of each block. All but "step" are sharded as the parameter is."""
 
-    def __init__(self, parameters: Iterable, lr: float, betas: tuple, weight_decay: float, on_host: bool, in_8_bits: bool):
+    def __init__(
+        self,
+        parameters: Iterable,
+        lr: float,
+        betas: tuple,
+        weight_decay: float,
+        on_host: bool,
+        in_8_bits: bool,
+        masters: dict[torch.nn.Parameter, torch.Tensor] | None = None,
+    ):
+        """masters: the fp32 weights, in host memory, of parameters that are in bf16."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
-        self.on_host, self.in_8_bits = on_host, in_8_bits
+        self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
 
     def begin(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -43,12 +68,12 @@ class CompactAdamW(torch.optim.Optimizer):
         if state := self.state[parameter]:
             return state
         value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
-        place = {"device": parameter.device}
+        place = {"device": parameter.device, "dtype": torch.float32}
         if self.on_host:
-            place = {"device": "cpu", "pin_memory": is_accelerator(parameter.device)}
+            place |= {"device": "cpu", "pin_memory": is_accelerator(parameter.device)}
         for name in MOMENTS:
             if self.in_8_bits and value.dim() > 1 and value.shape[-1] >= NARROW:
-                state[name] = torch.zeros_like(value, dtype=torch.uint8, **place)
+                state[name] = torch.zeros_like(value, **place | {"dtype": torch.uint8})
                 state[f"{name}_scale"] = torch.zeros_like(value[..., ::BLOCK], **place)
             else:
                 state[name] = torch.zeros_like(value, **place)
@@ -57,25 +82,38 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Takes a step with every parameter that has a gradient."""
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                state, step = self.begin(parameter), self.state[parameter]["step"]
-                kept = {name: _local(tensor) for name, tensor in state.items() if name != "step"}
-                for rows in _pieces(_local(parameter.data)):
-                    self._step(_local(parameter.data)[rows], _local(parameter.grad)[rows], step.clone(), kept, rows)
-                step += 1
         if self.on_host:
-            synchronize()  # the moments are copied back by now: a checkpoint may read them
+            overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
+            synchronize()  # what is kept is copied back by now: a checkpoint may read it
+            return
+        for piece in self._pieces():
+            self._put(piece, self._step(piece, piece.kept))
 
-    def _step(self, value, grad, step: torch.Tensor, kept: dict[str, torch.Tensor], rows: slice) -> None:
-        """value, grad: of the parameter's `rows`. step: taken before; it is changed. kept: the state of all rows."""
-        group = self.param_groups[0]
-        moments = [self._read(name, kept, rows, value.device) for name in MOMENTS]
-        lists = [[x] for x in (value, grad.to(value.dtype), *moments)]
+    def _pieces(self) -> Iterator[Piece]:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state, step = self.begin(parameter), self.state[parameter]["step"]
+            kept = {name: _local(tensor) for name, tensor in state.items() if name != "step"}
+            if parameter in self.masters:
+                kept[MASTER] = _local(self.masters[parameter])
+            value, grad = _local(parameter.data), _local(parameter.grad)
+            for rows in _pieces(value):
+                yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
+            step += 1
+
+    def _fetch(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """What is kept of the piece, on the device; the kept tensors themselves where they are there."""
+        return {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
+
+    def _step(self, piece: Piece, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """came: what is kept of the piece, on the device. Returns what is to be kept."""
+        group, value = self.param_groups[0], came.get(MASTER, piece.value)
+        moments = [self._decoded(name, came) for name in MOMENTS]
         adamw(
-            *lists,
+            *([x] for x in (value, piece.grad.to(value.dtype), *moments)),
             max_exp_avg_sqs=[],
-            state_steps=[step],
+            state_steps=[piece.step],
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
@@ -85,23 +123,31 @@ class CompactAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        made = {}
         for name, moment in zip(MOMENTS, moments, strict=True):
-            self._write(name, kept, rows, moment)
+            made |= self._encoded(name, moment, came)
+        if MASTER in came:
+            piece.value.copy_(value)
+            made[MASTER] = value
+        return made
 
-    def _read(self, name: str, kept: dict[str, torch.Tensor], rows: slice, device: torch.device) -> torch.Tensor:
-        """Those rows of a moment in fp32 on the device; the kept tensor itself where it is just that."""
-        moment = kept[name][rows].to(device, non_blocking=True)
-        if (scale := kept.get(f"{name}_scale")) is None:
+    def _put(self, piece: Piece, made: dict[str, torch.Tensor]) -> None:
+        for name, tensor in made.items():
+            piece.kept[name].copy_(tensor, non_blocking=True)
+
+    def _decoded(self, name: str, came: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A moment in fp32; the very tensor that came where it is just that."""
+        moment = came[name]
+        if (scale := came.get(f"{name}_scale")) is None:
             return moment
-        moment = from_8_bits(moment, scale[rows].to(device, non_blocking=True), self._table(name, device))
+        moment = from_8_bits(moment, scale, self._table(name, moment.device))
         return moment if MOMENTS[name] else moment.square_()
 
-    def _write(self, name: str, kept: dict[str, torch.Tensor], rows: slice, moment: torch.Tensor) -> None:
-        if (scale := kept.get(f"{name}_scale")) is not None:
-            root = moment if MOMENTS[name] else moment.sqrt_()
-            moment, new_scale = to_8_bits(root, self._table(name, moment.device))
-            scale[rows].copy_(new_scale, non_blocking=True)
-        kept[name][rows].copy_(moment, non_blocking=True)
+    def _encoded(self, name: str, moment: torch.Tensor, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if f"{name}_scale" not in came:
+            return {name: moment}
+        codes, scale = to_8_bits(moment if MOMENTS[name] else moment.sqrt_(), self._table(name, moment.device))
+        return {name: codes, f"{name}_scale": scale}
 
     def _table(self, name: str, device: torch.device) -> torch.Tensor:
         signed = MOMENTS[name]

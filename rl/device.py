@@ -139,6 +139,11 @@ def side_stream(device: torch.device):
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
+def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
+    """Two of the device's queues for copies, to it and from it, beside that of its work; None on a CPU."""
+    return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
+
+
 def memory_gb() -> dict[str, float]:
     """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
     out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}

@@ -33,15 +33,15 @@ class Shards:
         self._places = dict(zip(parameters, zip(*places, strict=True), strict=True))
 
     def whole(
-        self, device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
+        self, held: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor on the device) of every parameter in order: on the ranks `to`, by default all. A collective,
-        which all ranks walk through in step."""
+        """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
+        parameters, or tensors sharded alike in their stead. A collective, which all ranks walk through in step."""
         receives, under_way = to is None or dist.get_rank() in to, deque()
-        for names in self._buckets(dtype):
+        for names in _buckets(held, dtype):
             sizes = [sum(math.prod(self._places[name][rank][0]) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
-            shards = [self.parameters[name].to_local().flatten() for name in names]
+            shards = [held[name].to_local().flatten() for name in names]
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
             received = [torch.empty_like(mine) for _ in sizes] if receives else None
             if to is None:
@@ -62,17 +62,6 @@ class Shards:
         if received:
             yield from self._joined(names, received)
 
-    def _buckets(self, dtype: torch.dtype) -> Iterator[list[str]]:
-        bucket, size = [], 0
-        for name, parameter in self.parameters.items():
-            more = parameter.numel() * dtype.itemsize
-            if bucket and size + more > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += more
-        yield bucket
-
     def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """received: of each rank, its shards of the parameters, end to end."""
         sizes = [[math.prod(shape) for shape, _ in self._places[name]] for name in names]  # of each parameter, by rank
@@ -83,3 +72,15 @@ class Shards:
                 part = received[rank][begins[rank][number] : begins[rank][number + 1]].view(shape)
                 whole[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))] = part
             yield name, whole
+
+
+def _buckets(held: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
+    bucket, size = [], 0
+    for name, tensor in held.items():
+        more = tensor.numel() * dtype.itemsize
+        if bucket and size + more > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += more
+    yield bucket

@@ -26,6 +26,7 @@ from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
 from rl.gather import Shards
+from rl.host_masters import move_masters, take_masters
 from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
@@ -72,6 +73,11 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Passes over each batch."""
     freeze_vision_tower: bool = False
     """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether the fp32 weights are in host memory, and the device has them in bf16 (rl/host_masters.py)."""
+        return self.optimizer_offload and self.dtype == "bfloat16"
 
     def check(self) -> None:
         """Raises UserError for flags that would do nothing."""
@@ -202,11 +208,14 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        # The fp32 weights by name where they rest in host memory, and the device has them in bf16.
+        self.masters = move_masters(self.policy) if args.masters_on_host else {}
         named = dict(self.policy.model.named_parameters())
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self.parameters = self._trained | self.frozen
-        self.optimizer = make_optimizer(self._trained.values(), args)
+        masters = {named[name]: master for name, master in self.masters.items()}
+        self.optimizer = make_optimizer(self._trained.values(), args, masters)
         self.schedule = make_schedule(self.optimizer, args, total_steps, updates_per_step)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
         self.work = Work()
@@ -298,19 +307,18 @@ class Learner:
         which come first. A bucket at a time, so that there never are two copies of the model; a collective, which all ranks
         walk through in step. What has to travel is cast to `dtype` before. to: the ranks that get them, by default all."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
+        held = self.parameters if frozen else self._trained
+        if dtype != torch.bfloat16:
+            held = held | self.masters
         if self.ranks.world_size > 1:
-            yield from (self._shards if frozen else self._trained_shards).whole(self.ranks.device, dtype, to)
+            yield from self._shards.whole(held, self.ranks.device, dtype, to)
             return
-        for name, parameter in (self.parameters if frozen else self._trained).items():
+        for name, parameter in held.items():
             yield name, parameter.to_local().to(self.ranks.device)
 
     @cached_property
     def _shards(self) -> Shards:
         return Shards(self.parameters)
-
-    @cached_property
-    def _trained_shards(self) -> Shards:
-        return Shards(self._trained)
 
     # -- what a checkpoint holds beside the reference policy, which is the model that training began with
 
@@ -320,7 +328,7 @@ class Learner:
         self.policy.reshard()
         out = {}
         for name, parameter in self._trained.items():
-            out[f"model.{name}"] = parameter.data
+            out[f"model.{name}"] = self.masters.get(name, parameter.data)
             out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
         return out
 
@@ -338,6 +346,7 @@ class Learner:
         """Takes `state` and `rank_state` back; the tensors have been read already."""
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
+        take_masters(self._trained, self.masters)
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         restore_schedule(self.schedule, state["schedule"])
         if rank_state:

@@ -34,13 +34,17 @@ class OptimizerArgs:
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw keeps two fp32 moments of each parameter, 8 bytes; adamw_8bit keeps them in 8 bits, 2 bytes."""
     optimizer_offload: bool = False
-    """Keep the moments in host memory. They visit the device, a piece at a time, for each optimizer step."""
+    """Keep the moments in host memory, and with --dtype bfloat16 the fp32 weights, too. They visit the device, a piece at a
+    time, for each optimizer step."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are reduced over the learners, summed over micro-batches, and kept."""
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs) -> torch.optim.Optimizer:
-    """AdamW: torch's own, or where moments or gradients are to take less of the device, torch's own a piece at a time."""
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW: torch's own, or where moments or gradients are to take less of the device, torch's own a piece at a time. masters:
+    see rl/host_masters.py."""
     parameters, knobs = list(parameters), (args.lr, (args.adam_beta1, args.adam_beta2), args.weight_decay)
     if args.grad_dtype == "bfloat16":
         for parameter in parameters:
@@ -49,7 +53,7 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs
     elif args.optim == "adamw" and not args.optimizer_offload:
         lr, betas, weight_decay = knobs
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-    return CompactAdamW(parameters, *knobs, args.optimizer_offload, args.optim == "adamw_8bit")
+    return CompactAdamW(parameters, *knobs, args.optimizer_offload, args.optim == "adamw_8bit", masters)
 
 
 def _to_bf16(parameter: torch.nn.Parameter) -> None:

@@ -30,11 +30,13 @@ CAUSES = [
     ("rl/vision.py", None, "images"),
     ("rl/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass
     ("_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
-    ("_fully_shard/_fsdp_collectives.py", None, "gathered layers"),
+    ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "gathered layers"),
+    ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out", "gathered layers"),
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
     ("rl/optimizer.py", None, "optimizer"),
     ("rl/compact_adamw.py", None, "optimizer"),
+    ("rl/host_masters.py", None, "weights"),
     ("rl/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
