@@ -24,7 +24,7 @@ from rl import flags
 from rl.errors import UserError
 from rl.plan.choices import Machine
 from rl.plan.devices import device
-from rl.plan.memory_plan import GB, Plan, make_plan, node_memory
+from rl.plan.memory_plan import GB, Plan, learners_of, make_plan, node_memory
 
 QWEN3_30B_A3B = dict(
     vocab_size=151_936,
@@ -44,14 +44,14 @@ QWEN3_30B_A3B = dict(
 )
 RECIPES = {"DAPO, async": "dapo_qwen3_30b_a3b_async.sh", "GSPO, sync": "gspo_qwen3_30b_a3b.sh"}
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async}
-OFFLOAD = ["--no-param-offload", "--optimizer-offload"]
-CHANGES = {  # of a recipe's flags, those first that cost least
-    "as it stands": [],
-    "moments on the host": OFFLOAD,
-    "moments on the host, bf16 gradients": [*OFFLOAD, "--grad-dtype", "bfloat16"],
-    "moments in 8 bits, bf16 gradients": ["--no-param-offload", "--optim", "adamw_8bit", "--grad-dtype", "bfloat16"],
-    "all on the host": ["--param-offload"],
-}
+OFFLOAD = ["--no-param-offload", "--optimizer-offload"]  # with --dtype bfloat16, which both recipes have, fp32 weights as well
+CHANGES = [  # of a recipe's flags, those first that cost least
+    [],
+    OFFLOAD,
+    [*OFFLOAD, "--grad-dtype", "bfloat16"],
+    [*OFFLOAD, "--grad-dtype", "bfloat16", "--activation-offload"],
+    ["--param-offload"],
+]
 CAUSES = ("weights", "gradients", "optimizer", "gathered layers", "activations", "logits")
 HEAD = ["devices", "recipe", "flags changed", *CAUSES, "rest", "all", "between steps", "host, first node", ""]
 SAYS = (
@@ -101,8 +101,12 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Pla
     changes until one fits."""
     for kind, what, count in itertools.product(args.kinds, args.recipes, args.devices):
         (script, words), seen, machine = recipe(what, directory), [], Machine(count // PER_NODE, PER_NODE)
-        for changed, more in CHANGES.items():
-            own = flags.read(SCRIPTS[script].Args, args=[*words, "--model", str(directory), *more])
+        words += ["--model", str(directory)]
+        plain = flags.read(SCRIPTS[script].Args, args=words)
+        learners = learners_of(plain, machine)
+        fewer = ["--sequence-parallel", str(learners)] if learners < plain.sequence_parallel else []
+        for more in CHANGES:
+            own = flags.read(SCRIPTS[script].Args, args=[*words, *fewer, *more])
             if own in seen:
                 continue
             seen.append(own)
@@ -110,7 +114,8 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Pla
                 found = make_plan(script.removesuffix(".py"), own, machine, "budget", device(kind))
             except UserError as error:
                 found = error
-            yield [f"{count} x {kind}", what, changed], machine, found
+            changed = " ".join([*fewer, *more])
+            yield [f"{count} x {kind}", what, f"`{changed}`" if changed else "as it stands"], machine, found
             if isinstance(found, Plan) and not found.lacking():
                 break
 

@@ -133,6 +133,14 @@ def test_gradients_in_bf16_are_kept_so_and_their_norm_is_not(models, ranks):
     assert other.step()["actor/grad_norm"] == pytest.approx(exact, rel=1e-6)
 
 
+def test_gradients_are_counted_as_such(models, ranks):
+    """What FSDP has reduced, too."""
+    learner = make_learner(models["qwen3"], ranks, dtype="bfloat16")
+    with MemoryCount() as count:
+        own = sum(grad.numel() for grad in gradients(learner, 0))
+    assert count.host.live["gradients"] == pytest.approx(4 * own, rel=0.01) and count.host.live["gathered layers"] < own
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -210,7 +218,7 @@ def test_moments_in_8_bits_take_a_quarter_of_the_bytes(models, ranks):
 def test_the_precision_of_everything_is_said_unless_all_is_fp32():
     plain, compact = train_sync.Args(), train_sync.Args(dtype="bfloat16", optim="adamw_8bit", optimizer_offload=True)
     assert in_words(precisions(plain)) == ""
-    words = "master weights float32, computation bfloat16, gradients and their reduction float32, "
+    words = "master weights float32 on the host, computation bfloat16, gradients and their reduction float32, "
     assert in_words(precisions(compact)) == f"precision: {words}moments 8 bits on the host, generators bfloat16"
     offloaded = precisions(train_sync.Args(param_offload=True, grad_dtype="bfloat16", rollout_dtype="bfloat16"))
     assert [how for how in offloaded.values() if how.endswith(" on the host")] == [

@@ -16,6 +16,7 @@ PROGRAM = "tests/programs/fake_accelerator.py"
 CASES = ["many ranks", "offload", "compact", "engine"]
 SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
 SLOW += ["one rank, over the host", "engine, over the host"]
+SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]

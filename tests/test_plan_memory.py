@@ -169,6 +169,9 @@ def test_what_the_memory_flags_move_and_shrink(model):
     own = parameters() / 4
     moments = after.host_kept["optimizer"] / own
     assert before.kept["optimizer"] == pytest.approx(8 * own, rel=0.01) and after.kept["optimizer"] < 2500
+    assert before.kept["weights"] == pytest.approx(4 * own, rel=0.01)
+    assert after.kept["weights"] == pytest.approx(2 * own, rel=0.01)
+    assert after.host_kept["weights"] == pytest.approx(4 * own, rel=0.01) and before.host_kept["weights"] < 0.01 * own
     assert before.host_kept["optimizer"] == 0 and 2 * (1 + 4 / 128) < moments < 2.4
     assert before.saved - after.saved == pytest.approx((8 - moments) * parameters(), rel=0.01)
     inputs = SMALL["num_hidden_layers"] * after.tokens * SMALL["hidden_size"] * 2

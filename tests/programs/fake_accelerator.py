@@ -125,7 +125,10 @@ def learn(
         assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
         assert {state["step"].device for state in model.optimizer.state.values()} == {home}
         for name, tensor in tensors.items():
-            assert tensor.device == (host if name.startswith("exp") and args.optimizer_offload else home)
+            rests = args.optimizer_offload and (name.startswith("exp") or args.masters_on_host)
+            assert tensor.device == (host if rests else home)
+        kept = {p.dtype for name, p in model.parameters.items() if name not in model.frozen}
+        assert kept == {torch.bfloat16 if args.masters_on_host else torch.float32}
         assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
@@ -264,6 +267,7 @@ CASES = {  # a new kind of model is a line more
     "auto": lambda m: fill(m["qwen3"]),
     "auto, experts": lambda m: fill(m["moe"], gradient_checkpointing=True, router_replay="R2", dtype="bfloat16"),
     "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
+    "fp32 weights on the host": lambda m: learn(m["moe"], 2, 0, expert_parallel=2, dtype="bfloat16", optimizer_offload=True),
     "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", param_offload=True),
     "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, attention="cuda"),
     "experts, replayed": lambda m: learn(m["moe"], 1, 0, "async", router_replay="R3", gradient_checkpointing=True),
