@@ -123,7 +123,8 @@ def fetch_ahead(layers: Iterable[nn.Module]) -> None:
     groups = [[layer, *experts_of(layer)] for layer in layers]
     for before, after in itertools.pairwise(groups):
         before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before)
+        if any(parameter.requires_grad for parameter in before[0].parameters()):  # a frozen tower has no backward pass
+            after[0].set_modules_to_backward_prefetch(before)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:

@@ -120,9 +120,12 @@ class Layer(nn.Module):
         return self.experts(self.own(x)).clone()
 
 
-def test_the_next_layer_and_its_experts_are_gathered_before_a_layer_computes(ranks, monkeypatch):
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_the_next_layer_and_its_experts_are_gathered_before_a_layer_computes(ranks, monkeypatch, frozen):
+    """Layers that are not trained, as those of a frozen tower, have no backward pass, and are not gathered for one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
+    model[:frozen].requires_grad_(False)
     names, events = {}, []
     for number, layer in enumerate(model):
         for name, module in (("experts", layer.experts), ("layer", layer)):
@@ -139,10 +142,13 @@ def test_the_next_layer_and_its_experts_are_gathered_before_a_layer_computes(ran
 
     monkeypatch.setattr(FSDPParamGroup, "unshard", recorded)
     fetch_ahead(model)
-    model(torch.randn(1, 4, requires_grad=True)).sum().backward()
+    model(torch.randn(1, 4, requires_grad=not frozen)).sum().backward()
     middle = events.index("forward 2") + 1
     forward, backward = events[:middle], events[middle:]
     for ahead, computed in ((1, 0), (2, 1)):
         for what in ("layer", "experts"):
             assert forward.index(f"{what} {ahead}") < forward.index(f"forward {computed}"), forward
-            assert backward.index(f"{what} {computed}") < backward.index(f"backward {ahead}"), backward
+            if computed < frozen:
+                assert f"{what} {computed}" not in backward, backward
+            else:
+                assert backward.index(f"{what} {computed}") < backward.index(f"backward {ahead}"), backward
