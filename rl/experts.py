@@ -123,8 +123,11 @@ def fetch_ahead(layers: Iterable[nn.Module]) -> None:
     groups = [[layer, *experts_of(layer)] for layer in layers]
     for before, after in itertools.pairwise(groups):
         before[0].set_modules_to_forward_prefetch(after)
-        if any(parameter.requires_grad for parameter in before[0].parameters()):  # a frozen tower has no backward pass
+        if any(parameter.requires_grad for parameter in before[0].parameters()):
             after[0].set_modules_to_backward_prefetch(before)
+            continue
+        for module in after:  # a frozen tower has no backward pass; told of nothing else, FSDP would gather its last layer
+            module.set_modules_to_backward_prefetch(after)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:
