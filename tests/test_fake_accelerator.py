@@ -69,7 +69,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "Learner.weights": "parameter|whole",
     # numbers by themselves, at which fake tensors do not look
     "LossMeans.add": "value|torch.where",
-    "_fill_rest": "torch.empty_like",
+    "_fill_rest": "torch.empty_like|known.get",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",
     # --publish delta: what has changed hangs on values, which there are none of
