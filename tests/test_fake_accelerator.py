@@ -50,6 +50,7 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/bad_step.py": "numbers that are not finite, where there are no values",
     "rl/elastic.py": "links of sockets",
     "rl/engine_vllm_weights.py": "vLLM's own process, tested with vLLM",
+    "rl/host_masters.py": "made on the host on purpose",
     "rl/hub_names.py": "tensors without memory",
     "rl/local_weights.py": "a copy for vLLM",
     "rl/saver.py": "files",
