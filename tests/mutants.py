@@ -49,7 +49,7 @@ def _is_place(call: ast.Call) -> bool:
         return True
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and call.args:
         return "device" in (to := ast.unparse(call.args[0])) or to == "'cpu'"
-    return any(keyword.arg == "device" for keyword in call.keywords)
+    return any(keyword.arg == "device" and not isinstance(keyword.value, ast.Constant) for keyword in call.keywords)
 
 
 def _take_out(call: ast.Call) -> None:

@@ -50,27 +50,22 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/bad_step.py": "numbers that are not finite, where there are no values",
     "rl/elastic.py": "links of sockets",
     "rl/engine_vllm_weights.py": "vLLM's own process, tested with vLLM",
-    "rl/host_masters.py": "made on the host on purpose",
-    "rl/hub_names.py": "tensors without memory",
     "rl/local_weights.py": "a copy for vLLM",
-    "rl/saver.py": "files",
     "rl/tensor_files.py": "files",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # FSDP moves the inputs of the whole model
     "Packed.inputs": r"row\[None\]",
-    "BatchImages.inputs": r"inputs\[.position_ids",
     "Router._choose": "self._routes",
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
     # transformers' own forward with images cannot run there
     "Probe.of": r"tensor\.to",
     # moved before or after, or made on the host on purpose
-    "_to_host": "torch.empty_like",
     "Learner.weights": "parameter|whole",
     # numbers by themselves, at which fake tensors do not look
     "LossMeans.add": "value|torch.where",
-    "_fill_rest": "torch.empty_like|known.get",
+    "_fill_rest": "known.get",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",
     # --publish delta: what has changed hangs on values, which there are none of
@@ -80,12 +75,10 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "Subscriber._rows": "",
     # the host has no kernel to be checked
     "check_kernel": r"x\.to",
-    "divide_experts": "torch.empty",
     # a sum over ranks travels from either
     "clip_grad_norm": "torch.stack",
     # indices may lie on the host
     "MicroBatch.of": "nothing|torch.cat",
-    "Packed.__init__": "torch.tensor",
     "PrefillLayout.__init__": "torch.tensor",
     "DecodeLayout.__init__": r"torch.arange\(len",
     "TransformersEngine._free": "torch.tensor",
