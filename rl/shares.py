@@ -36,12 +36,14 @@ def pack(lengths: list[int], prompts: list[int], groups: list[int], max_tokens: 
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
-    plans = []
+    plans, once = [], _row_tokens(range(len(lengths)), lengths, prompts, groups)
     for part in (0, 1, 2, 4):
         bins = _place(lengths, groups, max_tokens, ranks, part)
         tokens = [_row_tokens(members, lengths, prompts, groups) for members in bins]
         slowest = sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks))
         plans.append((slowest, len(bins), part, bins))
+        if slowest * ranks == once:  # nothing is computed twice, and no rank waits
+            break
     *_, bins = min(plans)
     return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
 
@@ -77,7 +79,7 @@ def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]
     return runs
 
 
-def _row_tokens(members: list[int], lengths: list[int], prompts: list[int], groups: list[int]) -> int:
+def _row_tokens(members: Sequence[int], lengths: list[int], prompts: list[int], groups: list[int]) -> int:
     """Tokens of a micro-batch's row: each prompt is in it once."""
     return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
 
