@@ -94,7 +94,7 @@ class Exchange:
             coming = torch.empty_like(sizes)
             dist.all_to_all_single(coming, sizes, group=self._firsts)
             came = self._memory(int(coming.sum()))
-            given = torch.frombuffer(bytearray(b"".join(parcels) or b"."), dtype=torch.uint8)[: int(sizes.sum())]
+            given = torch.frombuffer(bytearray().join([*parcels, b"."]), dtype=torch.uint8)[:-1]  # none may be empty
             taken = torch.frombuffer(came, dtype=torch.uint8) if came else torch.empty(0, dtype=torch.uint8)
             dist.all_to_all_single(taken, given, coming.tolist(), sizes.tolist(), group=self._firsts)
             self.received += len(came)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -207,19 +208,32 @@ def test_a_publish_reaches_all_but_those_that_are_lost(monkeypatch):
     until(lambda: set(crew.gone) == {1, 2, 3})
 
 
+FLAGS = ["--total-training-steps", 10, "--test-freq", 0, "--max-response-length", 24]
+
+
+@pytest.fixture(scope="module")
+def of_sync(demo_model, tmp_path_factory) -> dict[str, bytes]:
+    return bits(train("train_sync.py", *FLAGS, out=tmp_path_factory.mktemp("sync"), ranks=1)[1])
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_staleness_0_is_sync_bit_for_bit_though_generators_are_lost(demo_model, tmp_path):
-    flags = ["--total-training-steps", 10, "--test-freq", 0, "--max-response-length", 24]
-    _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
-    with jobs(tmp_path, *flags, "--staleness-threshold", 0, "--node-timeout", 5) as job:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["killed", "told to leave"])
+def test_staleness_0_is_sync_bit_for_bit_though_generators_are_lost(of_sync, tmp_path, how):
+    """And no ticket is lost."""
+    with jobs(tmp_path, *FLAGS, "--staleness-threshold", 0) as job:
         learners, lost = job(), job(generators=1)
         wait_for_step(tmp_path / "run", 1, learners.process)
-        lost.signal(signal.SIGKILL)
+        if how == "killed":
+            lost.signal(signal.SIGKILL)
+        else:
+            lost.process.send_signal(signal.SIGTERM)  # torchrun's
         job(generators=1)
-        code, text = learners.end()
-        assert code == 0 and "(member 1) are gone: " in text and "80 tickets started = 80 trained" in text, text
-    assert bits(tmp_path / "run") == bits(theirs)
+        code, text = learners.end(200)
+        told = r"\(member 1\) are gone: " + ("they have left" if how == "told to leave" else "")
+        assert code == 0 and re.search(told, text) and "80 tickets started = 80 trained" in text, text
+        assert lost.end()[0] != 0
+    assert bits(tmp_path / "run") == of_sync
     audit(tmp_path / "run", steps=10)
 
 

@@ -19,7 +19,7 @@ def test_learners_on_two_nodes_train_what_they_would_though_a_generator_is_lost(
     """Bit for bit, at staleness 0. What joins sends to one of the nodes each."""
     machines, flags = network(3), [*FLAGS, "--test-freq", 0]
     _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=2)
-    flags += ["--staleness-threshold", 0, "--elastic-generators", "10.77.0.1:29600", "--node-timeout", 10]
+    flags += ["--staleness-threshold", 0, "--elastic-generators", "10.77.0.1:29600"]
     line = ["train_async.py", *flags, "--output-dir", tmp_path, "--experiment-name", "run", "--generators"]
     learners = machines.start([(1, [*line, 0])] * 2)
     with open(tmp_path / "members.txt", "w") as console:
