@@ -195,7 +195,9 @@ class Lobby:
             link.lost = True
             self.links.drop(link)
             self.store.set(f"life/gone/{member}", "")
-            self.news.append({"member": member, "host": link.host, "gone": why})
+            sign = f"life/pulse/{member}"  # their last word, where a publish was on its way to them
+            has_left = self.store.check([sign]) and json.loads(self.store.get(sign))[0] == heartbeat.ENDED
+            self.news.append({"member": member, "host": link.host, "gone": "they have left" if has_left else why})
 
     def _watch(self) -> None:
         rounds, life = 0, dist.PrefixStore("life", self.store)
