@@ -54,7 +54,7 @@ def cpu_seconds(pid: int) -> float:
 
 def serve() -> None:
     raise_limit()
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
     print(store.port, flush=True)
     sys.stdin.read()
 
@@ -66,7 +66,7 @@ def raise_limit() -> None:
 
 
 def connect(port: int) -> PrefixStore:
-    return PrefixStore("start/0", TCPStore("localhost", port, is_master=False, timeout=LIMIT))
+    return PrefixStore("start/0", TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT))
 
 
 def schedule(generators: int) -> ScheduleArgs:
@@ -103,7 +103,9 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
 
 def measure(generators: int, step_seconds: float, seconds: float) -> dict:
     line = [sys.executable, __file__]
-    pipes = {"env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "stdin": subprocess.PIPE}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store looks up the name of whoever connects, and waits for it
+    pipes = {"env": env, "stdin": subprocess.PIPE}
     server = subprocess.Popen([*line, "--serve"], stdout=subprocess.PIPE, text=True, **pipes)
     started = [server]
     try:

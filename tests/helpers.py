@@ -83,7 +83,9 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), maske
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | more
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
+    return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
 
 
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:

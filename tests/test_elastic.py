@@ -173,7 +173,7 @@ class Source:
 
 @pytest.mark.timeout(150)
 def test_a_publish_reaches_all_but_those_that_are_lost(monkeypatch):
-    store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     lobby = Lobby(store.clone(), None, SILENT)
     source, crew = Source(lobby.links), Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
     lobby.serve(source)

@@ -24,7 +24,7 @@ def wait_for_server(port: int) -> None:
     """Returns when somebody listens there."""
     for _ in range(600):
         with socket.socket() as probe:
-            if not probe.connect_ex(("localhost", port)):
+            if not probe.connect_ex(("127.0.0.1", port)):
                 return
         time.sleep(0.1)
     raise TimeoutError(f"nobody listens at port {port}")
@@ -33,7 +33,7 @@ def wait_for_server(port: int) -> None:
 def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = None, restarts: int = 0) -> list[tuple[int, str]]:
     """Runs a job of these nodes, (ranks, script and its flags) each; returns their exit codes and consoles."""
     port = free_port()
-    meet = ["--nnodes", len(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    meet = ["--nnodes", len(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
     meet += ["--max-restarts", restarts]
 
     def run(number: int) -> tuple[int, str]:
