@@ -56,6 +56,8 @@ class Bridge:
 
     def broadcast(self, tensor: torch.Tensor) -> "Bridge":
         assert tensor.device == self.device and tensor.is_contiguous()
+        if tensor.device.type == "cpu":  # which has values
+            tensor.zero_()
         return self
 
     def wait(self) -> None: ...
@@ -204,8 +206,6 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
                 ids, of_prompt = prompt_with_images(path, "what?", [picture(64, 64, number // 2)] * (number // 2))
             engine.add(Request(number, ids, sampling, seed=number, images=of_prompt))
         done = engine.step()
-        table, new = torch.zeros(1 + len(plan.names), dtype=torch.long, device=bridge.device), subscriber._new
-        subscriber._new = lambda size, dtype: table if size == len(table) else new(size, dtype)
         engine.version = -1
         subscriber.receive(0, recompute_kv=True)
         while engine.num_unfinished:
