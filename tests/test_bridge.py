@@ -65,7 +65,7 @@ def together(acts: list) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("node_of", LAYOUTS)
 def test_every_message_arrives_to_the_bit(node_of, small_slots):
     store, sent = HashStore(), messages(seed=len(node_of))
@@ -95,7 +95,7 @@ def test_every_message_arrives_to_the_bit(node_of, small_slots):
     assert on_network == ([node_of.index(node) for node in nodes] if len(nodes) > 1 else []), "one rank of each node"
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("killed", ["the first", "a neighbour"])
 def test_a_process_that_dies_is_noticed(killed, small_slots):
     """By those who wait for it; they need no timeout."""
@@ -124,7 +124,7 @@ SPLITS = [  # (learners, generators) of each node
 ]
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("of_nodes", SPLITS)
 @pytest.mark.parametrize("one", [True, False])
 def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, one, small_slots):

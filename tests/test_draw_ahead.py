@@ -11,7 +11,7 @@ from rl.channel import State
 from rl.draw_ahead import DrawAhead
 from rl.schedule import ScheduleArgs, Tickets, open_tickets, started
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 class FarStore:

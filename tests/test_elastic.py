@@ -39,7 +39,7 @@ class OwnStore:
         return getattr(self.store, name)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_ticket_has_one_holder_whoever_is_lost_and_comes_back(seed):
     rng, store = random.Random(seed), OwnStore(HashStore())

@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.relay import Forwarder, Receiver
 from rl.ring import Ring, RingTimeout
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture

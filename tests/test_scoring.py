@@ -14,7 +14,7 @@ from rl.ranges import check
 from rl.scoring import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
 from rl.verifiers import BUILT_IN, gsm8k
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 
 def test_gsm8k_format_score():

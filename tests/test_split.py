@@ -236,7 +236,7 @@ def end(process: subprocess.Popen, mark: str, since: float) -> str:
     return text
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["learner", "killed-generator"])
 def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
     process, mark = start_rough(how, "--output-dir", tmp_path, *REWARD)
@@ -254,7 +254,7 @@ def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, 
         assert f"RuntimeError: the {role} has had enough" in text
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     before = set(os.listdir("/dev/shm"))

@@ -49,7 +49,7 @@ def calls_of_a_bridge(size: int, of_each_node: int) -> Counter:
     return calls
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("of_each_node", [1, 2, 4])
 def test_each_member_of_the_bridge_calls_the_store_a_fixed_number_of_times(of_each_node):
     few, many = calls_of_a_bridge(4, of_each_node), calls_of_a_bridge(16, of_each_node)
