@@ -8,7 +8,6 @@ import platform
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistError, DistNetworkError, Store
@@ -77,7 +76,7 @@ def _open_store() -> Store:
     if _has_gone:
         raise DistError("the job's store has gone")
     try:
-        return launch.open_store(timedelta(seconds=5))
+        return launch.open_store()
     except DistError:
         _has_gone = True
         raise

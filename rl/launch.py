@@ -16,6 +16,8 @@ import torch.distributed as dist
 from rl import signals
 from rl.errors import UserError
 
+SHORT = timedelta(seconds=8)  # above the 5 for which a name server that does not answer stalls who connects to torch's store
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -174,7 +176,7 @@ def restarts() -> int:
     return _start.restarts if _start else here().restarts
 
 
-def open_store(timeout: timedelta) -> dist.Store:
+def open_store(timeout: timedelta = SHORT) -> dist.Store:
     """A connection to what all ranks of this start share, apart from what an earlier start has left there. Raises DistError
     before they have met."""
     if "RANK" not in os.environ:
@@ -205,7 +207,7 @@ def heed_sigterm(store: dist.Store) -> None:
     def all_well() -> bool:
         gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
         try:
-            return not gone or open_store(timedelta(seconds=5)).check(gone)
+            return not gone or open_store().check(gone)
         except dist.DistError:
             return False
 
@@ -223,4 +225,4 @@ def is_alive(pid: int) -> bool:
 def end_well() -> None:
     """Tells the others, who may have a checkpoint to finish, that this rank is about to go because it has come to its end."""
     with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
-        open_store(timedelta(seconds=5)).set(f"ended/{here().rank}", "")
+        open_store().set(f"ended/{here().rank}", "")
