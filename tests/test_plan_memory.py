@@ -176,7 +176,8 @@ def test_what_the_memory_flags_move_and_shrink(model):
     assert before.saved - after.saved == pytest.approx((8 - moments) * parameters(), rel=0.01)
     inputs = SMALL["num_hidden_layers"] * after.tokens * SMALL["hidden_size"] * 2
     assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
-    assert before.device["activations"] - after.device["activations"] >= inputs
+    one = inputs / SMALL["num_hidden_layers"]  # of the layer that the backward pass is at is back at the peak
+    assert before.device["activations"] - after.device["activations"] >= inputs - one
     assert after.sent / before.sent == pytest.approx(6 / 8, rel=0.02)  # two gathers in bf16, and the reduction
 
 
