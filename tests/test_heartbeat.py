@@ -71,6 +71,7 @@ def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch
     monkeypatch.setattr(failures, "_open_store", lambda: store)
     monkeypatch.setattr(failures, "speaking", threading.Lock())
     monkeypatch.setattr(heartbeat.watchdog, "end_silent", lambda pids: None)
+    monkeypatch.setattr(heartbeat.Heartbeat, "_guard", lambda self: None)  # it would end this process in earnest afterwards
     ended = threading.Event()
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), threading.Event().wait()))
     failures.record("node 1, a: no sign of life of rank 0 for 0.2 s (--node-timeout)")
