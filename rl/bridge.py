@@ -88,7 +88,7 @@ class Bridge:
 
     def broadcast(self, tensor: torch.Tensor):
         """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
-        a generator's tensor is filled, and the learner's may change."""
+        a generator's tensor is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
         over_network = _broadcast(self.group, tensor) if self.group else None
         if not self.slots:
             return over_network

@@ -36,8 +36,8 @@ def generate(split: dist.Split) -> None:
     engine = TransformersEngine(model, max_length=64)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
     size = subscriber.plan.offsets[-1] * subscriber.plan.dtype.itemsize
-    dist.barrier()
     before = came_in()
+    dist.barrier()  # the learner begins when all have looked
     if split.ranks.is_main:
         split.store.set("ready", "")
     for version in range(versions):
