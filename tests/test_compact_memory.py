@@ -54,6 +54,14 @@ def update(learner: Learner, seed: int) -> dict[str, float]:
     return learner.step()
 
 
+def go_on(half: Learner, rest: Learner) -> None:
+    """Brings a learner to the state of another, by what a checkpoint holds."""
+    saved = {name: tensor.to_local().clone() for name, tensor in half.state_tensors().items()}
+    for name, tensor in rest.state_tensors().items():
+        tensor.to_local().copy_(saved[name])
+    rest.restore(half.state(), half.rank_state())
+
+
 def weights(learner: Learner) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
 
@@ -98,10 +106,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(models, ranks, flags):
         update(whole, seed)
         if seed < 2:
             update(half, seed)
-    saved = {name: tensor.to_local().clone() for name, tensor in half.state_tensors().items()}
-    for name, tensor in rest.state_tensors().items():
-        tensor.to_local().copy_(saved[name])
-    rest.restore(half.state(), half.rank_state())
+    go_on(half, rest)
     for seed in (2, 3):
         update(rest, seed)
     assert torch.equal(weights(rest), weights(whole))

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from layouts import ALONE, learn_on
-from test_compact_memory import make_learner, update, weights
+from test_compact_memory import go_on, make_learner, update, weights
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -40,10 +40,7 @@ def test_a_run_goes_on_with_or_without_the_flag_bit_for_bit(models, ranks, flags
         update(whole, seed)
         if seed < 2:
             update(half, seed)
-    saved = {name: tensor.to_local().clone() for name, tensor in half.state_tensors().items()}
-    for name, tensor in rest.state_tensors().items():
-        tensor.to_local().copy_(saved[name])
-    rest.restore(half.state(), half.rank_state())
+    go_on(half, rest)
     assert update(rest, 2)["actor/grad_norm"] > 0
     assert torch.equal(weights(rest), weights(whole))
 
