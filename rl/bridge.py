@@ -89,7 +89,7 @@ class Bridge:
     def broadcast(self, tensor: torch.Tensor):
         """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
         a generator's tensor is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
-        over_network = _broadcast(self.group, tensor) if self.group else None
+        over_network = broadcast_from_first(self.group, tensor) if self.group else None
         if not self.slots:
             return over_network
         if not self.slots.is_first:
@@ -100,9 +100,12 @@ class Bridge:
         return Work(over_network.wait, partial(self.slots.lay_open, tensor))
 
 
-def _broadcast(group, tensor: torch.Tensor):
+def broadcast_from_first(group, tensor: torch.Tensor, timeout: timedelta | None = None):
+    """Starts a broadcast in a group apart; returns a handle to wait on. timeout: by default the group's."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
+    if timeout:
+        options.timeout = timeout
     return group.broadcast([tensor], options)
 
 

@@ -283,9 +283,8 @@ class Inbox:
                     break
                 wait = 0.0
         exchange = Exchange.of_all_ranks()
-        for rank, share in enumerate(
-            exchange.share(join_records(records), lambda: join_records(list(map(_outlined, records))))
-        ):
+        shares = exchange.share(join_records(records), lambda: join_records([_outlined(record) for record in records]))
+        for rank, share in enumerate(shares):
             for record in split_records(share):
                 kind = bytes(record[:1])
                 self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), exchange.holder(rank))

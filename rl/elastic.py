@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rl import device, heartbeat, launch, watchdog
-from rl.bridge import WINDOW, Bridge
+from rl.bridge import WINDOW, Bridge, broadcast_from_first
 from rl.errors import UserError
 
 FOREVER = timedelta(days=7)
@@ -258,9 +258,7 @@ class Link:
         return Sending([(self, self.send(tensor))])
 
     def send(self, tensor: torch.Tensor):
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, FOREVER
-        return None if self.lost else self.group.broadcast([tensor], options)
+        return None if self.lost else broadcast_from_first(self.group, tensor, FOREVER)
 
     def wait(self, work) -> None:
         """Returns when the work is done, or the member given up."""
