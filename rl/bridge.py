@@ -30,7 +30,7 @@ from rl.ring import Barrier
 WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
 SLOTS = 4  # pieces that are laid open at a time
 SLOT_BYTES = 8 << 20  # of a slot; a longer message goes in pieces
-PAGE = 4096  # bytes of the words; slots begin behind them
+PAGE = 1 << 16  # bytes of the words, for 1,024 ranks of a node; slots begin behind them
 LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, on a line of its own
 LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
 

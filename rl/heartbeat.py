@@ -26,7 +26,7 @@ from rl import failures, launch, watchdog
 ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
 TICK = 0.5  # seconds; of the thread that looks at the other one
-LEAVING_SECONDS = 5.0  # for the last words
+LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
 LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks have gone
 
 _heartbeats: list["Heartbeat"] = []

@@ -119,8 +119,8 @@ def jobs(directory: Path, *flags):
 def wait_for_step(run: Path, step: int, process: subprocess.Popen, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        if any(json.loads(line)["step"] >= step for line in lines[-1:]):
+        text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+        if any(json.loads(line)["step"] >= step for line in text[: text.rfind("\n") + 1].splitlines()):  # the last may be half
             return
         assert process.poll() is None and time.monotonic() < deadline, f"no step {step}: see the learners' console"
         time.sleep(0.02)
