@@ -33,7 +33,6 @@ from rl.data import DataArgs
 from rl.engine import EngineArgs
 from rl.errors import UserError
 from rl.identity import MAY_CHANGE
-from rl.over_sampling import OverSampleArgs
 from rl.provenance import code_digest, digest_of, package_files
 from rl.ranges import flag
 from rl.recorder import SAMPLES, Record
@@ -42,8 +41,8 @@ from rl.scoring import RewardArgs
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
-SAMPLED = {"seed", "filter_groups", "max_num_gen_batches"}  # the samples were made by these, and by
-MADE_BY = (DataArgs, EngineArgs, OverSampleArgs, RewardArgs, ScheduleArgs)
+SAMPLED = {"seed", "filter_groups", "max_num_gen_batches", "over_sample"}  # the samples were made by these, and by
+MADE_BY = (DataArgs, EngineArgs, RewardArgs, ScheduleArgs)
 SAMPLED |= {field.name for part in MADE_BY for field in dataclasses.fields(part)}
 SAMPLED -= PLACES
 
