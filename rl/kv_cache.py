@@ -28,7 +28,7 @@ class PrefillLayout(Packed):
         super().__init__(lengths, device)
         self.cache = cache
         self.slot = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device)  # [T]
-        self.last = (torch.tensor(self.begins[1:]) - 1).to(device)  # [S]: each sequence's last token
+        self.last = torch.tensor(self.begins[1:]).to(device) - 1  # [S]: each sequence's last token
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         self.cache.data[layer, 0, self.slot, :, self.position_ids] = key

@@ -61,8 +61,6 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "Router.chosen": "torch.stack",
     # transformers' own forward with images cannot run there
     "Probe.of": r"tensor\.to",
-    # indices, which may lie on the host, where they wait for the device
-    "PrefillLayout.__init__": r"\(torch.tensor\(self.begins",
     # moved before or after, or made on the host on purpose
     "Learner.weights": "parameter|whole",
     # numbers by themselves, at which fake tensors do not look
