@@ -18,10 +18,10 @@ import json
 from dataclasses import dataclass
 
 import losses
-from rl import dist, flags, process, shares
+from rl import delivery, dist, flags, process, shares
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.channel import ControlBlock, Outbox, SplitArgs
-from rl.generator import Generator, gather_groups, make_generator
+from rl.generator import Generator, make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.metrics import batch_metrics, staleness_metrics
@@ -46,14 +46,14 @@ class Args(SplitArgs, BatchArgs, CommonArgs):
 
 
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
-    """Every engine serves its share of the tickets from `ticket` on; then every rank holds all groups. Groups without signal
+    """Every engine serves its share of the tickets from `ticket` on; then every rank knows all groups. Groups without signal
     are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
     kept, dropped, rounds, shared = [], [], 0, generator.shared
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        for group in gather_groups(generator.generate(tickets[shared.index :: shared.engines])):
+        for group in delivery.share(generator.generate(tickets[shared.index :: shared.engines])):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
@@ -165,6 +165,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
                     outbox.send_rows(version, rows)
         if k < job.total_steps:
             groups, ticket, metrics = make_batch(args, generator, ticket)
+            groups = delivery.to_first(groups)
             if split.ranks.is_main:
                 outbox.send_batch(groups, metrics, ticket)
     outbox.finish(unfinished=[])

@@ -27,10 +27,9 @@ from common import RESULTS, ROOT, setting, table, words, write
 
 import losses
 import train_sync
-from rl import process, shares
+from rl import delivery, process, shares
 from rl.batch import Batch, Group, Response
 from rl.dist import Ranks
-from rl.generator import gather_groups
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
@@ -83,7 +82,7 @@ def memory(name: str) -> int:
 def shared_groups(size: str, ranks: Ranks) -> list[Group]:
     """The same on every rank: the first makes them, the others map its memory."""
     groups = make_groups(*map(int, size.split(" x "))) if ranks.is_main else []
-    return groups if ranks.world_size == 1 else gather_groups(groups)
+    return groups if ranks.world_size == 1 else delivery.share(groups)
 
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:

@@ -49,7 +49,7 @@ class Exchange:
         elif self._firsts:
             show_group("the first ranks of the nodes", self._firsts)
         self._others = [rank for rank in range(size) if rank not in self.here]
-        self._offered: list[int] = []  # files that the neighbours have not opened for certain
+        self._offered: list[int] = []  # files that neighbours may have yet to open
         self.received = 0  # bytes from other nodes, since the start
 
     def holder(self, rank: int) -> int | None:
@@ -67,8 +67,6 @@ class Exchange:
         sizes = [torch.empty_like(size) for _ in self.first_of]
         dist.all_gather(sizes, size)
         ends, wholes, starts = zip(*(size.tolist() for size in sizes), strict=True)
-        while self._offered:  # all have come here since
-            os.close(self._offered.pop())
         shares = dict.fromkeys(range(len(sizes)), memoryview(b""))
         if any(wholes[rank] for rank in self.here):
             shares |= dict(zip(self.here, self._lay_open(own + more if more else own), strict=True))
@@ -116,15 +114,24 @@ class Exchange:
 
     def _lay_open(self, own: bytes | memoryview) -> list[memoryview]:
         """What each rank of this node has."""
-        if not self._neighbours:
-            return [own if isinstance(own, memoryview) else memoryview(bytearray(own))]
+        if self._neighbours:
+            laid_open = self._mapped(own)
+        else:
+            laid_open = [own if isinstance(own, memoryview) else memoryview(bytearray(own))]
+        while self._offered:
+            os.close(self._offered.pop())
+        return laid_open
+
+    def _mapped(self, own: bytes | memoryview) -> list[memoryview]:
         if own and isinstance(own, bytes):
             memory = self._memory(len(own))
             memory[:] = own
         offer = torch.tensor([os.getpid(), self._offered[-1] if len(own) else -1, len(own)])
         offers = [torch.empty_like(offer) for _ in self.here]
         dist.all_gather(offers, offer, self._neighbours)
-        return [_map(*offer.tolist(), shared=False) for offer in offers]
+        maps = [_map(*offer.tolist(), shared=False) for offer in offers]
+        dist.barrier(self._neighbours)  # from here on nobody needs this process's file, or this process
+        return maps
 
     def _memory(self, size: int) -> memoryview:
         """Memory that neighbours can open, while this rank has its file."""

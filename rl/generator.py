@@ -13,10 +13,9 @@ from itertools import zip_longest
 import numpy as np
 
 from rl import dist
-from rl.batch import Group, Response, join_records, split_records
+from rl.batch import Group, Response
 from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
-from rl.exchange import Exchange
 from rl.images import ImageError
 from rl.make_engine import make_engine
 from rl.router import check_record
@@ -323,13 +322,6 @@ def _response(
 def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
     """The routes of the prompt's tokens, from the first response that has them."""
     return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
-
-
-def gather_groups(mine: list[Group]) -> list[Group]:
-    """Every rank's groups on every rank, in ticket order."""
-    shares = Exchange.of_all_ranks().share(join_records([group.to_bytes() for group in mine]))
-    groups = [Group.from_bytes(record) for share in shares for record in split_records(share)]
-    return sorted(groups, key=lambda group: group.ticket)
 
 
 def make_generator(

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl import dist, flags, launch, process
+from rl import delivery, dist, flags, launch, process
 from rl.batch import Group, Response
 from rl.channel import ControlBlock
 from rl.data import Prompt
 from rl.errors import UserError
-from rl.generator import Generator, gather_groups, make_generator
+from rl.generator import Generator, make_generator
 from rl.host import cpu_name
 from rl.kl_control import KLControl
 from rl.plan.engine import Engine
@@ -237,7 +237,7 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     rounds(learning.round, fractions(args), order.seconds, agreed)
     update = timed(lambda: engine.update(learning.learner.weights(), version=0))
     share = [learning._group(ticket) for ticket in range(-(-args.prompts_per_step // ranks.world_size))]
-    gather = timed(lambda: gather_groups(share))
+    gather = timed(lambda: delivery.share(share))
     pool.close()
     times = fit_engine(meter.rows, engine.shares_memory)
     times = dataclasses.replace(times, receive=update, score=score, score_workers=args.reward_workers)
