@@ -41,9 +41,8 @@ from rl.scoring import RewardArgs
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
-SAMPLED = {"seed", "filter_groups", "max_num_gen_batches", "over_sample"}  # the samples were made by these, and by
-MADE_BY = (DataArgs, EngineArgs, RewardArgs, ScheduleArgs)
-SAMPLED |= {field.name for part in MADE_BY for field in dataclasses.fields(part)}
+SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}  # made them, and so did
+SAMPLED |= {field.name for part in (DataArgs, EngineArgs, RewardArgs, ScheduleArgs) for field in dataclasses.fields(part)}
 SAMPLED -= PLACES
 
 

@@ -274,6 +274,7 @@ REFUSED = {
     "nowhere": "nowhere is neither a run that was recorded",
     "RUN --rollout-n 3 --seed 4": "--rollout-n, --seed: what made the samples stays as it was",
     "RUN --over-sample 1": "--over-sample: what made the samples stays as it was",
+    "RUN --train-batch-size 2": "--train-batch-size: what made the samples stays as it was",
     "RUN --from-step 99": "step 99 is not in .*, which holds steps 1 to 6",
     "RUN --script nowhere.py": "--script nowhere.py: there is no such Python file",
     "RUN --lr 7": "--lr must be above 0",
