@@ -21,7 +21,7 @@ from rl.dist import Ranks, all_gather_bytes, all_reduce_sum
 from rl.errors import UserError
 from rl.router import row_of_routes
 from rl.sequence_parallel import part_of
-from rl.shares import Division, mini_batches, own_micros
+from rl.shares import Division, micros_of_all, mini_batches
 
 if TYPE_CHECKING:
     from rl.batch_images import BatchImages
@@ -361,6 +361,6 @@ class MicroBatch:
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
     a micro-batch on one rank."""
-    plan = own_micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, max_tokens, ranks)
-    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan)
+    plan = micros_of_all(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, max_tokens, ranks)
+    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

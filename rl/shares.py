@@ -121,13 +121,6 @@ def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
     return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]
 
 
-def own_micros(
-    lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
-) -> list[list[int]]:
-    """This rank's of `micros_of_all`."""
-    return micros_of_all(lengths, prompts, group, members, max_tokens, ranks)[ranks.data_rank]
-
-
 def micros_of_all(
     lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
 ) -> list[list[list[int]]]:

@@ -127,11 +127,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         groups, images = make_groups(workload, args, place, prompts)
         share, of_step = (len(groups) / prompts for prompts in (args.prompts_per_update, args.prompts_per_step))
         learner.ranks, micros = _fullest_rank(groups, args, place)
-        batch = Batch.of(groups, Division.of(args, learner))
-        batch.images = PlannedImages(images) if prompts else None
-        for tensor in vars(batch).values():
-            if isinstance(tensor, torch.Tensor):
-                count.note(tensor, OTHER)  # those that numpy has made, too
+        batch = _batch(groups, Division.of(args, learner), PlannedImages(images) if prompts else None, count)
         script.micro_batches, before = _two_fullest(script.micro_batches), count.sent
         for _ in range(2):  # the second begins with the optimizer's state
             script.learn(args, learner, KLControl(args), batch, Timers())
@@ -189,6 +185,16 @@ def make_groups(
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)
     return groups, images
+
+
+def _batch(groups: list[Group], division: Division, images: PlannedImages | None, count: MemoryCount) -> Batch:
+    """This rank's part of a batch, all of its tensors counted."""
+    batch = Batch.of(groups, division)
+    batch.images = images
+    for tensor in vars(batch).values():
+        if isinstance(tensor, torch.Tensor):
+            count.note(tensor, OTHER)  # those that numpy has made, too
+    return batch
 
 
 def _response(tokens: int, number: int) -> Response:
