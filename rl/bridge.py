@@ -93,11 +93,11 @@ class Bridge:
         if not self.slots:
             return over_network
         if not self.slots.is_first:
-            return Work(partial(self.slots.take, tensor))
+            return Handle(partial(self.slots.take, tensor))
         if self.group is None or self.group.rank() == 0:  # the learner
             self.slots.lay_open(tensor)
-            return Work(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
-        return Work(over_network.wait, partial(self.slots.lay_open, tensor))
+            return Handle(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
+        return Handle(over_network.wait, partial(self.slots.lay_open, tensor))
 
 
 def broadcast_from_first(group, tensor: torch.Tensor, timeout: timedelta | None = None):
@@ -109,7 +109,7 @@ def broadcast_from_first(group, tensor: torch.Tensor, timeout: timedelta | None 
     return group.broadcast([tensor], options)
 
 
-class Work:
+class Handle:
     """What is left to do for a message."""
 
     def __init__(self, *steps: Callable[[], object] | None):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from rl.device import is_accelerator, synchronize
+from rl.device import is_accelerator
 from rl.overlapped import overlapped
 
 PIECE = 1 << 24  # elements that are stepped at once: 64 MB of each moment
@@ -84,7 +84,6 @@ class CompactAdamW(torch.optim.Optimizer):
         """Takes a step with every parameter that has a gradient."""
         if self.on_host:
             overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
-            synchronize()  # what is kept is copied back by now: a checkpoint may read it
             return
         for piece in self._pieces():
             self._put(piece, self._step(piece, piece.kept))

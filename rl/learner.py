@@ -37,7 +37,7 @@ from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.sharded_weights import fill, open_weights
 from rl.vision import image_sizes, takes_images, tower_flops
-from rl.waste import Work
+from rl.waste import Computed
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
@@ -218,7 +218,7 @@ class Learner:
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
         self.schedule = make_schedule(self.optimizer, args, total_steps, updates_per_step)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
-        self.work = Work()
+        self.computed = Computed()
         self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/micro_batch.py)
 
     @property
@@ -233,7 +233,7 @@ class Learner:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
         the entropy is 0, without gradient, or with it."""
         out = self._log_probs(self.policy, micro, entropy)
-        self.work.add(micro)
+        self.computed.add(micro)
         return out
 
     def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +284,7 @@ class Learner:
         tokens, step_seconds = sum(lengths), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
         out["perf/throughput"] = tokens / step_seconds / num_ranks
-        out["perf/wasted_flops"] = self.work.wasted(self.config, batch, self.args.ppo_epochs)
+        out["perf/wasted_flops"] = self.computed.wasted(self.config, batch, self.args.ppo_epochs)
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
             flops *= batch.distinct_tokens()

@@ -22,7 +22,7 @@ from rl.setup import CommonArgs, Job
 from rl.shares import Division
 from rl.stream import Batches, Stream
 from rl.timers import gather_ledgers
-from rl.waste import Work
+from rl.waste import Computed
 
 
 class Part(Protocol):
@@ -96,7 +96,7 @@ class TrainingRun:
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
-        self._begun, self.learner.work = self._begun + 1, Work()
+        self._begun, self.learner.computed = self._begun + 1, Computed()
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if self.recorder:

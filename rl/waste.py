@@ -15,7 +15,7 @@ from rl.dist import all_reduce_sum
 from rl.metrics import train_flops_per_token
 
 
-class Work:
+class Computed:
     """What this rank has computed with gradient in a step."""
 
     def __init__(self):

@@ -15,7 +15,7 @@ from rl.device import PACKED_ATTENTION
 from rl.learner import Learner, LearnerArgs
 from rl.sequence_parallel import Piece
 from rl.shares import pack
-from rl.waste import Work
+from rl.waste import Computed
 
 
 class Counted:
@@ -85,7 +85,7 @@ def test_kernels_for_packed_rows_waste_what_is_divided_and_nothing_else(models, 
     for micro in micros:
         learner.log_probs(micro)
     assert kernels.CALLS
-    tokens, pairs = (learner.work.tokens, learner.work.pairs)
+    tokens, pairs = (learner.computed.tokens, learner.computed.pairs)
     assert tokens == 55 + 25 * len(micros)
     once = sum(25 + i + 1 for n in (30, 20, 5) for i in range(n))
     assert pairs == once + 25 * 26 // 2 * len(micros)
@@ -140,4 +140,4 @@ def test_ranks_wait_for_the_slowest_no_longer_than_with_small_runs(ranks):
 
 def test_nothing_computed_is_nothing_wasted(models, ranks):
     learner = Learner(models["qwen3"], LearnerArgs(), ranks, 10)
-    assert Work().wasted(learner.config, Batch.of([]), 1) == 0.0
+    assert Computed().wasted(learner.config, Batch.of([]), 1) == 0.0
