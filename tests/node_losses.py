@@ -102,7 +102,8 @@ def strike(cluster: Cluster, rng: random.Random) -> str:
         cluster.network.replace(number)
     elif how == "killed":
         for pid in machine.ranks():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     elif how == "stopped":
         pids = list(machine.processes())
         for word, pause in ((signal.SIGSTOP, rng.uniform(0.5, 9)), (signal.SIGCONT, 0)):
@@ -139,12 +140,14 @@ def main(args: Args, fresh: bool) -> Path:
         cluster.jobs[0].send_signal(signal.SIGTERM)  # it leaves a checkpoint, from which a run of so many steps ends
         cluster.jobs[0].wait(60)
         cluster.steps = cluster.step() + 10
-        deadline = time.monotonic() + args.patience
         for number in (0, 1, 2):
             cluster.jobs[number].send_signal(signal.SIGTERM)
             cluster.jobs[number].wait(60)
             cluster.start(number)
+        step, deadline = -1, 0.0
         while (code := cluster.jobs[0].poll()) is None:
+            if cluster.step() > step:
+                step, deadline = cluster.step(), time.monotonic() + args.patience
             if time.monotonic() > deadline:
                 raise SystemExit(f"the run does not end: see {out}")
             time.sleep(0.1)

@@ -14,6 +14,7 @@ import ctypes
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,19 @@ def enter(pid: int, kinds: Sequence[str] = tuple(SPACES)) -> None:
             raise OSError(ctypes.get_errno(), f"setns {kind} of process {pid}")
         os.close(file)
     platform._uname_cache = None  # the hostname
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """That a process was started with; empty if it has gone."""
+    with contextlib.suppress(OSError):
+        return dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"))
+    return {}
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 class Space:
@@ -171,8 +185,14 @@ class Node(Space):
         return found
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks that have begun here and live, in order; forks only."""
-        return [pid for name, pid in sorted((name, pid) for pid, name in self.processes().items()) if "-" in name]
+        """The processes of the ranks that have begun here and live, in order."""
+        found = {}
+        for pid, name in self.processes().items():
+            if "-" in name:  # a fork
+                found[name] = pid
+            elif (rank := _environment(pid).get("LOCAL_RANK")) and "LOCAL_RANK" not in _environment(_parent(pid)):
+                found[rank] = pid
+        return [found[name] for name in sorted(found)]
 
     def left_over(self) -> list[str]:
         """Living processes, and what lies in /dev/shm. To be asked when all has ended."""
@@ -293,12 +313,14 @@ class Network:
 
 
 def main(pid: str, *line: str) -> None:
-    """Runs a command in the namespaces of a process."""
+    """Runs a command in the namespaces of a process; it gets this process's signals, and ends with it."""
     enter(int(pid))
     os.chdir(ROOT)
     child = os.fork()
     if not child:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         os.execvp(line[0], line)
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
