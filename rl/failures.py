@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import platform
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.distributed import DistError, DistNetworkError, Store
 
 from rl import launch, watchdog
 
-speaking = threading.Lock()  # held from a record to the end of what is printed of it: another thread may end the process
 _has_gone = False  # the store
 
 

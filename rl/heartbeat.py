@@ -127,7 +127,7 @@ class Heartbeat:
         end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
         end.name, end.daemon = "watchdog's end", True
         end.start()
-        failures.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not speak too
+        watchdog.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not speak too
         if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
             cause = failures.cause() if store_answers else ""  # who was stopped itself finds others silent that have ended
             print(f"error: {cause or verdict}", file=sys.stderr, flush=True)

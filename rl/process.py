@@ -62,7 +62,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
 
 def fail(error: UserError, name: str = "") -> NoReturn:
     """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
-    with failures.speaking:
+    with watchdog.speaking:
         if failures.record(str(error), name or f"rank {launch.here().rank}").first_of_node:
             print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -72,7 +72,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
 def _explain(name: str, error: Exception) -> None:
     """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
     lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
-    with failures.speaking:
+    with watchdog.speaking:
         if lost:
             what = f"{lost} no longer answer"
             if failures.record(what, name).first_of_node:

@@ -61,6 +61,7 @@ _groups: dict[str, Callable[[], tuple[int, str]]] = {}
 _left = "the start"  # the last block that it came out of
 _done, _done_at = 0, time.monotonic()  # counts what was done, and when the last of it was
 _watchdog: "Watchdog | None" = None
+speaking = threading.Lock()  # held for a process's last words: another of its threads, which has some too, may end it
 
 
 @contextlib.contextmanager
@@ -206,6 +207,7 @@ class Watchdog:
         end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # whatever goes wrong with the report
         end.name = "watchdog's end"
         end.start()
+        speaking.acquire()  # for good: where a rank ends before the report, the main thread loses a connection
         answer = self._answer()
         self.store.set(f"watchdog/answer/{self.rank}", json.dumps(answer))
         if speaks:

@@ -69,7 +69,7 @@ def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch
     """They ended because of it, and left the cause: they are silent for good when it looks again."""
     store = HashStore()
     monkeypatch.setattr(failures, "_open_store", lambda: store)
-    monkeypatch.setattr(failures, "speaking", threading.Lock())
+    monkeypatch.setattr(heartbeat.watchdog, "speaking", threading.Lock())
     monkeypatch.setattr(heartbeat.watchdog, "end_silent", lambda pids: None)
     monkeypatch.setattr(heartbeat.Heartbeat, "_guard", lambda self: None)  # it would end this process in earnest afterwards
     ended = threading.Event()

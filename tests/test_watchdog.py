@@ -93,6 +93,14 @@ def test_a_learner_stuck_in_a_collective():
     check_exit_codes(text, ranks=3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_report_comes_though_a_connection_breaks_meanwhile():
+    code, text = hang("tests/programs/hung_ranks.py", "breaking", ranks=3)
+    assert "learner 1 is silent: its process" in text and list(parts(text)) == ["learner 0", "generator 0"]
+    assert code == 1 and " stops: " not in text and " failed:\n" not in text and f"failed (exitcode: {EXIT_CODE})" in text
+
+
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_stopped_is_named():
     code, text = hang("tests/programs/hung_ranks.py", "stopped", ranks=2)

@@ -3,6 +3,7 @@
 torchrun ... hung_ranks.py ring           two ranks: the learner takes a record, and then never one again
 torchrun ... hung_ranks.py collective     three: learner 1 does not come to a collective in which learner 0 waits
 torchrun ... hung_ranks.py stopped        two: the generator is stopped
+torchrun ... hung_ranks.py breaking       three: as with collective, but that learner 1 ends as soon as the alarm is raised
 python hung_ranks.py alone                a process that gets on slowly, and then no more
 """
 
@@ -55,6 +56,17 @@ def collective(split: dist.Split) -> None:
     dist.barrier()
 
 
+def breaking(split: dist.Split) -> None:
+    watchdog.ANSWER_SECONDS = 4
+    if split.ranks.rank or split.role == "generator":
+        watchdog._watchdog.timeout = FOREVER
+    if split.role == "learner" and split.ranks.rank == 1:
+        watchdog._watchdog.store.wait(["watchdog/alarm"])
+        os._exit(0)
+    with watchdog.doing("a collective that breaks"):
+        dist.barrier() if split.role == "learner" else time.sleep(FOREVER)
+
+
 def stopped(split: dist.Split) -> None:
     watchdog.ANSWER_SECONDS = 4
     if split.role == "generator":
@@ -79,7 +91,7 @@ def together(split: dist.Split) -> None:
     while split.store.add("here", 0) < split.learners + split.generators:
         time.sleep(0.05)
     watchdog._watchdog.timeout = 3
-    {"ring": ring, "collective": collective, "stopped": stopped}[sys.argv[1]](split)
+    {"ring": ring, "collective": collective, "breaking": breaking, "stopped": stopped}[sys.argv[1]](split)
 
 
 if sys.argv[1] == "alone":
