@@ -146,7 +146,7 @@ def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> 
     finally:
         memory.stop()
     seconds = time.perf_counter() - clock
-    listener.join()
+    listener.join(10)  # a process that it has left behind may keep the pipe open
     output = "".join(line for _, line in said)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with code {code}:\n{output[-3000:]}")
