@@ -9,7 +9,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,7 @@ class Group:
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 
 
-def join_records(records: list[bytes]) -> bytes:
+def join_records(records: Iterable[bytes]) -> bytes:
     """Several records as one, each behind its length."""
     return b"".join(struct.pack("<Q", len(r)) + r for r in records)
 

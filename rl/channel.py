@@ -16,11 +16,10 @@ from datetime import timedelta
 from typing import Annotated, Literal
 
 from rl import delivery, signals, watchdog
-from rl.batch import Group, join_records, split_records
+from rl.batch import Group
 from rl.dist import Split
 from rl.elastic import sealed
 from rl.errors import UserError
-from rl.exchange import Exchange
 from rl.ranges import Range
 from rl.relay import Forwarder, Receiver, read_key
 from rl.ring import RecordTooLarge, Ring, RingTimeout
@@ -282,12 +281,9 @@ class Inbox:
                 except RingTimeout:
                     break
                 wait = 0.0
-        exchange = Exchange.of_all_ranks()
-        shares = exchange.share(join_records(records), lambda: join_records([_outlined(record) for record in records]))
-        for rank, share in enumerate(shares):
-            for record in split_records(share):
-                kind = bytes(record[:1])
-                self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), exchange.holder(rank))
+        for record, holder in delivery.gather(records, _outlined):
+            kind = bytes(record[:1])
+            self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), holder)
 
     def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
         watchdog.progress()

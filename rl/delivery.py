@@ -4,7 +4,7 @@ What comes in on a node with learners stays there, for all learners of the node 
 the scores, lengths and ages from which every learner makes the same batch and the same division of it. Then each node sends
 each other one the responses that are trained there, with their prompts: a node receives what it trains and does not have.
 
-    outlined -> Exchange.share -> Group, whole or an outline -> to_trainers -> Group with the responses that are trained here
+    outlined -> gather -> Group, whole or an outline -> to_trainers -> Group with the responses that are trained here
 
 Numbers of an outline's tokens cannot be taken for real ones: ids are -1, log-probs NaN. On one node all are whole, and nothing
 here does anything.
@@ -12,7 +12,7 @@ here does anything.
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,12 +74,17 @@ def _absent(shape: int | tuple[int, ...], dtype, value: float) -> np.ndarray:
     return np.broadcast_to(np.array(value, dtype), shape)
 
 
+def gather(records: list[bytes], outline: Callable[[bytes], bytes] = outlined) -> list[tuple[memoryview, int | None]]:
+    """All ranks' records in rank order, each with its group's holder; of other nodes' what `outline` makes of them. A
+    collective."""
+    own = Exchange.of_all_ranks()
+    shares = own.share(join_records(records), lambda: join_records(map(outline, records)))
+    return [(record, own.holder(rank)) for rank, share in enumerate(shares) for record in split_records(share)]
+
+
 def share(mine: list[Group]) -> list[Group]:
     """Every rank's groups on every rank, in ticket order: whole on the ranks of its node, outlines on the others."""
-    records = [group.to_bytes() for group in mine]
-    exchange = Exchange.of_all_ranks()
-    shares = exchange.share(join_records(records), lambda: join_records([outlined(record) for record in records]))
-    groups = [read(record, exchange.holder(rank)) for rank, share in enumerate(shares) for record in split_records(share)]
+    groups = [read(record, holder) for record, holder in gather([group.to_bytes() for group in mine])]
     return sorted(groups, key=lambda group: group.ticket)
 
 
