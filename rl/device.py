@@ -115,6 +115,7 @@ def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_o
     options = gloo._Options()
     options._timeout, options._threads = timeout, at_once
     names = networks.split(",") if networks else []
+    store.set_timeout(timeout)  # gloo waits for the members as long as the store does
     options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
     return gloo(store, rank, size, options)
 

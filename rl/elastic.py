@@ -229,9 +229,11 @@ class Lobby:
             group = device.host_group(link, 0, 1 + nodes, limit, WINDOW)
         except (dist.DistError, RuntimeError) as error:
             print(f"the generators of {host} (member {member}) have not joined: {str(error).splitlines()[0]}", file=sys.stderr)
+            own.set(f"life/gone/{member}", "")  # or it would wait to be let in
             return
-        link = self._there[member] = Link(group, host, lambda why: self.drop(member, why))
+        link = Link(group, host, lambda why: self.drop(member, why))
         self.news.append({"member": member, "host": host, "joined": names(member, size)})
+        self._there[member] = link  # from here on it may be dropped, which is news, too
         self._has_publisher.wait()
         try:
             self._publisher.greet(link, lambda version: own.set(f"first/{member}", str(version)))

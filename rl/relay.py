@@ -34,7 +34,7 @@ from zmq.utils import monitor, z85
 
 from rl import watchdog
 from rl.errors import UserError
-from rl.ring import Ring, RingTimeout
+from rl.ring import RecordTooLarge, Ring, RingTimeout
 
 HEAD = struct.Struct("<16sQQ")  # a forwarder's own name, the record's number, its checksum
 UNDER_WAY = 64 << 20  # bytes that were sent and are not acknowledged yet
@@ -161,6 +161,9 @@ class Receiver(_Thread):
                 return True
             except RingTimeout:
                 pass
+            except RecordTooLarge as error:
+                told = f"a group from another node does not fit into the ring here: {error} bytes"
+                raise UserError(f"{told}. Raise --ring-mb to what the nodes that generate have.") from None
         return False
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from kills import audit
 from test_nodes import free_port
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from rl import elastic
 from rl.elastic import Crew, JoiningBridge, Lobby, MemberHeartbeat, Seat, sealed
 from rl.elastic_tickets import Claims, key_of, reissue
 from rl.launch import Node
@@ -205,6 +207,15 @@ def test_a_publish_reaches_all_but_those_that_are_lost(monkeypatch):
     for member in (steady, late):
         member.pulse.finish()
     until(lambda: set(crew.gone) == {1, 2, 3})
+
+
+def test_a_member_that_is_not_there_when_it_is_let_in_is_told_to_join_anew(monkeypatch):
+    monkeypatch.setattr(elastic, "OPEN_SECONDS", 0.5)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    lobby, member = Lobby(store.clone(), None, SILENT), store.add("members", 1)
+    store.set(f"ready/{member}", json.dumps(["there", 1, 1]))
+    store.wait([f"life/gone/{member}"], timedelta(seconds=60))
+    assert Seat(member, "there", 1).why_it_fails(store, False) == elastic.GIVEN_UP and not lobby.news
 
 
 FLAGS = ["--total-training-steps", 10, "--test-freq", 0, "--max-response-length", 24]

@@ -133,6 +133,20 @@ def test_a_full_ring_holds_the_sender_back(store, monkeypatch):
         end.close()
 
 
+def test_a_record_that_is_too_large_for_the_receivers_ring_is_an_error_there(store):
+    ring = Ring.create(1 << 20)
+    receiver, forwarder = Receiver(Ring.create(64 << 10), store, [1]), Forwarder(ring, store, 1)
+    ring.put(bytes(100_000))
+    deadline = time.monotonic() + 60
+    with pytest.raises(UserError, match=r"a record of 100,000 bytes does not fit.*Raise --ring-mb"):
+        while time.monotonic() < deadline:
+            receiver.check()
+            time.sleep(0.01)
+    forwarder.close()
+    receiver.guard.stop()
+    receiver.context.destroy(0)
+
+
 @pytest.mark.parametrize("mine", [b"another secret of the same length", None])
 def test_another_secret_is_refused(store, tmp_path, mine):
     theirs, own = tmp_path / "theirs", tmp_path / "own"
