@@ -107,7 +107,8 @@ def meet(store: dist.Store, generators: int) -> None:
         number = [node.first for node in _nodes].index(me.rank) + 1
         last = me.rank + me.local_world_size - 1
         ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
-        where = "" if number == 1 else f"; the run's messages appear on node 1, {_nodes[0].host}"
+        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), 1)
+        where = "" if number == first else f"; the run's messages appear on node {first}, {_nodes[first - 1].host}"
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
 

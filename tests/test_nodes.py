@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, bits, command, environment, train
+from torch.distributed import HashStore
 
-from rl import checkpoint
+from rl import checkpoint, launch
 
 
 def free_port() -> int:
@@ -77,6 +78,18 @@ def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, gene
     told = "; ".join(f"{HOST} has {n} ranks, {g} of them generators" for n, g in zip((2, 1), generators, strict=True))
     assert refused(run_nodes(nodes), f"--generators leaves no {lacking}: {told}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("learners", "speaker"), [((1, 1), 1), ((0, 1), 2), ((0, 0), 1)])
+def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, learners, speaker):
+    """On the first that has a learner."""
+    (own, other), store, here = learners, HashStore(), launch.Launch(0, 3, 0, 1, 0)
+    monkeypatch.setattr(launch, "here", lambda: here)
+    monkeypatch.setattr(launch, "_nodes", [])
+    store.set("node/1", json.dumps(["other", 1, 2, 2 - other]))
+    launch.meet(store, generators=1 - own)
+    told = capsys.readouterr().out
+    assert ("messages appear on node 2, other" in told) == (speaker == 2) and "appear on node 1" not in told
 
 
 LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
