@@ -352,7 +352,7 @@ class Saver:
         """Links the Hugging Face files of the best saved step into `best`."""
         if not self.learner.ranks.is_main:
             return
-        best, record = self.run_dir / "best", {"score": -1.0}
+        best, record = self.run_dir / "best", {"score": -math.inf}
         with contextlib.suppress(OSError, ValueError):
             record = json.loads((best / "best.json").read_text())
         for step, score in self._scores.items():

@@ -79,6 +79,7 @@ class Score:
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
+LARGEST = 3.4028234663852886e38  # score: that of fp32, in which learners have them; beyond it they would be infinite
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 
 
@@ -367,13 +368,14 @@ class ScoringPool:
 
 
 def as_score(value: Any) -> Score:
-    """The return value of a reward function as a Score; anything but a finite number is a bad_value event."""
+    """The return value of a reward function as a Score; anything but a finite number of fp32 is a bad_value event."""
     score, extra = value, {}
     if isinstance(value, dict):
         extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
         score = value.get("score")
-    if not _is_number(score):
+    if not (_is_number(score) and abs(score) <= LARGEST):
         wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
+        wanted += " of fp32"
         return Score(None, event="bad_value", message=f"the reward function returned {value!r:.100}, {wanted}")
     return Score(float(score), extra)
 

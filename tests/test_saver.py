@@ -1,6 +1,7 @@
 """What a save costs in memory, what it writes, and what it does when a learner is in trouble."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 
 from rl import checkpoint, host, tensor_files
+from rl.saver import Saver
 from rl.tensor_files import TensorFile, piece_sizes, pieces
 
 BYTES = {"weights": 4, "gradients": 4, "moments": 8}  # of a parameter in fp32
@@ -132,3 +134,19 @@ def test_free_memory_is_the_least_of_machine_and_control_groups(tmp_path, monkey
         assert host._left_of(group) == 400
     (tmp_path / "memory.max" / "memory.max").write_text("max\n")
     assert host._left_of(tmp_path / "memory.max") == host._left_of(tmp_path / "nowhere") == 2**62
+
+
+@pytest.mark.parametrize("scores", [(-5.0, -2.0, -3.0), (-1.0, -1.0, -1.0), (0.2, 0.9, 0.9), (-1e9, -1e8, -1e30)])
+def test_the_best_saved_step_is_kept_whatever_scores_are(tmp_path, scores):
+    """Validation scores are those of the user's reward where it tells no accuracy: they may all be negative."""
+    steps = dict(enumerate(scores, 1))
+    for step in steps:
+        (export := tmp_path / f"step_{step:06d}").mkdir()
+        for name in (checkpoint.MANIFEST, "model.safetensors"):
+            (export / name).write_text(f"{step}")
+    told = SimpleNamespace(run_dir=tmp_path, learner=SimpleNamespace(ranks=SimpleNamespace(is_main=True)), _scores={})
+    for told._scores in ({step: score} for step, score in steps.items()):  # a validation after each, as in a run that goes on
+        Saver._keep_best(told)
+    best = min(step for step in steps if steps[step] == max(scores))
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": best, "score": steps[best]}
+    assert (tmp_path / "best" / "model.safetensors").read_text() == f"{best}"

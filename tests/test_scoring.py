@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from helpers import ROOT
 
 from rl.errors import UserError
@@ -34,12 +35,32 @@ def test_overlong_penalty():
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), 10**400, "1", "x" * 10**6, None, [1], {"acc": 1}, {"score": "x"}]
+    "value",
+    [
+        float("nan"),
+        float("inf"),
+        10**400,
+        1e39,
+        -1e300,
+        {"score": 1e300},
+        "1",
+        "x" * 10**6,
+        None,
+        [1],
+        {"acc": 1},
+        {"score": "x"},
+    ],
 )
 def test_bad_values(value):
     score = as_score(value)
     assert score.event == "bad_value" and score.score is None and "finite number" in score.message
     assert len(score.message) < 300
+
+
+@pytest.mark.parametrize("score", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, -1e9])
+def test_a_score_is_finite_to_the_learner_too(score):
+    taken = as_score(score).score
+    assert taken == score and torch.tensor([taken], dtype=torch.float32).isfinite().all()
 
 
 def test_good_values():
