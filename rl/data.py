@@ -1,6 +1,6 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-Rows are read with Hugging Face `datasets` and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
+Rows are read by rl/rows.py and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
 string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
 what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
 A column of images may stand beside it, with "<image>" in the text for each (rl/images.py, rl/vision.py).
@@ -26,7 +26,7 @@ from rl.errors import UserError
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
-from rl.rows import Rows
+from rl.rows import read_table
 from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
@@ -124,7 +124,7 @@ class PromptDataset(Sequence):
         # Files keep their own columns: casting them to a common schema would change what they say.
         self.tables, room = [], math.inf if limit < 0 else limit
         for file in self.files:
-            table = _read(file, split)
+            table = read_table(file, split)
             _check_columns(file, table, args)
             if args.image_key in table.column_names:
                 table = self._with_images(file, table)
@@ -287,55 +287,7 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
-def _read(file: str, split: str):
-    """The file as a datasets.Dataset, or what stands for one."""
-    if file == "demo":
-        from rl.demo import problems
-
-        return Rows.of(problems(split))
-    from datasets import Dataset, disable_progress_bars, load_dataset
-
-    disable_progress_bars()
-    if file == "demo-vl":
-        from rl import demo_vl
-
-        return Dataset.from_list(demo_vl.problems(split))
-    kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}.get(Path(file).suffix)
-    if kind is None:
-        return _read_hub(file, split)
-    if not Path(file).is_file():
-        raise UserError(f"{file}: no such file (--{split}-files).")
-    if Path(file).stat().st_size == 0:
-        raise UserError(f"{file}: the file is empty (--{split}-files).")
-    try:
-        table = load_dataset(kind, data_files=file, split="train")
-    except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
-        if "no data" in str(error):  # a parquet file of no rows
-            raise UserError(f"{file}: the file has no rows (--{split}-files).") from None
-        cause = error.__cause__ or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise UserError(f"{file}: cannot be read as {kind} ({reason}).") from None
-    if not len(table):
-        raise UserError(f"{file}: the file has no rows (--{split}-files).")
-    return table
-
-
-def _read_hub(name: str, split: str):
-    from datasets import load_dataset
-
-    path, _, config = name.partition(":")
-    wanted = "train" if split == "train" else "test"
-    try:
-        return load_dataset(path, config or None, split=wanted)
-    except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"--{split}-files {name}: neither a .parquet, .json or .jsonl file nor a hub dataset (name, or name:config) with a "
-            f"{wanted!r} split that can be loaded here ({reason})."
-        ) from None
+# --------------------------------------------------------------------------------------------------------- columns
 
 
 def _check_columns(file: str, table, args: DataArgs) -> None:

@@ -249,6 +249,23 @@ def test_bad_input_is_named(case, tmp_path, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("column", ["prompt", "ground_truth", "extra_info", "not_read"])
+@pytest.mark.parametrize("row", [0, 700, 1402])
+def test_text_that_is_not_utf8_is_named_before_the_run(tmp_path, column, row):
+    """In a column too that is read only when its row is drawn, hours later."""
+    lines = [{"prompt": "1+1=", "ground_truth": "2", "data_source": "demo"} for _ in range(1403)]
+    lines = [line | {"extra_info": {"note": ["", "x"]}, "not_read": "ü"} for line in lines]
+    lines[row] = lines[row] | {column: {"note": ["a", "é"]} if column == "extra_info" else "12é="}
+    texts = [json.dumps(line, ensure_ascii=False) for line in lines]
+    data = [text.encode("latin-1" if number == row else "utf-8") for number, text in enumerate(texts)]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(data))
+    with pytest.raises(UserError, match=rf"a\.jsonl row {row}: its text is not UTF-8"):
+        dataset(file)
+    file.write_text("\n".join(texts))
+    assert len(dataset(file, truncation="left")) == 1403
+
+
 def test_a_null_source_is_named_and_no_file_too(tmp_path):
     file = write(tmp_path / "a.jsonl", verl_row("1"), verl_row("1", source=None))
     with pytest.raises(UserError, match=r"a\.jsonl row 1: data_source is None"):

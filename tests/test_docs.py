@@ -32,6 +32,12 @@ def test_every_page_is_in_the_index():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"README.md"}
 
 
+def test_every_room_has_one_place_in_the_design():
+    rooms = {str(file.relative_to(ROOT)) for file in (ROOT / "rl").glob("*.py")} - {"rl/__init__.py"}
+    named = re.findall(r"`(rl/\w+\.py)`", (ROOT / "docs" / "design.md").read_text().partition("## The rooms")[2])
+    assert sorted(named) == sorted(rooms)
+
+
 def test_the_tests_that_are_promised_exist():
     """A name is of a file, which may have a star, or of a test in it: tests/test_ring.py::test_name."""
     named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
