@@ -304,23 +304,27 @@ class Saver:
     def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The whole model's weights in the plan's order and the model's own precision, on the first learner, a piece at a time:
         the others send their shards. A collective."""
-        ranks, tensors = self.learner.ranks, tensors | self._frozen
+        tensors = tensors | self._frozen
         for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
-            order = sorted(range(ranks.world_size), key=lambda rank, name=name: self._blocks[rank][name].offset)
-            for rank in order:
-                if rank == ranks.rank:
-                    for piece in pieces(tensors[f"model.{name}"], self._dtype):
-                        self._moved += 1
-                        if ranks.is_main:
-                            yield piece
-                        else:
-                            torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
-                elif ranks.is_main:
-                    for size in piece_sizes(math.prod(self._blocks[rank][name].shape), self._dtype):
-                        piece = torch.empty(size, dtype=self._dtype)
-                        torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
-                        self._moved += 1
-                        yield piece
+            for rank in sorted(range(len(self._blocks)), key=lambda rank, name=name: self._blocks[rank][name].offset):
+                yield from self._stream_shard(rank, name, tensors)
+
+    def _stream_shard(self, rank: int, name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """That learner's part of a tensor, on the first learner; the others send theirs."""
+        ranks = self.learner.ranks
+        if rank == ranks.rank:
+            for piece in pieces(tensors[f"model.{name}"], self._dtype):
+                self._moved += 1
+                if ranks.is_main:
+                    yield piece
+                else:
+                    torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
+        elif ranks.is_main:
+            for size in piece_sizes(math.prod(self._blocks[rank][name].shape), self._dtype):
+                piece = torch.empty(size, dtype=self._dtype)
+                torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
+                self._moved += 1
+                yield piece
 
     def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
         """Adds the small files and the manifest. reports: what each learner has written, and the node if it is not here. Raises

@@ -146,13 +146,14 @@ class ShardFiles:
         with closing(Reader(self._own)) as reader:
             for file in sorted(self._places):
                 for name, (run, block) in self._places[file].items():
-                    place = local(tensors[name])
-                    if file in sent:
-                        shard = self._broadcast(file, run, block, reader)
-                        if common := block.common(wanted[name]):
-                            place[common.slices(wanted[name])].copy_(shard[common.slices(block)])
-                    elif common := block.common(wanted[name]):
-                        _read_rows(reader, run, block, common, place[common.slices(wanted[name])])
+                    shard = self._broadcast(file, run, block, reader) if file in sent else None
+                    if not (common := block.common(wanted[name])):
+                        continue
+                    out = local(tensors[name])[common.slices(wanted[name])]
+                    if shard is None:
+                        _read_rows(reader, run, block, common, out)
+                    else:
+                        out.copy_(shard[common.slices(block)])
 
     def _needs(self, file: str, wanted: dict[str, Block]) -> bool:
         return any(block.common(wanted[name]) for name, (_, block) in self._places[file].items())

@@ -24,13 +24,18 @@ def gsm8k(
     given = None if line is None else _number(line.rstrip("!"))
     if given is None:
         return 0.0
-    return 1.0 if given == _number(str(ground_truth)) else format_score
+    return 1.0 if given == _truth(ground_truth) else format_score
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """1 if the last number of the response is the ground truth, else 0: verl's flexible method, but compared as numbers."""
     given = last_number(solution_str)
-    return float(given is not None and given == _number(str(ground_truth)))
+    return float(given is not None and given == _truth(ground_truth))
+
+
+def _truth(ground_truth: str) -> Fraction | None:
+    """A whole answer of GSM8K's, as its own files have it, counts by what follows its "####"."""
+    return _number(str(ground_truth).rpartition("####")[2])
 
 
 def _number(text: str) -> Fraction | None:

@@ -44,6 +44,13 @@ def test_scales():
     assert gsm8k("", "#### 72 or 7", "72", format_score=0.1) == 0, "two numbers are not the format"
 
 
+@pytest.mark.parametrize("truth", ["72", 72, 72.0, "70 + 2 = <<70+2=72>>72 in all.\n#### 72", "#### 72", "so\n#### 72.0\n"])
+def test_a_ground_truth_may_be_a_number_or_a_whole_answer_of_gsm8k(truth):
+    """Otherwise every response scores 0 and no metric says why."""
+    assert gsm8k("", "#### 72", truth) == gsm8k_flexible("", "It is 72", truth) == 1
+    assert gsm8k("", "#### 70", truth) == gsm8k_flexible("", "It is 2", truth) == 0
+
+
 GEOMETRY = [  # response, whether its answer is 5 and whether it has the format, by hand from verl's geo3k.py
     ("<think>a</think>\\boxed{5}", 1, 1),
     ("<think></think>\\boxed{5}", 1, 1),

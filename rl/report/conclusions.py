@@ -190,29 +190,29 @@ def between(groups: list[RunGroup]) -> list[Row]:
     numbers += [("tokens/s of the median step", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
     out = []
     for what, name, number, form in numbers:
+        base = groups[0].each(number)
         for group in groups[1:]:
-            pair = f"{group.label} / {groups[0].label}"
-            ours, base = group.each(number), groups[0].each(number)
-            if not (ours and base):
-                continue
-            rests = f"{what}: {spread(ours, form)} / {spread(base, form)}, {len(ours)} and {len(base)} runs"
-            steps = min(
-                len(log.points(THROUGHPUT if name == THROUGHPUT else REWARD)) for g in (group, groups[0]) for log in g.logs
-            )
-            ends = sorted({log.steps for g in (group, groups[0]) for log in g.logs})
-            if steps < MIN_STEPS:
-                told = f"{what}: too few steps to compare ({steps})"
-            elif len(ends) > 1 and name != THROUGHPUT:
-                told = f"{what}: the runs stopped at different steps ({ends[0]} to {ends[-1]}), so their ends do not compare"
-            elif min(len(ours), len(base)) < MIN_SEEDS:
-                told = f"{what}: too few runs to compare; {MIN_SEEDS} of each are the least"
-            elif min(ours) > max(base) or max(ours) < min(base):
-                ratio = f": {np.mean(ours) / np.mean(base):.2f} times as much" if np.mean(base) > 0 else ""
-                told = f"{what} {'higher' if min(ours) > max(base) else 'lower'} in every run{ratio}"
-            else:
-                told = f"{what}: the runs overlap, no difference is shown"
-            out.append((pair, told, rests))
+            if base and (ours := group.each(number)):
+                told = _compared(ours, base, name, [*group.logs, *groups[0].logs])
+                rests = f"{what}: {spread(ours, form)} / {spread(base, form)}, {len(ours)} and {len(base)} runs"
+                out.append((f"{group.label} / {groups[0].label}", f"{what}{told}", rests))
     return out
+
+
+def _compared(ours: list[float], base: list[float], name: str, logs: list[Log]) -> str:
+    """What can be said of a group's numbers beside the first group's. name: the metric; logs: of both groups."""
+    steps = min(len(log.points(THROUGHPUT if name == THROUGHPUT else REWARD)) for log in logs)
+    ends = sorted({log.steps for log in logs})
+    if steps < MIN_STEPS:
+        return f": too few steps to compare ({steps})"
+    if len(ends) > 1 and name != THROUGHPUT:
+        return f": the runs stopped at different steps ({ends[0]} to {ends[-1]}), so their ends do not compare"
+    if min(len(ours), len(base)) < MIN_SEEDS:
+        return f": too few runs to compare; {MIN_SEEDS} of each are the least"
+    if min(ours) > max(base) or max(ours) < min(base):
+        ratio = f": {np.mean(ours) / np.mean(base):.2f} times as much" if np.mean(base) > 0 else ""
+        return f" {'higher' if min(ours) > max(base) else 'lower'} in every run{ratio}"
+    return ": the runs overlap, no difference is shown"
 
 
 def _last(log: Log, name: str) -> float | None:
