@@ -64,13 +64,14 @@ class ConsoleLog:
             self.bar.stop()
 
 
-def outlive_full_disks() -> None:
-    """From now on what is printed into a file is lost, and ends nothing, while the file's disk is full."""
+def outlive_output() -> None:
+    """From now on nothing that is printed ends the process: what goes into a file is lost while its disk is full, and a
+    character that stdout's encoding lacks is escaped, as on stderr; a user's reward may have anything in its messages."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         old.flush()
         raw = _raw[name] = _Raw(old.fileno(), "w", closefd=False)
-        how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
+        how = {"encoding": old.encoding, "errors": "backslashreplace", "line_buffering": old.line_buffering}
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **how, write_through=old.write_through))
 
 

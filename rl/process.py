@@ -23,7 +23,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
     130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
     signals.take()
-    console.outlive_full_disks()
+    console.outlive_output()
     faulthandler.enable()
     code, joined, name = 0, None, f"rank {os.environ.get('RANK', 0)}"
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import LARGEST_FLOAT, Range
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -79,7 +79,6 @@ class Score:
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
-LARGEST = 3.4028234663852886e38  # score: that of fp32, in which learners have them; beyond it they would be infinite
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 
 
@@ -373,7 +372,7 @@ def as_score(value: Any) -> Score:
     if isinstance(value, dict):
         extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
         score = value.get("score")
-    if not (_is_number(score) and abs(score) <= LARGEST):
+    if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
         wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
         wanted += " of fp32"
         return Score(None, event="bad_value", message=f"the reward function returned {value!r:.100}, {wanted}")

@@ -157,6 +157,16 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
     assert not list(small_disk.glob("run/step_*"))
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_no_character_of_a_message_ends_a_run(encoding):
+    """A reward's error stands in a warning: half a character of a response, say, on a console of any encoding."""
+    text = "12 é 数 \ud83d \U0001f600"
+    program = f"from rl import console; console.outlive_output(); console.ConsoleLog(1).say({text!r}); print('on')"
+    env = environment(PYTHONIOENCODING=encoding)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, timeout=60)
+    assert done.stdout.splitlines() == [text.encode(encoding, "backslashreplace"), b"on"], done.stderr
+
+
 def test_lines_of_a_record_that_nobody_wrote_are_set_aside(tmp_path):
     record = tmp_path / "metrics.jsonl"
     odd = [b"\xff\xfe\x00", b"5", b'{"a": 1}', b"[]", b"null", b'{"step": "7"}', b'{"step": null}', b"", b'{"step": true}']

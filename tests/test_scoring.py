@@ -57,7 +57,7 @@ def test_bad_values(value):
     assert len(score.message) < 300
 
 
-@pytest.mark.parametrize("score", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, -1e9])
+@pytest.mark.parametrize("score", [3e38, -3e38, -1e9, 1e-300])
 def test_a_score_is_finite_to_the_learner_too(score):
     taken = as_score(score).score
     assert taken == score and torch.tensor([taken], dtype=torch.float32).isfinite().all()
