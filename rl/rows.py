@@ -4,7 +4,6 @@ Left out: what the columns mean, which is rl/data.py. Importing datasets takes 0
 of what the demo of text has to start: its rows are a table of our own.
 """
 
-import bisect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -50,15 +49,19 @@ def read_table(file: str, split: str):
 def _check_text(file: str, table: pa.Table) -> None:
     """Raises UserError for the first row with a text that is not UTF-8, in any column: a run would meet it when the row is
     drawn."""
-    if not _is_whole(table):
-        row = bisect.bisect_left(range(len(table)), True, key=lambda row: not _is_whole(table.slice(0, row + 1)))
-        raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.")
-
-
-def _is_whole(table: pa.Table) -> bool:
     try:
         table.validate(full=True)
-    except pa.ArrowInvalid:
+    except pa.ArrowInvalid as error:
+        row = next((row for row in range(len(table)) if not _is_text(table.slice(row, 1))), None)
+        if row is None:
+            raise UserError(f"{file}: cannot be read ({error}).") from None
+        raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
+
+
+def _is_text(table: pa.Table) -> bool:
+    try:
+        table.to_pylist()
+    except UnicodeDecodeError:
         return False
     return True
 

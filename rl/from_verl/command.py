@@ -14,19 +14,25 @@ from rl.errors import UserError
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
 STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
+INNER = re.compile(r"(^|\s)python[\d.]*\s+(-\w+\s+)*(verl|recipe)[./]|-m\s+(verl|recipe)\.")  # a command within a word
 # Every program is "not found" and noted down. The built-ins that could reach out of the script, or end it early, do nothing.
 READER = r"""
 command_not_found_handle() { printf '%s\0' "$@" $'\x1e' >&3; return 0; }
 exec() { "$@"; }
 basename() { _name=${1%/}; _name=${_name##*/}; echo "${_name%"$2"}"; }
 dirname() { case $1 in */*) echo "${1%/*}" ;; *) echo . ;; esac; }
-for name in set source . kill trap ulimit umask enable hash; do eval "$name() { :; }"; done
+for name in set source . kill trap ulimit umask enable hash cd pushd popd exit; do eval "$name() { :; }"; done
 PATH=/nonexistent
 readonly PATH
 builtin set -f -r
 eval "$VERL_SCRIPT"
 """
 END_OF_PROGRAM = "\x1e\0"
+TARGET = r"""(?:\$\([^)]*\)|"[^"\n]*"|'[^'\n]*'|[^\s;&|()<>"'])+"""
+KEPT_OR_REDIRECTED = re.compile(  # a comment or a text in quotes; or > file, 2>> file, &> file, > >(tee file)
+    r"""((?<!\S)\#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*')|[\d&]?>{1,2}\|?[ \t]*(?:>\([^)]*\)|"""
+    f"{TARGET})"
+)
 SECONDS_TO_READ = 20
 
 
@@ -74,21 +80,33 @@ def _take(command: Command, key: str, value: object) -> None:
 
 def read_script(text: str) -> Command:
     """Takes the text of a shell script, or of one command. Raises UserError if it starts no verl."""
-    starts = [words for words in _programs(text) if any(STARTS_VERL.search(word) for word in words)]
-    starts = [words for words in starts if any("=" in word for word in words)] or starts  # verl's other tools take no key=value
+    text = text.replace("\r\n", "\n")
+    programs, error = _programs(text)
+    if not (starts := _starts(programs)):  # the restricted shell writes no file, and does not start what would
+        programs, error = _programs(KEPT_OR_REDIRECTED.sub(lambda match: match[1] or " ", text))
+        starts = _starts(programs)
     if not starts:
         raise UserError(
             "no start of verl is found in it: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
             "If a program of your own starts verl, hand its key=value words over instead."
+            + (f" Bash says: {error}" if error else "")
         )
     command = read_words(starts[0])
+    if not command.module and (inner := next((word for word in starts[0] if INNER.search(word)), None)):
+        return read_script(inner)  # of docker exec ... bash -c '...'
     if len(starts) > 1:
         command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
     return command
 
 
-def _programs(text: str) -> list[list[str]]:
-    """The words of every program that the script would start, in its order."""
+def _starts(programs: list[list[str]]) -> list[list[str]]:
+    """Those that start verl; its other tools take no key=value."""
+    starts = [words for words in programs if any(STARTS_VERL.search(word) for word in words)]
+    return [words for words in starts if any("=" in word for word in words)] or starts
+
+
+def _programs(text: str) -> tuple[list[list[str]], str]:
+    """The words of every program that the script would start, in its order; and bash's last complaint."""
     with tempfile.TemporaryFile() as noted:
         try:
             shell = subprocess.run(
@@ -108,7 +126,8 @@ def _programs(text: str) -> list[list[str]]:
             raise UserError(f"bash cannot read it: {shell.stderr.decode(errors='replace').strip().splitlines()[0]}")
         noted.seek(0)
         programs = noted.read().decode(errors="replace").split(END_OF_PROGRAM)
-    return [program.split("\0")[:-1] for program in programs if program.strip("\0")]
+    complaint = shell.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaint
 
 
 def parse_value(text: str) -> object:

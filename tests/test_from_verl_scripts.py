@@ -1,0 +1,44 @@
+"""verl's start as people's scripts have it: behind guards, on clusters, in containers, its output into a file."""
+
+import pytest
+
+from rl.errors import UserError
+from rl.from_verl.command import read_script
+
+KEYS = "data.train_batch_size=8 actor_rollout_ref.rollout.n=4"
+VERL = f"python3 -m verl.trainer.main_ppo {KEYS}"
+WAYS = {
+    "into a file": f"{VERL} > train.log 2>&1",
+    "appended, in the background": f"nohup {VERL} >> logs/$(date +%F).log 2>&1 &",
+    "both into a file": f"{VERL} &> 'my log.txt' # don't\n",
+    "each into a file": f"{VERL} 2>err.log >out_`date`.log",
+    "through tee": f"{VERL} 2>&1 | tee train.log",
+    "into tee": f"{VERL} > >(tee a.log) 2> >(tee b.log >&2)",
+    "from another directory": f"cd /opt/verl || exit 1\npushd x && {VERL} && popd",
+    "behind a check of the machine": f"command -v nvidia-smi || exit 1\n[ -d /data ] || {{ echo no data; exit 2; }}\n{VERL}",
+    "with the line ends of Windows": VERL.replace(" data", " \\\r\n  data") + "\r\n",
+    "in a container": f"docker exec -it verl bash -c '{VERL}'",
+    "in a container, all of it": f'docker run img bash -lc "cd /w && {VERL} > a.log 2>&1"',
+    "on a cluster": f"nodes=($(scontrol show hostnames))\nsrun --overlap -w ${{nodes[0]}} {VERL}",
+    "by Ray": f"ray job submit --no-wait --working-dir . -- {VERL}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_way_verl_is_started_changes_no_key(way, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = read_script(WAYS[way])
+    assert command.module == "verl.trainer.main_ppo"
+    assert command.values == {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4}
+    assert not any(tmp_path.iterdir()), "reading a script writes nothing"
+
+
+def test_a_value_may_look_like_a_file_or_a_command():
+    name = "a > b & python -m verl.trainer.main_ppo c=1"
+    command = read_script(f"{VERL} trainer.experiment_name='{name}' > train.log")
+    assert command.module == "verl.trainer.main_ppo" and command.values["trainer.experiment_name"] == name
+
+
+def test_what_ends_a_script_early_is_told():
+    with pytest.raises(UserError, match=r"no start of verl.*DATA: set DATA"):
+        read_script(f"echo ${{DATA:?set DATA}}\n{VERL}")
