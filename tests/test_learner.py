@@ -5,12 +5,15 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from helpers import run_script
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+from helpers import SMALL, make_group, run_script
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl.learner import LearnerArgs
+from rl.batch import Batch, micro_batches
+from rl.learner import Learner, LearnerArgs
 from rl.log_probs import ChunkedLogProbs
 from rl.optimizer import lr_factor
 
@@ -73,6 +76,45 @@ def test_gradient_is_the_same_however_the_work_is_cut(compute, models, reference
     assert data["32/micros"] > data["100/micros"] > data["4096/micros"] == 1
     for budget in BUDGETS:
         assert relative(data[f"{budget}/grad"], reference[0]["4096/grad"]) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "tied"), [(Qwen2Config, True), (Qwen3Config, False)])
+def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks, tmp_path, kind, tied):
+    """Three updates of three micro-batches of a sequence, beside transformers' forward pass and torch's AdamW. Nothing that
+    large models need rounds anything where it is not asked for. A head of keys and values for each query: there is one order
+    of sums then."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**SMALL | {"num_key_value_heads": 4}, head_dim=16, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path)
+    flags = {"lr": 1e-2, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "ppo_max_token_len_per_gpu": 40}
+    learner = Learner(str(tmp_path), LearnerArgs(**flags), ranks, 10, temperature=0.7)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
+    for update in range(3):
+        rng = np.random.default_rng(update)
+        batch = Batch.of([make_group(t, [n], prompt=5 + t, rng=rng) for t, n in enumerate([20, 17, 28])])
+        micros = micro_batches(batch, torch.arange(3), 40, ranks)
+        assert len(micros) == 3
+        for micro in micros:
+            log_prob, entropy = learner.log_probs(micro, "loss")
+            weight = torch.linspace(-1, 1, len(log_prob))
+            ((log_prob + 0.1 * entropy) * weight).sum().backward()
+            response = int(batch.seq[micro.index[0]])
+            prompt, tokens = batch.prompts[response], batch.token[batch.seq == response].long()
+            ids = torch.cat([torch.from_numpy(prompt).long(), tokens])[None]
+            hidden = plain.model(ids, use_cache=False)[0][0, len(prompt) - 1 : -1]
+            expected = (F.linear(hidden, plain.lm_head.weight) / 0.7).log_softmax(-1)  # [n, V]
+            chosen = -F.nll_loss(expected, tokens, reduction="none")
+            assert torch.equal(log_prob.detach(), chosen.detach())
+            ((chosen - 0.1 * (expected.exp() * expected).sum(-1)) * weight).sum().backward()
+        for name, parameter in learner.parameters.items():
+            assert torch.equal(parameter.grad.full_tensor(), plain.get_parameter(name).grad), name
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert learner.step()["actor/grad_norm"] == float(norm) > 1
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in learner.weights():
+        assert torch.equal(weight, plain.get_parameter(name)), name
 
 
 def test_offloaded_to_host_memory(compute, models, reference):
