@@ -15,6 +15,7 @@ the network that c10d and NCCL trust.
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -73,10 +74,13 @@ def _fingerprint(secret: bytes) -> str:
 
 
 def _own_address(towards: str | None) -> str:
-    """This machine's address on the network over which a host, by default the job's first node, is reached; nothing is sent."""
+    """This machine's address on the network over which a host, by default the job's first node, is reached; nothing is sent.
+    That host's own is its name, if it knows itself by a loopback address (many an /etc/hosts says so): others resolve it."""
+    host = towards or os.environ.get("MASTER_ADDR", "localhost")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards or os.environ.get("MASTER_ADDR", "localhost"), 1))
-        return probe.getsockname()[0]
+        probe.connect((host, 1))
+        address = probe.getsockname()[0]
+    return host if address.startswith("127.") else address
 
 
 def _socket(context: zmq.Context, kind: int, keys: tuple[bytes, bytes]) -> zmq.Socket:
@@ -182,10 +186,10 @@ class Forwarder(_Thread):
         self.socket.curve_serverkey = _keys(secret, b"receiver")[0]
         self._events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         with watchdog.doing("a node with learners to listen for samples"):
-            address, fingerprint = json.loads(store.get(f"relay/{node}"))
+            self._address, fingerprint = json.loads(store.get(f"relay/{node}"))
         if fingerprint != _fingerprint(secret):
             raise UserError("--cluster-key: the node with the learners has another secret. Give all nodes the same file.")
-        self.socket.connect(address)
+        self.socket.connect(self._address)
         watchdog.show("records sent to another node", lambda: f"{self._count}, {self.acknowledged} of them have arrived")
         super().__init__("forwarder")
 
@@ -196,9 +200,13 @@ class Forwarder(_Thread):
             time.sleep(1e-2)
 
     def _move(self) -> None:
-        connections = 0
+        connections, patience = 0, time.monotonic() + SILENT_SECONDS
         while not self._closed.is_set():
             connections += self._connected()
+            if not connections and time.monotonic() > patience:
+                patience = math.inf
+                told = f"{self._address}, where this node's samples go, has not answered for {SILENT_SECONDS} s"
+                print(f"warning: {told}: is it closed to this node?", file=sys.stderr, flush=True)
             if connections > 1:  # anew: what was under way may be lost
                 connections = 1
                 for message in self._under_way:

@@ -118,6 +118,31 @@ def test_a_connection_that_is_cut_again_and_again_loses_and_doubles_nothing(stor
     receiver.close()
 
 
+def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name(store, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    ring = Ring.create(1 << 20)
+    receiver, forwarder = Receiver(Ring.create(1 << 20), store, [1]), Forwarder(ring, store, 1)
+    assert json.loads(store.get("relay/1"))[0].startswith("tcp://localhost:")
+    ring.put(b"a record")
+    forwarder.wait(1)
+    for end in (forwarder, receiver):
+        end.close()
+
+
+def test_a_receiver_that_cannot_be_reached_is_named(store, monkeypatch, capfd):
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 1)
+    with closing(Receiver(Ring.create(1 << 16), store, [1])), socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        closed = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        store.set("relay/1", json.dumps([closed, json.loads(store.get("relay/1"))[1]]))
+        with closing(Forwarder(Ring.create(1 << 16), store, 1)):
+            said, deadline = "", time.monotonic() + 60
+            while closed not in said and time.monotonic() < deadline:
+                time.sleep(0.05)
+                said += capfd.readouterr().err
+    assert said.count(f"warning: {closed}, where this node's samples go, has not answered") == 1
+
+
 def test_a_full_ring_holds_the_sender_back(store, monkeypatch):
     monkeypatch.setattr(relay, "UNDER_WAY", 20_000)
     target, ring = Ring.create(32 << 10), Ring.create(64 << 10)
