@@ -11,9 +11,10 @@ ppo_mini_batch_size * require_batches groups.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
+    from rl import first_line, signals
 
     signals.take()
+    first_line.say()
 
 from dataclasses import dataclass
 

@@ -10,9 +10,10 @@ and responses that outlive a publish (train_async.py).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
+    from rl import first_line, signals
 
     signals.take()
+    first_line.say()
 
 import json
 from dataclasses import dataclass

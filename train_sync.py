@@ -9,9 +9,10 @@ are in losses.py. Left out here: generating while learning (train_one_step_off.p
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
+    from rl import first_line, signals
 
     signals.take()
+    first_line.say()
 
 from dataclasses import dataclass
 

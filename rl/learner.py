@@ -41,6 +41,7 @@ from rl.waste import Computed
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
+SMALL = 2**22  # parameters of a model that one rank alone gathers in one piece
 
 
 @dataclass
@@ -161,7 +162,9 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     if ranks.expert_parallel > 1:
         divide_experts(model, ranks, shard)
-    for layer in layers(model):
+    # Alone, a rank gathers copies of what it has: so small a model in one piece, which saves what each layer's costs.
+    in_one = ranks.world_size == 1 and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+    for layer in [] if in_one else layers(model):
         fully_shard(layer, **shard)
     fully_shard(policy, **shard)
     for module in policy.modules():

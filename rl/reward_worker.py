@@ -1,7 +1,7 @@
 """A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by the pool of rl/scoring.py.
 
-Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
-transformers: it starts in a blink.
+Reads one numbered JSON item a line and answers with one JSON line that bears its number, and the seconds it took. Imports
+neither torch nor transformers: it starts in a blink.
 """
 
 import contextlib
@@ -95,12 +95,13 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
         function = own or BUILT_IN[item["data_source"]]
         if cpu_seconds:
             limit_cpu(cpu_seconds)
+        started = time.perf_counter()
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value = function(**item)
-            answer({"number": number, "value": value})
+            answer({"number": number, "seconds": time.perf_counter() - started, "value": value})
         except (Exception, SystemExit) as error:
-            answer({"number": number, "failed": one_line(error)})
+            answer({"number": number, "seconds": time.perf_counter() - started, "failed": one_line(error)})
 
 
 if __name__ == "__main__":

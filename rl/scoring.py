@@ -3,16 +3,15 @@
 The pool runs them in processes of their own, so that a response that cannot be scored - the function hangs, raises, returns
 no finite number, eats the memory, dies - becomes a counted event, never a stuck run: it is left out of the training
 (--on-error). The worker is rl/reward_worker.py; what passes between is JSON, nothing is pickled.
+
+The rank looks in between two engine steps only. A worker that is quick has several responses in its pipe, or it would score one
+a step; when it turns out to be slow, other workers get those that it has not begun.
 """
 
-import contextlib
 import json
 import math
 import os
 import select
-import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
 from rl.ranges import LARGEST_FLOAT, Range
+from rl.scorer import QUICK, Scorer
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -79,7 +79,7 @@ class Score:
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
-REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
+RECALL = 0.1  # seconds without an answer after which other workers get what it has not begun
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
@@ -104,90 +104,7 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 # ------------------------------------------------------------------------------------------------------- the pool
 
 
-class _Worker:
-    """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
-
-    def __init__(self, args: RewardArgs):
-        limits = [str(args.reward_memory_limit_gb), str(args.reward_cpu_limit)]
-        command = [sys.executable, "-m", "rl.reward_worker", args.reward or "", *limits, str(os.getpid())]
-        root = str(Path(__file__).resolve().parent.parent)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
-        os.set_blocking(self.process.stdin.fileno(), False)
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self.key: tuple[Any] | None = None  # of the item it works on, in a tuple since any key will do
-        self.ready = False  # it has said that it is
-        self.started = time.monotonic()  # when it was started or got its item
-        self.number = 0  # of the item: an answer with another number is none of the worker's own
-        self._read = b""
-        self._unwritten = b""
-
-    def give(self, key: Any, item: str) -> None:
-        self.number += 1
-        self.key, self.started, self._unwritten = (key,), time.monotonic(), f"[{self.number}, {item}]\n".encode()
-        self.write()
-
-    def write(self) -> None:
-        """Hands over as much of the item as the pipe takes now."""
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
-                self.started = time.monotonic()  # a long item goes in pieces: its time begins with the last
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # dead: the reader meets the end of its output
-            self._unwritten = b""
-
-    def replies(self) -> tuple[list[dict | None], bool]:
-        """The answers that have come in, None for one that is none, and whether its output has ended."""
-        ended = False
-        try:
-            while len(self._read) <= REPLY_LIMIT and not ended:
-                data = os.read(self.process.stdout.fileno(), 1 << 16)
-                self._read += data
-                ended = not data
-        except BlockingIOError:
-            pass
-        *lines, self._read = self._read.split(b"\n")
-        too_long = [None] if len(self._read) > REPLY_LIMIT else []
-        return [_reply(line) for line in lines] + too_long, ended
-
-    def register(self, poller: "select.poll") -> None:
-        poller.register(self.process.stdout, select.POLLIN)
-        if self._unwritten:
-            poller.register(self.process.stdin, select.POLLOUT)
-
-    def ending(self) -> tuple[str, str]:
-        """The event that its end is, and how it ended."""
-        try:
-            code = self.process.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            return "died", "the scoring process closed its pipe"
-        if code == -signal.SIGXCPU:
-            return "timeout", "no score within the CPU time of --reward-cpu-limit"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return "died", f"the scoring process {how}"
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-def _reply(line: bytes) -> dict | None:
-    """A worker's line; None if it is not one of its own: the user's function can write to any file descriptor."""
-    try:
-        reply = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed"})
-    return reply if isinstance(reply, dict) and reply.keys() in shapes else None
-
-
-def _kill_all(workers: list[_Worker], owner: int) -> None:
+def _kill_all(workers: list[Scorer], owner: int) -> None:
     while workers and os.getpid() == owner:  # a fork of the rank must not end the rank's workers
         workers.pop().kill()
 
@@ -204,7 +121,7 @@ class ScoringPool:
         self.last_message: dict[str, str] = {}  # per kind of event
         self._queue: deque[tuple[Any, str]] = deque()
         self._done: list[tuple[Any, Score]] = []
-        self._workers: list[_Worker] = []
+        self._workers: list[Scorer] = []
         self._bad_starts = 3  # in a row; one good start clears them, before the first one is too many
         self._first_call = float(START_LIMIT)  # seconds more for a process's first response: it may import or load something
         self._answered, self._scored, self._lost = 0, 0, 0  # responses with an answer, with a score; processes
@@ -242,7 +159,7 @@ class ScoringPool:
 
     @property
     def pending(self) -> int:
-        return len(self._queue) + sum(worker.key is not None for worker in self._workers) + len(self._done)
+        return len(self._queue) + sum(len(worker.items) for worker in self._workers) + len(self._done)
 
     def poll(self) -> list[tuple[Any, Score]]:
         """The responses scored since the last call."""
@@ -275,7 +192,7 @@ class ScoringPool:
         poller.poll(seconds * 1000)
 
     def _start_worker(self) -> None:
-        self._workers.append(_Worker(self.args))
+        self._workers.append(Scorer(self.args.reward, self.args.reward_memory_limit_gb, self.args.reward_cpu_limit))
 
     def _drive(self) -> None:
         """Collects answers, ends what is late or dead, and gives idle workers the next item."""
@@ -289,20 +206,26 @@ class ScoringPool:
                 seconds = time.monotonic() - worker.started
                 if ended:
                     self._lose(worker, *worker.ending())
-                elif worker.ready and worker.key and seconds > self._limit(worker):
+                elif worker.ready and worker.items and seconds > self._limit(worker):
                     self._time_out(worker)
+                elif seconds > RECALL and len(worker.items) > 1 and self.args.reward_workers > 1:
+                    self._queue.extendleft(reversed(worker.take_back()))
                 elif not worker.ready and seconds > START_LIMIT:
                     self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
-        busy = sum(worker.key is not None for worker in self._workers)
+        busy = sum(bool(worker.items) for worker in self._workers)
         while len(self._workers) < min(self.args.reward_workers, len(self._queue) + busy):
             self._start_worker()
-        for worker in self._workers:
-            if worker.ready and worker.key is None and self._queue:
-                worker.give(*self._queue.popleft())
+        while self._queue and (free := [worker for worker in self._workers if worker.has_room]):
+            min(free, key=lambda worker: len(worker.items)).give(*self._queue.popleft())
 
-    def _take(self, worker: _Worker, reply: dict | None) -> bool:
+    def _take(self, worker: Scorer, reply: dict | None) -> bool:
         """Deals with one line of the worker's; False if the worker had to go."""
-        if reply is None or (worker.ready and (worker.key is None or reply.get("number") != worker.number)):
+        number = reply and reply.get("number")
+        if number in worker.recalled:
+            worker.recalled.remove(number)
+            worker.started = time.monotonic()
+            return True
+        if reply is None or (worker.ready and (not worker.items or number != worker.items[0][0])):
             self._lose(worker, "error", "the reward function wrote to the scoring process's own output")
             return False
         if not worker.ready:
@@ -310,31 +233,32 @@ class ScoringPool:
                 self._refuse(reply["failed"])
             worker.ready, self._bad_starts = True, 0
             return True
-        if worker.number == 1:
+        if number == 1:
             seconds = time.monotonic() - worker.started
             self._first_call = max(self._first_call, seconds) if self._answered else seconds
         self._answered += 1
-        (key,), worker.key = worker.key, None
+        _, key, _ = worker.items.popleft()
+        worker.started, worker.quick = time.monotonic(), reply["seconds"] <= QUICK
         if "failed" in reply:
             self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
         else:
             self._record(key, as_score(reply["value"]))
         return True
 
-    def _limit(self, worker: _Worker) -> float:
+    def _limit(self, worker: Scorer) -> float:
         """Seconds that the worker may take for its item."""
-        return self.args.reward_timeout + (self._first_call if worker.number == 1 else 0.0)
+        return self.args.reward_timeout + (self._first_call if worker.items[0][0] == 1 else 0.0)
 
-    def _time_out(self, worker: _Worker) -> None:
+    def _time_out(self, worker: Scorer) -> None:
         message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
-        if worker.number == 1 and self._first_call >= 1:
+        if worker.items[0][0] == 1 and self._first_call >= 1:
             message += (
                 f" and {self._first_call:.3g} s for what a first call imports or loads, better done when the file is imported"
             )
             self._first_call = self._first_call if self._answered else 0.0  # it was not that
         self._lose(worker, "timeout", message)
 
-    def _lose(self, worker: _Worker, event: str, message: str) -> None:
+    def _lose(self, worker: Scorer, event: str, message: str) -> None:
         worker.kill()
         self._workers.remove(worker)
         self._lost += worker.ready
@@ -346,8 +270,9 @@ class ScoringPool:
             self._bad_starts += 1
             if self._bad_starts > 3:
                 self._refuse(f"importing it does not work: {message}")
-        if worker.key:
-            self._record(worker.key[0], Score(None, event=event, message=message))
+        if worker.items:
+            self._queue.extendleft(reversed(worker.take_back()))
+            self._record(worker.items[0][1], Score(None, event=event, message=message))
         elif event != "died":
             self._count(event, message)
 

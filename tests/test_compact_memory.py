@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import SMALL, make_group, run_script
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 import train_sync
 from rl import micro_batch
@@ -248,9 +249,21 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
     assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096
 
 
+def test_a_small_model_gathered_in_one_piece_learns_the_same_to_the_bit(models, ranks, monkeypatch):
+    in_one = make_learner(models["qwen2-tied"], ranks)
+    monkeypatch.setattr("rl.learner.SMALL", 0)
+    apart = make_learner(models["qwen2-tied"], ranks)
+    pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (in_one, apart)]
+    assert pieces == [1, 1 + SMALL["num_hidden_layers"]]
+    for seed in range(3):
+        assert update(in_one, seed) == update(apart, seed)
+    assert torch.equal(weights(in_one), weights(apart))
+
+
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
+def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing, monkeypatch):
     """Elements a token, after the forward pass and at most in the backward pass; nothing is left behind it."""
+    monkeypatch.setattr("rl.learner.SMALL", 0)  # each layer gathered by itself, as of any model of size
     learner = make_learner(models["qwen2-untied"], ranks, gradient_checkpointing=checkpointing)
     batch = Batch.of([make_group(t, [99], prompt=1) for t in range(8)])
     (micro,) = micro_batches(batch, torch.arange(8), 800, ranks)

@@ -242,6 +242,49 @@ def test_a_queued_response_does_not_wait_behind_a_hanging_one(bad_reward):
         assert [key for key, _ in pool.wait(30)] == ["good"]
 
 
+def test_a_rank_that_looks_seldom_gets_more_than_one_score_a_look(bad_reward):
+    """It looks between two engine steps: responses that end together may not take a step each to be scored."""
+    with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
+        pool.submit(-1, "any", "fine", "1", {"n": 0})
+        drain(pool)
+        for number in range(40):
+            pool.submit(number, "any", "fine", str(number), {"n": number})
+        looks, scores = 0, {}
+        while len(scores) < 40:
+            time.sleep(0.5)
+            done = pool.poll()
+            looks, scores = looks + bool(done), scores | {key: score.score for key, score in done}
+        assert scores == {number: float(number) for number in range(40)} and looks <= 20
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_stands_behind_a_bad_response_is_scored(bad_reward, workers):
+    """A quick process is given several: it is the one under way that costs it its life, or a timeout."""
+    bad = {10: "exit", 20: "kill", 30: "hang", 31: "raise", 40: "junk"}
+    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=5, reward_workers=workers)) as pool:
+        pool.submit(-1, "any", "fine", "1", {"n": 0})
+        drain(pool)
+        for number in range(50):
+            pool.submit(number, "any", bad.get(number, "fine"), str(number), {"n": number})
+        results = drain(pool, 120)
+        assert {key: EXPECTED[text] for key, text in bad.items()} == {k: s.event for k, s in results.items() if s.event}
+        assert {k: s.score for k, s in results.items() if not s.event} == {n: float(n) for n in range(50) if n not in bad}
+
+
+def test_what_stands_behind_a_hanging_response_goes_to_another_process(bad_reward):
+    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=600, reward_workers=2)) as pool:
+        for number in range(4):  # until both are quick
+            pool.submit(-number, "any", "fine", "1", {"n": 0})
+        drain(pool)
+        pool.submit("bad", "any", "hang", "1", {"n": 0})
+        for number in range(1, 60):
+            pool.submit(number, "any", "fine", "1", {"n": 0})
+        done, deadline = set(), time.monotonic() + 120
+        while len(done) < 59 and time.monotonic() < deadline:
+            done |= {key for key, _ in pool.wait(1.0)}
+        assert done == set(range(1, 60)) and pool.pending == 1
+
+
 def test_workers_are_light():
     code = "import sys, rl.reward_worker; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
@@ -269,7 +312,7 @@ from rl.ranges import check
 from rl.scoring import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={bad_reward!r}))
 pool.submit(0, "any", "hang", "1", None)
-while not (pool._workers and pool._workers[0].key): pool.poll(); time.sleep(0.01)
+while not (pool._workers and pool._workers[0].items): pool.poll(); time.sleep(0.01)
 print(pool._workers[0].process.pid, flush=True)
 time.sleep(1000)
 """

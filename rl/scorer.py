@@ -1,0 +1,120 @@
+"""A scoring process as the rank sees it: rl/scoring.py decides which responses it gets, rl/reward_worker.py runs in it."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
+QUICK = 0.01  # seconds of the newest score within which a process is given more at once
+AT_ONCE = 16  # responses that it is given then
+
+
+class Scorer:
+    """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
+
+    def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float):
+        """reward: path/to/file.py:function; without it a built-in verifier, which each item names."""
+        given = [reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid())]
+        command = [sys.executable, "-m", "rl.reward_worker", *given]
+        root = str(Path(__file__).resolve().parent.parent)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
+        os.set_blocking(self.process.stdin.fileno(), False)
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.items: deque[tuple[int, Any, str]] = deque()  # (number, key, item): the one it works on, and those behind it
+        self.recalled: set[int] = set()  # numbers of items that others have got since: its answers to them do not count
+        self.ready = False  # it has said that it is
+        self.quick = False  # its newest score took no longer than QUICK
+        self.started = time.monotonic()  # when it was started, or began its item as far as one knows here
+        self._given = 0  # items so far; an answer with a number that is not expected is none of the worker's own
+        self._read = b""
+        self._unwritten = b""
+
+    @property
+    def has_room(self) -> bool:
+        return self.ready and not self._unwritten and len(self.items) < (AT_ONCE if self.quick else 1)
+
+    def give(self, key: Any, item: str) -> None:
+        self._given += 1
+        if not self.items:
+            self.started = time.monotonic()
+        self.items.append((self._given, key, item))
+        self._unwritten = f"[{self._given}, {item}]\n".encode()
+        self.write()
+
+    def take_back(self) -> list[tuple[Any, str]]:
+        """The items that it has not begun, for others."""
+        self.quick, back = False, [self.items.pop() for _ in range(len(self.items) - 1)][::-1]
+        self.recalled |= {number for number, *_ in back}
+        return [(key, item) for _, key, item in back]
+
+    def write(self) -> None:
+        """Hands over as much of the newest item as the pipe takes now."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
+                if len(self.items) == 1:
+                    self.started = time.monotonic()  # a long item goes in pieces: its time begins with the last
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # dead: the reader meets the end of its output
+            self._unwritten = b""
+
+    def replies(self) -> tuple[list[dict | None], bool]:
+        """The answers that have come in, None for one that is none, and whether its output has ended."""
+        ended = False
+        try:
+            while len(self._read) <= REPLY_LIMIT and not ended:
+                data = os.read(self.process.stdout.fileno(), 1 << 16)
+                self._read += data
+                ended = not data
+        except BlockingIOError:
+            pass
+        *lines, self._read = self._read.split(b"\n")
+        too_long = [None] if len(self._read) > REPLY_LIMIT else []
+        return [_reply(line) for line in lines] + too_long, ended
+
+    def register(self, poller: "select.poll") -> None:
+        poller.register(self.process.stdout, select.POLLIN)
+        if self._unwritten:
+            poller.register(self.process.stdin, select.POLLOUT)
+
+    def ending(self) -> tuple[str, str]:
+        """The event that its end is, and how it ended."""
+        try:
+            code = self.process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            return "died", "the scoring process closed its pipe"
+        if code == -signal.SIGXCPU:
+            return "timeout", "no score within the CPU time of --reward-cpu-limit"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return "died", f"the scoring process {how}"
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def _reply(line: bytes) -> dict | None:
+    """A worker's line; None if it is not one of its own: the user's function can write to any file descriptor."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    shapes = ({"ready"}, {"failed"}, {"number", "seconds", "value"}, {"number", "seconds", "failed"})
+    if not isinstance(reply, dict) or reply.keys() not in shapes:
+        return None
+    numbers = reply.get("number", 0), reply.get("seconds", 0)
+    return reply if all(isinstance(x, int | float) for x in numbers) else None
