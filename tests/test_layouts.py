@@ -1,7 +1,10 @@
 """Sequences and experts over several ranks together with routers that are replayed, and in bf16."""
 
 import pytest
-from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
+import torch
+from helpers import MOE, SMALL
+from layouts import ALONE, CASES, GROUPS, assert_taught_the_same, learn_on, relative
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 REPLAYS = {
     "R2, four updates": ({"router_replay": "R2", "ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
@@ -32,6 +35,25 @@ def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
     for name, of_case in found.items():
         differ = of_case["metrics"]["moe/replay/tokens_differ"]
         assert differ > 0.9 if name.endswith("R3") else differ < 0.9
+
+
+@pytest.mark.slow
+def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
+    """One whose first layer has no experts, the others a shared one beside them, and whose weights are not normalised; and one
+    without any of that."""
+    odd = {"mlp_only_layers": [0], "num_hidden_layers": 3, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3}
+    odd |= {"decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    for config in (Qwen2MoeConfig(**SMALL | MOE | odd), MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
+    paths = {kind: str(tmp_path / kind) for kind in ("qwen2_moe", "mixtral")}
+    cases = {name: (CASES | REPLAYS)[name] for name in ("gspo, two updates", "kl loss, entropy", "R3")}
+    alone = learn_on(1, {kind: [path, ALONE] for kind, path in paths.items()}, cases)
+    found = learn_on(2, {kind: [path, LAYOUTS[2]["sp 2, ep 2"]] for kind, path in paths.items()}, cases)
+    assert len(found) == 6
+    for kind in paths:
+        one, two = ({name: of for name, of in all_of.items() if name.startswith(kind)} for all_of in (alone, found))
+        assert_taught_the_same(two, one)
 
 
 @pytest.mark.slow

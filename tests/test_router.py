@@ -148,6 +148,42 @@ def test_replay_imposes_the_experts_and_the_router_still_learns(models, learn):
     assert all(grad.norm() > 0 for name, grad in gradients(learner).items() if name.endswith("mlp.gate.weight"))
 
 
+def test_metrics_are_those_of_a_plain_count(models, learn):
+    """Over two passes, one of them free, one with other experts replayed for some tokens, in some layers."""
+    learner, micro, logits, used = learn(router_replay="R2"), micro_of(Batch.of([make_group(0, [5, 9, 3])])), [], []
+    for gate in learner.policy.router.gates:
+        gate.register_forward_hook(lambda _, __, out: logits.append(out[0].detach().double()))
+        gate.register_forward_hook(lambda _, __, out: used.append(out[2]))
+    learner.log_probs(micro)
+    tokens = micro.inputs["input_ids"].numel()
+    micro.routes = learner.policy.router.chosen()  # [T, 2, 2]
+    micro.routes[::3, 1] = (micro.routes[::3, 1] + 1) % MOE["num_experts"]
+    micro.routes[1::5, 0] = (micro.routes[1::5, 0] + 1) % MOE["num_experts"]
+    micro.routes[:, 0] = micro.routes[:, 0].flip(-1)  # the same two in another order
+    micro.routes[2::3] = router.UNKNOWN
+    learner.log_probs(micro)
+    found = learner.router_metrics()
+    counts = [[0] * MOE["num_experts"] for _ in range(2)]
+    for layer, experts in enumerate(used):
+        for expert in experts.flatten().tolist():
+            counts[layer % 2][expert] += 1
+    even = 2 * tokens * 2 / MOE["num_experts"]
+    assert found["moe/load/max"] == pytest.approx(max(map(max, counts)) / even)
+    assert found["moe/load/min"] == pytest.approx(min(map(min, counts)) / even)
+    assert found["moe/load/std"] == pytest.approx(sum(np.std(of) for of in counts) / 2 / even)
+    assert found["moe/never_used"] == sum(of.count(0) for of in counts)
+    entropy = [float(-(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()) for x in logits]
+    assert found["moe/router_entropy"] == pytest.approx(sum(entropy) / 4, rel=1e-5)
+    told = [t for t in range(tokens) if t % 3 != 2]
+    elsewhere = [
+        [set(logits[2 + layer][t].topk(2).indices.tolist()) != set(used[2 + layer][t].tolist()) for layer in (0, 1)]
+        for t in told
+    ]
+    assert found["moe/replay/tokens_differ"] == pytest.approx(sum(map(any, elsewhere)) / len(told))
+    assert found["moe/replay/choices_differ"] == pytest.approx(sum(map(sum, elsewhere)) / len(told) / 2)
+    assert 0 < sum(map(sum, elsewhere)) < 2 * len(told) and learner.router_metrics() == {}
+
+
 def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
     """Also where the router would now choose others, which torch refuses or, worse, does not notice."""
     batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])

@@ -49,7 +49,8 @@ def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Div
 def with_routes(model: str, groups: list[Group]) -> list[Group]:
     """The groups as a generator leaves them that sent each token to experts drawn at random."""
     config, rng = load_config(model), np.random.default_rng(1)
-    layers, experts, per_token = config.num_hidden_layers, config.num_experts, config.num_experts_per_tok
+    layers = config.num_hidden_layers - len(getattr(config, "mlp_only_layers", None) or ())
+    experts, per_token = config.num_experts, config.num_experts_per_tok
     draw = lambda n: rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (n, layers, 1)), axis=2)[..., :per_token]  # noqa: E731
     return [
         dataclasses.replace(
