@@ -104,8 +104,9 @@ class Run:
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir.name != args.experiment_name and "replay" not in (notes or {}):
-            self.say(f"run {self.dir} (to go on with it later: --experiment-name {self.dir.name})")
+        elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
+            name = os.path.relpath(self.dir, args.output_dir)
+            self.say(f"run {self.dir} (to go on with it later: --experiment-name {name})")
         if damaged:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 

@@ -108,6 +108,15 @@ def test_the_command_line_takes_it_in_every_form(given, tmp_path, monkeypatch, c
     assert "#   no.such=1" in printed
 
 
+@pytest.mark.parametrize("given", [[], [""], [" \n"]])
+def test_nothing_is_not_translated(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["from_verl", *given])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith("error: nothing to translate")
+
+
 def test_the_module_starts_and_its_errors_are_one_line():
     start = [sys.executable, "-m", "rl.from_verl", "--file", "no such file"]
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)

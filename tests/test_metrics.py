@@ -60,6 +60,18 @@ def test_two_runs_never_share_a_directory(tmp_path):
     assert new_directory(tmp_path, "group/name") == tmp_path / "group" / "name"
 
 
+@pytest.mark.parametrize("name", [None, "", "run", "group/run", "./run", "../elsewhere/run"])
+def test_the_name_that_goes_on_with_a_run_is_told_where_it_is_not_the_one_given(tmp_path, capsys, name):
+    """Each run of a name but the first has a directory of another."""
+    for number in (1, 2):
+        run = Run(LogArgs(output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
+        told = capsys.readouterr().out
+        assert bool(told) == (number > 1 or not name)
+        if told:
+            known_as = told.partition("--experiment-name ")[2].strip(")\n")
+            assert (tmp_path / "runs" / known_as).resolve() == run.dir.resolve(), told
+
+
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--output-dir .*file: .* is a file"):

@@ -44,8 +44,8 @@ def read(words: list[str], file: Path | None) -> Command:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--file {file}: it cannot be read ({error}).") from None
     if not words and not sys.stdin.isatty():
-        return read_text(sys.stdin.read())
-    if not words:
+        words = [sys.stdin.read()]
+    if not any(word.strip() for word in words):
         raise UserError("nothing to translate: give verl's command, its key=value words, or --file. --help shows examples.")
     return read_text(words[0]) if len(words) == 1 else read_words(words)
 
