@@ -7,6 +7,7 @@ count since this process began.
 from collections import Counter
 
 import losses
+from rl import shares
 from rl.batch import Batch
 from rl.run import Run
 from rl.setup import CommonArgs, Job
@@ -32,14 +33,16 @@ class Health:
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> dict[str, int]:
-        """Warns of what the step shows; returns warnings/*."""
-        args, responses, groups = self.args, len(batch.lengths), len(batch.tickets)
+        """Warns of what the step shows; returns warnings/*. A collective."""
+        args, responses = self.args, len(batch.lengths)
         if args.top_p < 1 or args.top_k > 0:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
-        if args.rollout_n == 1 and losses.ADVANTAGES[args.adv_estimator].group_of_one == "score":
-            detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score."
-            self._warn("single_response_groups", "groups of one response", groups, detail)
+        is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score"
+        if is_raw and (alone := shares.groups_of_one(batch)):
+            detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"
+            detail += "." if args.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
+            self._warn("single_response_groups", "groups with one trained response", alone, detail)
         if not (metrics["critic/advantages/max"] > 0 or metrics["critic/advantages/min"] < 0):
             detail = f"In step {step} no group's scores differ: prompts may be too easy or too hard, or the reward broken."
             self._warn("no_signal_steps", "steps without any signal", 1, detail)

@@ -156,6 +156,17 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
     return max(1.0, float(batch.over_ranks(torch.tensor(own if mask.any() else 0.0, dtype=torch.float64))))
 
 
+def groups_of_one(batch: "Batch") -> int:
+    """The groups of which one response alone is trained: there is one, or the others could not be scored or were rejected."""
+    import losses  # late: a replay says which
+
+    counts = torch.bincount(batch.group)
+    if batch.rejected is not None:
+        tokens = batch.over_ranks(losses.sequence_sum(batch.mask.double(), batch.seq, len(batch.lengths)))
+        counts = torch.bincount(batch.group[tokens > 0])
+    return int((counts == 1).sum())
+
+
 def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
     """The estimator's advantages [N]. inputs: its keywords; tensors among them are [B]."""
     import losses  # late: a replay says which

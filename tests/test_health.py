@@ -79,6 +79,30 @@ def test_each_kind_is_counted(kind, count, case):
     assert not any(metrics.values()), "and no other"
 
 
+def rejected(responses: list[int], of: Batch) -> Batch:
+    of.rejected = torch.isin(of.seq, torch.tensor(responses))
+    of.mask = of.mask & ~of.rejected
+    return of
+
+
+LEFT = {  # one of a group's responses alone is trained in 2 groups: how the others were lost
+    "not scored": lambda: batch(
+        group(0, [1.0, None, None]), group(1, [None, 0.0]), group(2, [None, 0.0, 1.0]), group(3, [None])
+    ),
+    "rejected": lambda: rejected([1, 2, 3, 4, 6, 7, 8], batch(*(group(t, [0.0, 1.0, 1.0]) for t in range(3)))),
+    "both": lambda: rejected([0, 4], batch(group(0, [0.0, 1.0]), group(1, [None, 1.0]), group(2, [0.0, 1.0, 1.0]))),
+}
+
+
+@pytest.mark.parametrize("lost", LEFT)
+def test_a_response_that_is_left_alone_in_its_group_is_told(lost):
+    """grpo gives it its raw score; the estimators that give it 0 have nothing to say."""
+    metrics, said = look(LEFT[lost]())
+    assert metrics["warnings/single_response_groups"] == 2 and said == [("groups with one trained response", 2)]
+    for estimator in ("rloo", "dr_grpo", "reinforce_pp"):
+        assert not look(LEFT[lost](), adv_estimator=estimator)[1]
+
+
 def test_what_is_asked_for_is_no_cause_to_warn():
     """--ignore-eos runs every response to its budget; REINFORCE++ has no groups."""
     assert not look(batch(group(0, [0.0, 1.0], "length")), ignore_eos=True)[1]

@@ -70,6 +70,7 @@ def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
     args = train_sync.Args(rollout_correction="token_tis")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
     found["masked mean"] = shares.masked_mean(batch.reward, batch)
+    found["groups of one"] = shares.groups_of_one(batch)
     for mode in losses.AGGREGATIONS:
         found |= {f"denominator {mode} {i}": shares.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
     return found
@@ -96,9 +97,10 @@ def main(ranks) -> None:
     assert expected["rejected"].any() and not expected["rejected"].all()
     assert expected["chosen for clip_cov"].any() and expected["chosen for kl_cov"].any()
     expected, found = numbers(whole, minis), numbers(part, minis)
+    assert expected["groups of one"] > 0
     assert expected.keys() == found.keys()
     for name, value in found.items():
-        exact = name.startswith(("denominator", "staleness", "fully_async", "response_length", "critic/score"))
+        exact = name.startswith(("denominator", "groups of one", "staleness", "fully_async", "response_length", "critic/score"))
         close = math.isclose(value, expected[name], rel_tol=0 if exact else 1e-6, abs_tol=0 if exact else 1e-6)
         assert close or (math.isnan(value) and math.isnan(expected[name])), (name, value, expected[name])
     print(f"rank {ranks.rank}: {len(part.token)} of {len(whole.token)} tokens", flush=True)
