@@ -114,7 +114,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
             batch.reward = batch.reward - kl_control.coef * kl
-            metrics |= kl_control.update(shares.masked_mean(kl, batch), len(batch.score))
+            metrics |= kl_control.update(shares.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
         batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)

@@ -133,14 +133,13 @@ def micros_of_all(
 # ------------------------------------------------------------------------------------------------------- of the whole batch
 
 
-def masked_mean(x: Tensor, batch: "Batch") -> float:
-    """Mean of x [N] over the trained tokens of the whole batch; 0 if there is none."""
+def mean_of_responses(x: Tensor, batch: "Batch") -> float:
+    """Mean over the whole batch's responses of x [N], of each its mean over its trained tokens; 0 if none has any."""
     import losses  # late: a replay says which
 
-    if not batch.ranks:
-        return float(losses.masked_mean(x, batch.mask))
-    own = torch.stack([torch.where(batch.mask, x, 0.0).sum(dtype=torch.float64), batch.mask.sum().double()])
-    total, count = batch.over_ranks(own).tolist()
+    (means,) = losses.sequence_means(batch.mask, batch.seq, x.double())
+    own = means[losses.trained_sequences(batch.mask, batch.seq)]
+    total, count = batch.over_ranks(torch.tensor([float(own.sum()), len(own)], dtype=torch.float64)).tolist()
     return total / max(1.0, count)
 
 

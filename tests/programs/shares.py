@@ -69,7 +69,7 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
     args = train_sync.Args(rollout_correction="token_tis")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
-    found["masked mean"] = shares.masked_mean(batch.reward, batch)
+    found["mean of responses"] = shares.mean_of_responses(batch.reward, batch)
     found["groups of one"] = shares.groups_of_one(batch)
     for mode in losses.AGGREGATIONS:
         found |= {f"denominator {mode} {i}": shares.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
