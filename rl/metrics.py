@@ -119,10 +119,14 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
-    how many responses could not be scored, which count as wrong."""
+    how many responses could not be scored. These count as wrong: 0, or where a reward goes below 0 the source's worst."""
+    worst: dict[str, float] = {}  # by source
+    for row in rows:
+        worst[row["data_source"]] = min(worst.get(row["data_source"], 0.0), row["acc"] if row["error"] is None else 0.0)
     by_prompt: dict[tuple[str, int], list[float]] = {}
     for row in rows:
-        by_prompt.setdefault((row["data_source"], row["index"]), []).append(row["acc"])
+        acc = row["acc"] if row["error"] is None else worst[row["data_source"]]
+        by_prompt.setdefault((row["data_source"], row["index"]), []).append(acc)
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source in dict.fromkeys(source for source, _ in by_prompt):
         prompts = [acc for (s, _), acc in by_prompt.items() if s == source]

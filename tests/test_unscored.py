@@ -2,6 +2,7 @@
 scored ends with the reward function's own error."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -112,6 +113,23 @@ def test_without_the_greedy_baseline_no_response_is_trained():
 def test_a_validation_counts_them_as_wrong():
     rows = [{"data_source": "d", "index": i, "acc": float(i), "error": None if i else "died: x"} for i in range(2)]
     assert validation_metrics(rows) == {"val-aux/reward/unscored": 1, "val-core/d/acc/mean@1": 0.5}
+
+
+@pytest.mark.parametrize("scale", [(0.0, 1.0), (-1.0, 1.0), (-5.0, -1.0), (0.1, 0.9)])
+def test_a_judge_that_fails_in_a_validation_never_raises_it(scale):
+    """Whatever the scale of a reward that tells no accuracy, and whichever responses it fails on, of two to a prompt, if one of
+    the worst is scored."""
+    low, high = scale
+    scores = [low, high, high, low, high, high]
+    rows = [{"data_source": "d", "index": i // 2, "acc": score, "error": None} for i, score in enumerate(scores)]
+    other = {"data_source": "other", "index": 9, "acc": -100.0, "error": None}  # of a scale of its own
+    whole = validation_metrics([*rows, other, other])
+    for lost in {*itertools.combinations(range(6), 2)} - {(0, 3)}:
+        with_errors = [row | {"acc": 0.0, "error": "died: x"} if i in lost else row for i, row in enumerate(rows)]
+        found = validation_metrics([*with_errors, other, other])
+        assert found.pop("val-aux/reward/unscored") == len(lost)
+        assert all(value <= whole[name] + 1e-9 for name, value in found.items())
+        assert found["val-core/d/acc/mean@2"] >= min(low, 0)
 
 
 BROKEN = {  # a function that cannot work, and what the message must say
