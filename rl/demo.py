@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rl.errors import UserError
 from rl.progress import track
 
 VERSION = 1  # of the recipe below: another one makes another model, in another folder
@@ -64,13 +65,21 @@ def model_dir() -> str:
 
 def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
     """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one beside it that is renamed
-    then: a killed process leaves no half-made model. Several processes may ask at once."""
+    then: a killed process leaves no half-made model. Several processes may ask at once. Raises UserError where nothing can be
+    written."""
     target = cache_dir() / f"{name}-v{version}"
-    if not (target / "config.json").exists():
+    if (target / "config.json").exists():
+        return str(target)
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not (target / "config.json").exists():
                 _make_and_rename(target, version, make)
+    except OSError as error:
+        raise UserError(
+            f"--model {name}: it is made once, in {target.parent}, which cannot be written ({error.strerror or error}). Set "
+            "RL_CACHE, in the environment, to a directory that can."
+        ) from error
     return str(target)
 
 

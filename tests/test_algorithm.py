@@ -7,7 +7,7 @@ import math
 import losses_reference as slow
 import pytest
 import torch
-from helpers import bits, train
+from helpers import bits, make_group, train
 from trainer import ESTIMATORS, Trainer
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +15,7 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
+from rl import shares
 from rl.batch import Batch
 from rl.errors import UserError
 from rl.kl_control import KLControl
@@ -102,15 +103,25 @@ def test_filter_groups_gives_up_at_its_cap(trainer):
     assert metrics["train/filled_groups"] == 4 and len(batch.score) == 4 and trainer.ticket == start + 12
 
 
+def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are():
+    """As in verl, whose --target-kl means that; without those of which no token is trained."""
+    batch = Batch.of([make_group(0, [1, 9, 4], masked=True), make_group(1, [30, 2]), make_group(2, [3], unscored=(0,))])
+    batch.mask[batch.seq == 2] = False
+    kl = torch.rand(len(batch.seq), generator=torch.Generator().manual_seed(0))
+    trained = [kl[(batch.seq == i) & batch.mask] for i in range(5)]
+    means = [float(x.mean()) for x in trained if len(x)]
+    assert len(means) == 4 and shares.mean_of_responses(kl, batch) == pytest.approx(sum(means) / 4)
+    batch.mask[:] = False
+    assert shares.mean_of_responses(kl, batch) == 0
+
+
 def test_kl_in_the_reward(trainer):
     """After some training away from the reference the KL is there, is charged, and its weight moves."""
     trainer.steps(3, lr=1e-3)
     flags = {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
     kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, "k3")
-    of_responses = [float(kl[batch.seq == i].mean()) for i in range(len(batch.score))]  # as verl: all of them count alike
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx(sum(of_responses) / len(of_responses), rel=1e-5)
-    assert kl.mean() > 0 and len(set(batch.lengths.tolist())) > 1
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(shares.mean_of_responses(kl, batch)) and kl.mean() > 0
     assert torch.allclose(batch.reward, batch.token_reward() - 0.5 * kl)
     assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
     flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-6, "horizon": 16}

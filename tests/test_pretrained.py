@@ -1,6 +1,8 @@
 """A model that would train wrongly or crash late is refused before anything trains: files, shapes, layout, tokenizer."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import dataclass
 
@@ -12,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl.data import DataArgs, PromptDataset
-from rl.demo import build_tokenizer
+from rl.demo import build_tokenizer, made_once
 from rl.embedded_engine import TransformersEngine
 from rl.engine import EngineArgs, Request, SamplingParams
 from rl.errors import UserError
 from rl.make_engine import make_engine
-from rl.pretrained import check_model, end_token_ids, load_tokenizer, load_weights
+from rl.pretrained import check_model, end_token_ids, load_tokenizer, load_weights, resolve
 
 
 @dataclass
@@ -300,3 +302,25 @@ def test_an_output_head_that_is_tied_and_yet_another_is_refused(tmp_path):
 def test_the_demo_passes(demo_model):
     check_model(demo_model, load_tokenizer(demo_model), Flags())
     TransformersEngine(demo_model, max_length=16)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-vl"])
+def test_a_demo_that_cannot_be_kept_anywhere_says_what_to_set(name, monkeypatch, tmp_path):
+    """Home directories are read-only in many containers."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        UserError, match=rf"--model {name}: .*/file/cache, which cannot be written \(Not a directory\).*RL_CACHE"
+    ):
+        resolve(name)
+
+
+def test_a_demo_whose_disk_is_full_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("RL_CACHE", str(tmp_path))
+
+    def full(directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError, match="No space left on device"):
+        made_once("demo", 1, full)
+    assert not list(tmp_path.glob("demo-v1*/config.json"))
