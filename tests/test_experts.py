@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import MOE, SMALL, bits, is_documented, make_group, run_script, train
 from safetensors.torch import load_file, save_file
+from test_checkpoint import take_back
 from trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -71,6 +72,7 @@ def model(tmp_path_factory) -> str:
 
 # A random model is never right, so that all scores are equal: the entropy is what moves the weights.
 LONGER = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 6, "--test-freq", 0, "--entropy-coeff", 1]
+COMPACT = ["--dtype", "bfloat16", "--grad-dtype", "bfloat16", "--optim", "adamw_8bit", "--optimizer-offload"]
 
 
 def test_async_without_staleness_is_sync_bit_for_bit_with_routes_too(model, tmp_path):
@@ -132,6 +134,30 @@ def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_
             assert np.array_equal(a.routes, b.routes)
     assert done
     pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_async.py", ["--staleness-threshold", 0, "--router-replay", "R3", "--sequence-parallel", 2, *COMPACT]),
+        ("train_one_step_off.py", ["--router-replay", "R2", "--use-rollout-log-probs", "False", "--ppo-mini-batch-size", 4]),
+    ],
+)
+def test_a_run_on_shared_ranks_goes_on_bit_for_bit(model, tmp_path, script, flags):
+    """With its batch in hand and the routes of its samples, on two learners that share the experts."""
+    flags = ["--model", model, *LONGER, *flags, "--expert-parallel", 2, "--generators", 1, "--experiment-name", "run"]
+    flags += ["--save-freq", 2, "--total-training-steps", 4]
+    run_script(script, *flags, "--output-dir", tmp_path / "whole", ranks=3)
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed", step=2)
+    done = run_script(script, *flags, "--output-dir", tmp_path / "resumed", ranks=3)
+    assert "goes on after step 2 of 4" in done.stdout
+    whole = tmp_path / "whole" / "run"
+    exports = [load_file(where / "step_000004" / "model.safetensors") for where in (run, whole)]
+    assert exports[0].keys() == exports[1].keys() and all(
+        torch.equal(exports[0][name], exports[1][name]) for name in exports[0]
+    )
+    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
 
 
 def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
