@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
-QUICK = 0.01  # seconds of the newest score within which a process is given more at once
-AT_ONCE = 16  # responses that it is given then
+QUICK = 0.01  # seconds of a score after which a process is given one more at once
+AT_ONCE = 16  # responses that it is given at most
 
 
 class Scorer:
@@ -31,9 +31,9 @@ class Scorer:
         os.set_blocking(self.process.stdin.fileno(), False)
         os.set_blocking(self.process.stdout.fileno(), False)
         self.items: deque[tuple[int, Any, str]] = deque()  # (number, key, item): the one it works on, and those behind it
-        self.recalled: set[int] = set()  # numbers of items that others have got since: its answers to them do not count
+        self.recalled: set[int] = set()  # numbers of items that others have got since; it comes to them all the same
         self.ready = False  # it has said that it is
-        self.quick = False  # its newest score took no longer than QUICK
+        self.quick = 0  # its newest scores that took no longer than QUICK each
         self.started = time.monotonic()  # when it was started, or began its item as far as one knows here
         self._given = 0  # items so far; an answer with a number that is not expected is none of the worker's own
         self._read = b""
@@ -41,7 +41,11 @@ class Scorer:
 
     @property
     def has_room(self) -> bool:
-        return self.ready and not self._unwritten and len(self.items) < (AT_ONCE if self.quick else 1)
+        return self.ready and not (self._unwritten or self.recalled) and len(self.items) < min(AT_ONCE, 1 + self.quick)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.items or self.recalled)
 
     def give(self, key: Any, item: str) -> None:
         self._given += 1
@@ -53,7 +57,7 @@ class Scorer:
 
     def take_back(self) -> list[tuple[Any, str]]:
         """The items that it has not begun, for others."""
-        self.quick, back = False, [self.items.pop() for _ in range(len(self.items) - 1)][::-1]
+        self.quick, back = 0, [self.items.pop() for _ in range(len(self.items) - 1)][::-1]
         self.recalled |= {number for number, *_ in back}
         return [(key, item) for _, key, item in back]
 
@@ -68,6 +72,11 @@ class Scorer:
             pass
         except BrokenPipeError:  # dead: the reader meets the end of its output
             self._unwritten = b""
+
+    def answered(self, seconds: float) -> Any:
+        """Its item has been scored in so many seconds; returns the key."""
+        self.started, self.quick = time.monotonic(), self.quick + 1 if seconds <= QUICK else 0
+        return self.items.popleft()[1]
 
     def replies(self) -> tuple[list[dict | None], bool]:
         """The answers that have come in, None for one that is none, and whether its output has ended."""

@@ -5,7 +5,7 @@ no finite number, eats the memory, dies - becomes a counted event, never a stuck
 (--on-error). The worker is rl/reward_worker.py; what passes between is JSON, nothing is pickled.
 
 The rank looks in between two engine steps only. A worker that is quick has several responses in its pipe, or it would score one
-a step; when it turns out to be slow, other workers get those that it has not begun.
+a step; when it turns out to be slow, workers that have nothing to do get those that it has not begun.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
 from rl.ranges import LARGEST_FLOAT, Range
-from rl.scorer import QUICK, Scorer
+from rl.scorer import Scorer
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -79,7 +79,7 @@ class Score:
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
-RECALL = 0.1  # seconds without an answer after which other workers get what it has not begun
+RECALL = 0.1  # seconds without an answer after which idle workers get what it has not begun
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
@@ -194,6 +194,11 @@ class ScoringPool:
     def _start_worker(self) -> None:
         self._workers.append(Scorer(self.args.reward, self.args.reward_memory_limit_gb, self.args.reward_cpu_limit))
 
+    @property
+    def _has_idle(self) -> bool:
+        """Whether a worker has nothing to do, or may yet be started."""
+        return len(self._workers) < self.args.reward_workers or any(worker.is_idle for worker in self._workers)
+
     def _drive(self) -> None:
         """Collects answers, ends what is late or dead, and gives idle workers the next item."""
         for worker in list(self._workers):
@@ -208,8 +213,10 @@ class ScoringPool:
                     self._lose(worker, *worker.ending())
                 elif worker.ready and worker.items and seconds > self._limit(worker):
                     self._time_out(worker)
-                elif seconds > RECALL and len(worker.items) > 1 and self.args.reward_workers > 1:
+                elif seconds > RECALL and len(worker.items) > 1 and self._has_idle:
                     self._queue.extendleft(reversed(worker.take_back()))
+                elif worker.recalled and not worker.items and seconds > self.args.reward_timeout:
+                    self._lose(worker, "died", "on a response that another one has got since")  # nothing is lost by it
                 elif not worker.ready and seconds > START_LIMIT:
                     self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
         busy = sum(bool(worker.items) for worker in self._workers)
@@ -237,8 +244,7 @@ class ScoringPool:
             seconds = time.monotonic() - worker.started
             self._first_call = max(self._first_call, seconds) if self._answered else seconds
         self._answered += 1
-        _, key, _ = worker.items.popleft()
-        worker.started, worker.quick = time.monotonic(), reply["seconds"] <= QUICK
+        key = worker.answered(reply["seconds"])
         if "failed" in reply:
             self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
         else:
@@ -273,7 +279,7 @@ class ScoringPool:
         if worker.items:
             self._queue.extendleft(reversed(worker.take_back()))
             self._record(worker.items[0][1], Score(None, event=event, message=message))
-        elif event != "died":
+        elif event != "died" and not worker.recalled:  # who has got what was recalled counts it
             self._count(event, message)
 
     def _refuse(self, message: str) -> None:

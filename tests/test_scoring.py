@@ -79,6 +79,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     print("nor printing here")
     do = solution_str
     if do == "hang": time.sleep(1000)
+    if do == "slow": time.sleep(1)
     if do == "hang hard":
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
         ctypes.CDLL(None).sleep(1000)
@@ -283,6 +284,22 @@ def test_what_stands_behind_a_hanging_response_goes_to_another_process(bad_rewar
         while len(done) < 59 and time.monotonic() < deadline:
             done |= {key for key, _ in pool.wait(1.0)}
         assert done == set(range(1, 60)) and pool.pending == 1
+
+
+def test_a_process_that_comes_to_what_another_has_got_since_costs_no_further_response(bad_reward):
+    """It hangs in a response that was taken back from it, as the one that has got it does."""
+    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=4, reward_workers=2)) as pool:
+        for number in range(20):  # until both are quick
+            pool.submit(("before", number), "any", "fine", "1", {"n": 0})
+        drain(pool)
+        for number, text in enumerate(["slow", "fine", "hang", *["fine"] * 20]):
+            pool.submit(number, "any", text, "1", {"n": 0})
+        results = drain(pool)
+        for number in range(20):
+            pool.submit(("after", number), "any", "fine", "1", {"n": 0})
+        results |= drain(pool)
+        assert len(results) == 43 and {key: score.event for key, score in results.items() if score.event} == {2: "timeout"}
+        assert pool.events == {"timeout": 1}
 
 
 def test_workers_are_light():
