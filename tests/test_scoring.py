@@ -258,7 +258,7 @@ def test_a_rank_that_looks_seldom_gets_more_than_one_score_a_look(bad_reward):
         assert scores == {number: float(number) for number in range(40)} and looks <= 20
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_stands_behind_a_bad_response_is_scored(bad_reward, workers):
     """A quick process is given several: it is the one under way that costs it its life, or a timeout."""
     bad = {10: "exit", 20: "kill", 30: "hang", 31: "raise", 40: "junk"}
