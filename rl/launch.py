@@ -107,7 +107,7 @@ def meet(store: dist.Store, generators: int) -> None:
         number = [node.first for node in _nodes].index(me.rank) + 1
         last = me.rank + me.local_world_size - 1
         ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
-        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), 1)
+        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # without: what they join speaks
         where = "" if number == first else f"; the run's messages appear on node {first}, {_nodes[first - 1].host}"
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 

@@ -80,16 +80,17 @@ def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, gene
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("learners", "speaker"), [((1, 1), 1), ((0, 1), 2), ((0, 0), 1)])
-def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, learners, speaker):
-    """On the first that has a learner."""
+@pytest.mark.parametrize(("learners", "elsewhere"), [((1, 1), False), ((0, 1), True), ((0, 0), False)])
+def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, learners, elsewhere):
+    """On the first that has a learner. A job without any joins one that has."""
     (own, other), store, here = learners, HashStore(), launch.Launch(0, 3, 0, 1, 0)
     monkeypatch.setattr(launch, "here", lambda: here)
     monkeypatch.setattr(launch, "_nodes", [])
     store.set("node/1", json.dumps(["other", 1, 2, 2 - other]))
+    where = "the run's messages appear on node 2, other"
     launch.meet(store, generators=1 - own)
     told = capsys.readouterr().out
-    assert ("messages appear on node 2, other" in told) == (speaker == 2) and "appear on node 1" not in told
+    assert told.startswith("node 1 of 2, ") and told.endswith(f"; {where}\n") == elsewhere == ("appear" in told)
 
 
 LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
