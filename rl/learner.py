@@ -162,8 +162,10 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     if ranks.expert_parallel > 1:
         divide_experts(model, ranks, shard)
-    # Alone, a rank gathers copies of what it has: so small a model in one piece, which saves what each layer's costs.
-    in_one = ranks.world_size == 1 and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+    # Alone, a rank gathers copies of what it has: so small a model in one piece, which saves what each layer's costs. Not where
+    # each piece casts what comes into it: the bits are then those of the pieces.
+    small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+    in_one = small and ranks.world_size == 1 and "mp_policy" not in shard
     for layer in [] if in_one else layers(model):
         fully_shard(layer, **shard)
     fully_shard(policy, **shard)

@@ -249,12 +249,14 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
     assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096
 
 
-def test_a_small_model_gathered_in_one_piece_learns_the_same_to_the_bit(models, ranks, monkeypatch):
-    in_one = make_learner(models["qwen2-tied"], ranks)
+@pytest.mark.parametrize("model", ["qwen2-tied", "moe"])
+def test_a_small_model_gathered_in_one_piece_learns_the_same_to_the_bit(models, ranks, monkeypatch, model):
+    flags = {"gradient_checkpointing": True}
+    in_one, casting = make_learner(models[model], ranks, **flags), make_learner(models[model], ranks, dtype="bfloat16")
     monkeypatch.setattr("rl.learner.SMALL", 0)
-    apart = make_learner(models["qwen2-tied"], ranks)
-    pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (in_one, apart)]
-    assert pieces == [1, 1 + SMALL["num_hidden_layers"]]
+    apart = make_learner(models[model], ranks, **flags)
+    pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (in_one, casting, apart)]
+    assert pieces[0] == 1 and pieces[1] == pieces[2] == 1 + len(in_one.policy.model.model.layers)
     for seed in range(3):
         assert update(in_one, seed) == update(apart, seed)
     assert torch.equal(weights(in_one), weights(apart))
