@@ -4,8 +4,8 @@
 
 "begins" is when the first training step begins (with sync: its generation), as the scripts are run by default, that is after a
 validation of 500 prompts with sync, beside it with the split modes; "done" is when the step is. "no validation" is the same
-with --no-val-before-train. "first line" is when anything is printed: that the imports begin. Below, what single imports cost, in processes of their
-own.
+with --no-val-before-train. "first line" is when anything is printed: that the imports begin. Below, what single imports cost,
+in processes of their own.
 """
 
 import statistics
