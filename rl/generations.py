@@ -56,10 +56,10 @@ def _thumbnail(files: Files, source: bytes) -> Picture | str:
 
 
 def markdown(value) -> str:
-    """A table's cell. Numbers have three decimals, and text is on one line."""
+    """A table's cell. Numbers have three decimals, no number is told as such, and text is on one line."""
     if isinstance(value, Picture):
         return f"![{value.words}]({value.file})"
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = "unscored" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
     text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
     text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\\\x{ord(match[0]):02x}", text)

@@ -197,7 +197,7 @@ class Generator:
 
     def take_rows(self) -> list[dict]:
         """The validation's rows since the last call, one a response: index, data_source, prompt, response,
-        ground_truth, score, acc, error."""
+        ground_truth, score, acc, error; without score and acc (None) where there is an error."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -236,8 +236,8 @@ class Generator:
             "prompt": work.prompt.text,
             "response": self._text(work.outputs[number]),
             "ground_truth": str(work.prompt.ground_truth),
-            "score": score.score if score.event is None else 0.0,
-            "acc": 0.0 if score.event else float(score.extra.get("acc", score.score)),
+            "score": score.score,
+            "acc": None if score.event else float(score.extra.get("acc", score.score)),
             "error": score.error,
         }
 

@@ -119,7 +119,8 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
-    how many responses could not be scored. These count as wrong: 0, or where a reward goes below 0 the source's worst."""
+    how many responses could not be scored. These count as wrong: 0, or the worst score of
+    their source here where that is below 0."""
     worst: dict[str, float] = {}  # by source
     for row in rows:
         worst[row["data_source"]] = min(worst.get(row["data_source"], 0.0), row["acc"] if row["error"] is None else 0.0)
@@ -135,6 +136,15 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
         if n > 1:
             metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
     return metrics
+
+
+def hardly_scored(rows: list[dict]) -> list[str]:
+    """The data sources of a validation less than half of whose responses could be scored. Their mean tells what failures count
+    as, which may be better than any true score: it must not choose the best checkpoint."""
+    failed: dict[str, list[bool]] = {}  # by source
+    for row in rows:
+        failed.setdefault(row["data_source"], []).append(row["error"] is not None)
+    return [source for source, of in failed.items() if 2 * sum(of) > len(of)]
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:

@@ -42,7 +42,8 @@ class RewardArgs:
     """Address space of each scoring process, in GiB; 0 is no limit."""
     on_error: Literal["mask", "zero"] = "mask"
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
-    give it a score of 0. It is counted either way. In a validation it counts as wrong."""
+    give it a score of 0. It is counted either way. In a validation it counts as wrong, with 0 or, where that is below 0, the
+    worst score of its source in this validation."""
     format_score: Annotated[float, Range()] = 0.0
     """Score of a wrong answer in the right format, from the built-in gsm8k."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0

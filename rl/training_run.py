@@ -12,7 +12,7 @@ from rl.generator import Generator
 from rl.health import Health
 from rl.identity import Identity
 from rl.learner import Learner
-from rl.metrics import validation_metrics
+from rl.metrics import hardly_scored, validation_metrics
 from rl.micro_batch import choose_tokens
 from rl.precision import in_words, precisions
 from rl.recorder import Recorder
@@ -110,7 +110,11 @@ class TrainingRun:
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {"training/validated_step": step}
-        self.saver.validated(metrics)
+        if sources := hardly_scored(rows):
+            few = f"After step {step} less than half of the responses could be scored of {', '.join(sources)}."
+            self.record.warn("validations that choose no best checkpoint", 1, few)
+        else:
+            self.saver.validated(metrics)
         return metrics
 
     def validations(self, step: int) -> dict[str, float]:

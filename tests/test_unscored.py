@@ -3,6 +3,8 @@ scored ends with the reward function's own error."""
 
 import dataclasses
 import itertools
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +13,19 @@ from trainer import ESTIMATORS, Trainer
 
 import losses
 import train_sync
+from rl import generations
 from rl.batch import Batch, Group
+from rl.checkpoint import MANIFEST
 from rl.data import Prompt
 from rl.engine import Output
+from rl.files import Files
 from rl.generator import Generator, Work
 from rl.kl_control import KLControl
 from rl.metrics import validation_metrics
+from rl.saver import Saver
 from rl.scoring import Score
 from rl.timers import Timers
+from rl.training_run import TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +139,44 @@ def test_a_judge_that_fails_in_a_validation_never_raises_it(scale):
         assert found["val-core/d/acc/mean@2"] >= min(low, 0)
 
 
+def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
+    """Though their mean of 0 would be above every true one of a reward that goes below 0."""
+    (record := SimpleNamespace(warned=[])).warn = lambda *told: record.warned.append(told)
+    record.log_generations, record.warn_unscored = lambda *_: None, lambda *_: None
+    saver = Saver.__new__(Saver)
+    saver.run_dir, saver.learner = tmp_path, SimpleNamespace(ranks=SimpleNamespace(is_main=True))
+    saver._scores, saver._thread = {}, None
+    run = SimpleNamespace(record=record, saver=saver, args=SimpleNamespace(log_val_generations=0), _with_images=list)
+    lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
+    for step in range(1, 7):
+        (export := tmp_path / f"step_{step:06d}").mkdir()
+        (export / MANIFEST).write_text("")
+        scores = (1.0 if step == 6 else 0.5, -1.0, -1.0, -1.0)
+        rows = [{"data_source": s, "index": i, "acc": x, "error": None} for s in "de" for i, x in enumerate(scores)]
+        for i in lost.get(step, ()):
+            rows[i] |= {"acc": None, "error": "died: x"}
+        metrics = TrainingRun.validated(run, step, rows)
+        assert metrics["val-aux/reward/unscored"] == len(lost.get(step, ()))
+        best = json.loads((tmp_path / "best" / "best.json").read_text())["step"]
+        assert best == (6 if step == 6 else 1), step
+    assert [count for _, count, _ in record.warned] == [1, 1, 1]
+    assert all(f"step {step} " in detail and detail.endswith(" d.") for step, (*_, detail) in enumerate(record.warned, 2))
+
+
+def test_a_response_without_a_score_is_shown_as_such(tmp_path):
+    """In the table as in the metrics: it counts as the worst, here below 0, and stands there with no score of its own."""
+    work = Work(Prompt([1], "1", "demo", "1", {}, "row 0"), 2, False, {0: None, 1: None})
+    work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})
+    generator = Generator.__new__(Generator)
+    generator._text = lambda _: "text"
+    rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
+    assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
+    assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
+    generations.write(Files(tmp_path), 1, rows)
+    (table,) = tmp_path.glob("val_generations/*.md")
+    assert [row[-1] for row in generations.read(table)] == ["score", "-0.500", "unscored"]
+
+
 BROKEN = {  # a function that cannot work, and what the message must say
     "none": ("def score(**_): pass", "returned None, not a finite number"),
     "raises": ("def score(**_): raise ValueError('no such key')", "ValueError: no such key"),
@@ -186,5 +231,7 @@ def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_pa
     assert last["critic/score/mean"] is None and last["actor/grad_norm"] == 0 and last["actor/skipped_steps"] == 0
     assert last["val-aux/reward/unscored"] == 4 and last["val-core/demo/acc/mean@1"] == 0
     assert last["reward/events/error"] >= 6
+    assert "warning: validations that choose no best checkpoint: 1 so far. After step 4 " in done.stdout
+    assert list((tmp_path / "runs").glob("*/step_000004")) and not list((tmp_path / "runs").glob("*/best"))
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: responses that could not be scored")]
     assert 1 <= len(warnings) <= 2 and "the judge has gone" in warnings[0]
