@@ -26,7 +26,7 @@ from rl.errors import UserError
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
-from rl.rows import read_table
+from rl.rows import check_text, read_table
 from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
@@ -126,11 +126,13 @@ class PromptDataset(Sequence):
         for file in self.files:
             table = read_table(file, split)
             _check_columns(file, table, args)
+            table = table.select(range(min(len(table), room)))
+            room -= len(table)
+            check_text(file, table)
             if args.image_key in table.column_names:
                 table = self._with_images(file, table)
-            self.tables.append(table.select(range(min(len(table), room))))
-            room -= len(self.tables[-1])
-            _check_truths(file, self.tables[-1])
+            self.tables.append(table)
+            _check_truths(file, table)
         self.ends = list(itertools.accumulate(len(table) for table in self.tables))
         self.truncated = 0  # prompts that --truncation cuts
         self.rows = self._measure(f"measuring {split} prompts")

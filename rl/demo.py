@@ -68,9 +68,9 @@ def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
     then: a killed process leaves no half-made model. Several processes may ask at once. Raises UserError where nothing can be
     written."""
     target = cache_dir() / f"{name}-v{version}"
-    if (target / "config.json").exists():
-        return str(target)
     try:
+        if (target / "config.json").exists():
+            return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not (target / "config.json").exists():

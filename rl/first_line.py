@@ -13,4 +13,4 @@ def say() -> None:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         where = f" on {ranks} ranks" if ranks > 1 else ""
         with contextlib.suppress(OSError):
-            os.write(1, f"{os.path.basename(sys.argv[0])}{where}: importing torch and transformers\n".encode())
+            os.write(1, os.fsencode(f"{os.path.basename(sys.argv[0])}{where}: importing torch and transformers\n"))

@@ -42,20 +42,19 @@ def read_table(file: str, split: str):
         raise UserError(f"{file}: cannot be read as {kind} ({reason}).") from None
     if not len(table):
         raise UserError(f"{file}: the file has no rows (--{split}-files).")
-    _check_text(file, table.data.table)
     return table
 
 
-def _check_text(file: str, table: pa.Table) -> None:
-    """Raises UserError for the first row with a text that is not UTF-8, in any column: a run would meet it when the row is
-    drawn."""
+def check_text(file: str, rows) -> None:
+    """Raises UserError for the first of the rows (read_table's, all or the first ones) with a text that is not UTF-8, in any
+    column: a run would meet it when the row is drawn."""
+    table = rows.with_format("arrow")[:]
     try:
         table.validate(full=True)
-    except pa.ArrowInvalid as error:
-        row = next((row for row in range(len(table)) if not _is_text(table.slice(row, 1))), None)
-        if row is None:
-            raise UserError(f"{file}: cannot be read ({error}).") from None
-        raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
+    except pa.ArrowInvalid:  # of the first rows too if a later one's list is not text: the lists of all rows lie in one array
+        for row in range(len(table)):
+            if not _is_text(table.slice(row, 1)):
+                raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
 
 
 def _is_text(table: pa.Table) -> bool:

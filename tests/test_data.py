@@ -13,7 +13,7 @@ from transformers import Qwen2Tokenizer
 from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.errors import UserError
-from rl.rows import Rows
+from rl.rows import Rows, read_table
 
 TOKENIZER = build_tokenizer()
 
@@ -264,6 +264,20 @@ def test_text_that_is_not_utf8_is_named_before_the_run(tmp_path, column, row):
         dataset(file)
     file.write_text("\n".join(texts))
     assert len(dataset(file, truncation="left")) == 1403
+
+
+@pytest.mark.parametrize("column", ["prompt", "ground_truth"])  # a list of structures, and a text
+def test_text_that_is_not_utf8_matters_among_the_rows_of_the_run_alone(tmp_path, monkeypatch, column):
+    lines = [{"prompt": CHAT, "ground_truth": "2", "data_source": "demo"} for _ in range(8)]
+    lines[5][column] = [{"role": "user", "content": "é"}] if column == "prompt" else "é"
+    file = tmp_path / "a.jsonl"
+    file.write_bytes("\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode("latin-1"))
+    table = read_table(str(file), "train")
+    monkeypatch.setattr("rl.rows._read_hub", lambda *_: table)
+    for name in (file, "some/name"):  # of the hub: the same
+        assert len(dataset(name, train_max_samples=5)) == 5
+        with pytest.raises(UserError, match=rf"{name} row 5: its text is not UTF-8"):
+            dataset(name, train_max_samples=6)
 
 
 def test_a_null_source_is_named_and_no_file_too(tmp_path):

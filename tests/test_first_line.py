@@ -1,10 +1,13 @@
 """A run says that it lives before it imports what takes seconds."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT
+
+from rl import first_line
 
 
 @pytest.fixture
@@ -36,3 +39,11 @@ def test_the_first_rank_says_what_runs_before_torch_is_imported(without_torch, s
 def test_a_first_line_that_cannot_be_written_stops_nothing(without_torch):
     with open("/dev/full", "w") as full:
         without_torch("train_sync.py", stdout=full)
+
+
+def test_a_script_may_have_any_name(monkeypatch, capfdbinary):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [os.fsdecode(b"/home/runs/\xe9t\xe9.py")])
+    first_line.say()
+    assert capfdbinary.readouterr().out == b"\xe9t\xe9.py: importing torch and transformers\n"

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -311,6 +312,24 @@ def test_a_demo_that_cannot_be_kept_anywhere_says_what_to_set(name, monkeypatch,
     monkeypatch.setenv("RL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(
         UserError, match=rf"--model {name}: .*/file/cache, which cannot be written \(Not a directory\).*RL_CACHE"
+    ):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-vl"])
+def test_a_demo_in_anothers_home_says_what_to_set(name, monkeypatch):
+    """HOME=/root, and a user who may not look into it."""
+    monkeypatch.setenv("RL_CACHE", "/root/cache")
+    stat = Path.stat
+
+    def refused(path, **how):
+        if "/root/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(
+        UserError, match=rf"--model {name}: .*/root/cache, which cannot be written \(Permission denied\).*RL_CACHE"
     ):
         resolve(name)
 
