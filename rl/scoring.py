@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
 from rl.ranges import LARGEST_FLOAT, Range
-from rl.scorer import Scorer
+from rl.scoring_process import ScoringProcess
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -105,7 +105,7 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 # ------------------------------------------------------------------------------------------------------- the pool
 
 
-def _kill_all(workers: list[Scorer], owner: int) -> None:
+def _kill_all(workers: list[ScoringProcess], owner: int) -> None:
     while workers and os.getpid() == owner:  # a fork of the rank must not end the rank's workers
         workers.pop().kill()
 
@@ -122,7 +122,7 @@ class ScoringPool:
         self.last_message: dict[str, str] = {}  # per kind of event
         self._queue: deque[tuple[Any, str]] = deque()
         self._done: list[tuple[Any, Score]] = []
-        self._workers: list[Scorer] = []
+        self._workers: list[ScoringProcess] = []
         self._bad_starts = 3  # in a row; one good start clears them, before the first one is too many
         self._first_call = float(START_LIMIT)  # seconds more for a process's first response: it may import or load something
         self._answered, self._scored, self._lost = 0, 0, 0  # responses with an answer, with a score; processes
@@ -193,7 +193,7 @@ class ScoringPool:
         poller.poll(seconds * 1000)
 
     def _start_worker(self) -> None:
-        self._workers.append(Scorer(self.args.reward, self.args.reward_memory_limit_gb, self.args.reward_cpu_limit))
+        self._workers.append(ScoringProcess(self.args.reward, self.args.reward_memory_limit_gb, self.args.reward_cpu_limit))
 
     @property
     def _has_idle(self) -> bool:
@@ -203,37 +203,44 @@ class ScoringPool:
     def _drive(self) -> None:
         """Collects answers, ends what is late or dead, and gives idle workers the next item."""
         for worker in list(self._workers):
-            worker.write()
-            replies, ended = worker.replies()
-            for reply in replies:
-                if not self._take(worker, reply):
-                    break
-            else:
-                seconds = time.monotonic() - worker.started
-                if ended:
-                    self._lose(worker, *worker.ending())
-                elif worker.ready and worker.items and seconds > self._limit(worker):
-                    self._time_out(worker)
-                elif seconds > RECALL and len(worker.items) > 1 and self._has_idle:
-                    self._queue.extendleft(reversed(worker.take_back()))
-                elif worker.recalled and not worker.items and seconds > self.args.reward_timeout:
-                    self._lose(worker, "died", "on a response that another one has got since")  # nothing is lost by it
-                elif not worker.ready and seconds > START_LIMIT:
-                    self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
+            self._look_at(worker)
         busy = sum(bool(worker.items) for worker in self._workers)
         while len(self._workers) < min(self.args.reward_workers, len(self._queue) + busy):
             self._start_worker()
         while self._queue and (free := [worker for worker in self._workers if worker.has_room]):
             min(free, key=lambda worker: len(worker.items)).give(*self._queue.popleft())
 
-    def _take(self, worker: Scorer, reply: dict | None) -> bool:
+    def _look_at(self, worker: ScoringProcess) -> None:
+        """Deals with what has come of the worker, or has not; it may have to go, or others get what it has not begun."""
+        worker.write()
+        replies, ended = worker.replies()
+        if not all(self._take(worker, reply) for reply in replies):
+            return  # it is gone
+        seconds = time.monotonic() - worker.started
+        if ended:
+            self._lose(worker, *worker.ending())
+        elif not worker.ready:
+            if seconds > START_LIMIT:
+                self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
+        elif worker.items:
+            if seconds > self._limit(worker):
+                self._time_out(worker)
+            elif len(worker.items) > 1 and (seconds > RECALL or not worker.quick) and self._has_idle:
+                self._queue.extendleft(reversed(worker.take_back()))
+        elif worker.recalled and seconds > self.args.reward_timeout:
+            self._lose(worker, "died", "on a response that another one has got since")  # nothing is lost by it
+
+    def _take(self, worker: ScoringProcess, reply: dict | None) -> bool:
         """Deals with one line of the worker's; False if the worker had to go."""
         number = reply and reply.get("number")
-        if number in worker.recalled:
-            worker.recalled.remove(number)
+        if not worker.items and number in worker.recalled:
+            back = worker.recalled.pop(number)
             worker.started = time.monotonic()
+            if "dropped" not in reply and back in self._queue:  # begun before it knew, and nobody else has it yet
+                self._queue.remove(back)
+                self._score(back[0], reply)
             return True
-        if reply is None or (worker.ready and (not worker.items or number != worker.items[0][0])):
+        if reply is None or (worker.ready and (not worker.items or number != worker.items[0][0] or "dropped" in reply)):
             self._lose(worker, "error", "the reward function wrote to the scoring process's own output")
             return False
         if not worker.ready:
@@ -245,18 +252,20 @@ class ScoringPool:
             seconds = time.monotonic() - worker.started
             self._first_call = max(self._first_call, seconds) if self._answered else seconds
         self._answered += 1
-        key = worker.answered(reply["seconds"])
+        self._score(worker.answered(reply["seconds"]), reply)
+        return True
+
+    def _score(self, key: Any, reply: dict) -> None:
         if "failed" in reply:
             self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
         else:
             self._record(key, as_score(reply["value"]))
-        return True
 
-    def _limit(self, worker: Scorer) -> float:
+    def _limit(self, worker: ScoringProcess) -> float:
         """Seconds that the worker may take for its item."""
         return self.args.reward_timeout + (self._first_call if worker.items[0][0] == 1 else 0.0)
 
-    def _time_out(self, worker: Scorer) -> None:
+    def _time_out(self, worker: ScoringProcess) -> None:
         message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
         if worker.items[0][0] == 1 and self._first_call >= 1:
             message += (
@@ -265,7 +274,8 @@ class ScoringPool:
             self._first_call = self._first_call if self._answered else 0.0  # it was not that
         self._lose(worker, "timeout", message)
 
-    def _lose(self, worker: Scorer, event: str, message: str) -> None:
+    def _lose(self, worker: ScoringProcess, event: str, message: str) -> None:
+        back = worker.take_back() if worker.items else []
         worker.kill()
         self._workers.remove(worker)
         self._lost += worker.ready
@@ -278,7 +288,7 @@ class ScoringPool:
             if self._bad_starts > 3:
                 self._refuse(f"importing it does not work: {message}")
         if worker.items:
-            self._queue.extendleft(reversed(worker.take_back()))
+            self._queue.extendleft(reversed(back))
             self._record(worker.items[0][1], Score(None, event=event, message=message))
         elif event != "died" and not worker.recalled:  # who has got what was recalled counts it
             self._count(event, message)

@@ -17,21 +17,24 @@ QUICK = 0.01  # seconds of a score after which a process is given one more at on
 AT_ONCE = 16  # responses that it is given at most
 
 
-class Scorer:
+class ScoringProcess:
     """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
 
     def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float):
         """reward: path/to/file.py:function; without it a built-in verifier, which each item names."""
-        given = [reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid())]
+        drops, self._drop = os.pipe()  # a read end of its own: what stands in stdin is not seen before it is next
+        os.set_blocking(drops, False)
+        given = [reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid()), str(drops)]
         command = [sys.executable, "-m", "rl.reward_worker", *given]
         root = str(Path(__file__).resolve().parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "pass_fds": [drops]}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **options)
+        os.close(drops)
         os.set_blocking(self.process.stdin.fileno(), False)
         os.set_blocking(self.process.stdout.fileno(), False)
         self.items: deque[tuple[int, Any, str]] = deque()  # (number, key, item): the one it works on, and those behind it
-        self.recalled: set[int] = set()  # numbers of items that others have got since; it comes to them all the same
+        self.recalled: dict[int, tuple[Any, str]] = {}  # number -> (key, item) of those taken back, until it has dropped them
         self.ready = False  # it has said that it is
         self.quick = 0  # its newest scores that took no longer than QUICK each
         self.started = time.monotonic()  # when it was started, or began its item as far as one knows here
@@ -56,10 +59,13 @@ class Scorer:
         self.write()
 
     def take_back(self) -> list[tuple[Any, str]]:
-        """The items that it has not begun, for others."""
-        self.quick, back = 0, [self.items.pop() for _ in range(len(self.items) - 1)][::-1]
-        self.recalled |= {number for number, *_ in back}
-        return [(key, item) for _, key, item in back]
+        """The items that it has not begun, for others. It may have begun the next one when it learns of it."""
+        first, *rest = self.items
+        self.quick, self.items = 0, deque([first])
+        self.recalled = {number: (key, item) for number, key, item in rest}
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._drop, b"[%d,%d]" % (first[0] + 1, self._given))
+        return list(self.recalled.values())
 
     def write(self) -> None:
         """Hands over as much of the newest item as the pipe takes now."""
@@ -113,6 +119,7 @@ class Scorer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdin.close()
         self.process.stdout.close()
+        os.close(self._drop)
         self.process.wait()
 
 
@@ -122,7 +129,7 @@ def _reply(line: bytes) -> dict | None:
         reply = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    shapes = ({"ready"}, {"failed"}, {"number", "seconds", "value"}, {"number", "seconds", "failed"})
+    shapes = ({"ready"}, {"failed"}, {"number", "seconds", "value"}, {"number", "seconds", "failed"}, {"number", "dropped"})
     if not isinstance(reply, dict) or reply.keys() not in shapes:
         return None
     numbers = reply.get("number", 0), reply.get("seconds", 0)
