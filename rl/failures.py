@@ -26,6 +26,7 @@ class Failure:
 
 def record(what: str, name: str = "") -> Failure:
     """Tells the job that this rank fails. what: in one line; name: of the rank, unless others are to blame."""
+    what = what.encode("utf-8", "backslashreplace").decode()  # the store takes no half of a surrogate pair
     first_of_node = tell_torchrun(what)
     told = f"{name} on {platform.node()} failed: {what}" if name else what
     try:
@@ -65,6 +66,14 @@ def cause(wait: float = 0) -> str:
         return store.get(watchdog.FAILED).decode()
     except DistError:
         return ""
+
+
+def leave_to_report() -> None:
+    """Returns at once unless the job hangs: then this process's watchdog, which may see that a second later, ends it when the
+    report is out."""
+    with contextlib.suppress(DistError):
+        if _open_store().check([watchdog.ALARM]):
+            time.sleep(4 * watchdog.ANSWER_SECONDS)
 
 
 def _open_store() -> Store:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl import signals
+from rl import signals, watchdog
 from rl.errors import UserError
 
 SHORT = timedelta(seconds=8)  # above the 5 for which a name server that does not answer stalls who connects to torch's store
@@ -199,7 +199,7 @@ def job() -> str | None:
 
 def heed_sigterm(store: dist.Store) -> None:
     """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
-    failed, and no step will be finished any more."""
+    failed, and no step will be finished any more; but a report of a hang will."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
@@ -208,7 +208,7 @@ def heed_sigterm(store: dist.Store) -> None:
     def all_well() -> bool:
         gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
         try:
-            return not gone or open_store().check(gone)
+            return not gone or (shared := open_store()).check(gone) or shared.check([watchdog.ALARM])
         except dist.DistError:
             return False
 

@@ -48,6 +48,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     except Exception as error:
         code = 1
         if signals.stop_requested():  # the others have left already
+            failures.leave_to_report()
             os._exit(128 + signal.SIGTERM)
         is_member = isinstance(joined, dist.Split) and joined.is_member
         if is_member and (why := joined.elastic.why_it_fails(joined.store, failures.lost_connection(error))):
@@ -72,6 +73,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
 def _explain(name: str, error: Exception) -> None:
     """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
     lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
+    failures.leave_to_report()
     with watchdog.speaking:
         if lost:
             what = f"{lost} no longer answer"

@@ -37,6 +37,7 @@ from rl.ranges import Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed/cause"  # in the store: what the first rank that failed says; only that one reports
+ALARM = "watchdog/alarm"  # in the store: who calls for a report
 ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
 ROLL_SECONDS = 3.0  # each rank looks once a second whether it is asked for a sign of life
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
@@ -197,10 +198,9 @@ class Watchdog:
         return any(self.store.check([f"watchdog/{sign}/{rank}"]) for sign in signs)
 
     def _watch(self) -> None:
-        seen, speaks = _done, False
+        seen, hangs = _done, False
         while not self._alarmed():
-            if self.idle > self.timeout:
-                speaks = self._raise_alarm()
+            if hangs := self.idle > self.timeout:
                 break
             time.sleep(self.tick)
             self.idle, seen = (self.idle + self.tick if seen == _done else 0.0), _done
@@ -208,6 +208,7 @@ class Watchdog:
         end.name = "watchdog's end"
         end.start()
         speaking.acquire()  # for good: where a rank ends before the report, the main thread loses a connection
+        speaks = hangs and self._raise_alarm()
         answer = self._answer()
         self.store.set(f"watchdog/answer/{self.rank}", json.dumps(answer))
         if speaks:
@@ -224,7 +225,7 @@ class Watchdog:
         try:
             if self.store.check(["watchdog/roll"]):  # someone has lost a connection
                 self.store.set(f"watchdog/here/{self.rank}", "")
-            return self.store.check(["watchdog/alarm"])
+            return self.store.check([ALARM])
         except DistError:  # torchrun's store has gone: this rank goes on watching itself
             self.store, self.ranks, self.is_alone = HashStore(), [self.rank], True
             return False
@@ -233,10 +234,12 @@ class Watchdog:
         """Returns True if this rank has to print the report. If another has failed before, this one leaves as soon as it is
         clear whether with a hang."""
         if first_to_fail(self.store, f"{self.name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
-            self.store.set("watchdog/alarm", self.name)
+            self.store.set(ALARM, self.name)
             return True
+        speaking.release()  # the main thread may have to tell its node of that failure
         with contextlib.suppress(DistError):
-            self.store.wait(["watchdog/alarm"], timedelta(seconds=ANSWER_SECONDS))
+            self.store.wait([ALARM], timedelta(seconds=ANSWER_SECONDS))
+        speaking.acquire()
         return False
 
     def _answer(self) -> dict:

@@ -3,7 +3,8 @@
 torchrun ... hung_ranks.py ring           two ranks: the learner takes a record, and then never one again
 torchrun ... hung_ranks.py collective     three: learner 1 does not come to a collective in which learner 0 waits
 torchrun ... hung_ranks.py stopped        two: the generator is stopped
-torchrun ... hung_ranks.py breaking       three: as with collective, but that learner 1 ends as soon as the alarm is raised
+torchrun ... hung_ranks.py breaking       three: as with collective, but that learner 1 ends just before learner 0's alarm
+torchrun ... hung_ranks.py killed         three: as with collective, but that learner 1 is killed with generator 0's alarm
 python hung_ranks.py alone                a process that gets on slowly, and then no more
 """
 
@@ -57,12 +58,18 @@ def collective(split: dist.Split) -> None:
 
 
 def breaking(split: dist.Split) -> None:
-    watchdog.ANSWER_SECONDS = 4
-    if split.ranks.rank or split.role == "generator":
+    """Learner 0 has lost its connection before its watchdog, late on purpose, takes the alarm up."""
+    watchdog.ANSWER_SECONDS, name = 12, f"{split.role} {split.ranks.rank}"
+    raises, sign = ("learner 0", watchdog.FAILED) if sys.argv[1] == "breaking" else ("generator 0", watchdog.ALARM)
+    if name != raises:
         watchdog._watchdog.timeout = FOREVER
-    if split.role == "learner" and split.ranks.rank == 1:
-        watchdog._watchdog.store.wait(["watchdog/alarm"])
-        os._exit(0)
+    if name == "learner 1":
+        watchdog.speaking.acquire()  # its watchdog must not answer
+        watchdog._watchdog.store.wait([sign])
+        os._exit(0) if sys.argv[1] == "breaking" else os.kill(os.getpid(), signal.SIGKILL)
+    if name == "learner 0":
+        watchdog._watchdog.tick, first_to_fail = 2, watchdog.first_to_fail
+        watchdog.first_to_fail = lambda *cause: (first_to_fail(*cause), time.sleep(2))[0]
     with watchdog.doing("a collective that breaks"):
         dist.barrier() if split.role == "learner" else time.sleep(FOREVER)
 
@@ -91,7 +98,7 @@ def together(split: dist.Split) -> None:
     while split.store.add("here", 0) < split.learners + split.generators:
         time.sleep(0.05)
     watchdog._watchdog.timeout = 3
-    {"ring": ring, "collective": collective, "breaking": breaking, "stopped": stopped}[sys.argv[1]](split)
+    {"ring": ring, "collective": collective, "breaking": breaking, "killed": breaking, "stopped": stopped}[sys.argv[1]](split)
 
 
 if sys.argv[1] == "alone":

@@ -1,0 +1,19 @@
+"""What a rank that fails leaves for the others."""
+
+import sys
+
+import pytest
+from torch.distributed import HashStore
+
+from rl import failures, process
+from rl.errors import UserError
+
+
+def test_a_failure_is_told_whatever_its_text_holds(monkeypatch):
+    """Half of a surrogate pair comes from a file name, or from what a reward function raised. The store refuses it."""
+    store = HashStore()
+    monkeypatch.setattr(failures, "_open_store", lambda: store)
+    monkeypatch.setattr(process.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        process.fail(UserError("no reward for b\udc80r, ü"), "learner 0")
+    assert failures.cause().startswith("learner 0 on ") and failures.cause().endswith(r" failed: no reward for b\udc80r, ü")
