@@ -10,6 +10,10 @@ VERL = f"python3 -m verl.trainer.main_ppo {KEYS}"
 WAYS = {
     "into a file": f"{VERL} > train.log 2>&1",
     "appended, in the background": f"nohup {VERL} >> logs/$(date +%F).log 2>&1 &",
+    "both into a file, without a number": f"{VERL} >& log.txt",
+    "close to its last key": f"{VERL}>train.log",
+    "into a file whose name is a command": f'{VERL} 2>> "$(dirname "$0")/`date +%F`.log" > ${{LOG:-a b}}/\\ c',
+    "beside a here-document": f"cat > env.yaml <<'EOF'\nit's: a > b\nEOF\n{VERL} > train.log",
     "both into a file": f"{VERL} &> 'my log.txt' # don't\n",
     "each into a file": f"{VERL} 2>err.log >out_`date`.log",
     "through tee": f"{VERL} 2>&1 | tee train.log",
@@ -37,6 +41,43 @@ def test_a_value_may_look_like_a_file_or_a_command():
     name = "a > b & python -m verl.trainer.main_ppo c=1"
     command = read_script(f"{VERL} trainer.experiment_name='{name}' > train.log")
     assert command.module == "verl.trainer.main_ppo" and command.values["trainer.experiment_name"] == name
+
+
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ("X=15 # > '", 15),
+        ("N=1; if (( N > 1 )); then X=8; else X=4; fi", 4),
+        ("if [[ b > a ]]; then X=8; fi; X=$(( X > 7 ))", 1),
+        ("n=5; while (( n > 3 )); do n=$((n - 1)); done; X=$n", 3),
+        ("X=x\\>y", "x>y"),
+        ("X=${NONE:->y}", ">y"),
+        ("X=$'x\\'>y'", "x'>y"),
+        ("{ X=8; } > log", 8),
+        ("f() { X=8; }; f >& /dev/null", 8),
+        ("echo 8 > log && X=8", 8),
+        ("X=$(echo 7 > log)8", 8),
+        ("X=`echo 8 2>/dev/null`", 8),
+        ('X="$(cd "$(echo /x)" >/dev/null 2>&1 && echo "8")"', 8),
+        ("read X < <(echo 8 2> log)", 8),
+        ("X=$(( $(echo 8 2>/dev/null) * 2 ))", 16),
+        ("cat <<EOF\n> $((1 > 2)) it's\nEOF\nX=8", 8),
+    ],
+)
+def test_a_redirection_changes_no_value(before, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for after in (">train.log", " 2>&1 | tee a.log", "&>log", ""):
+        command = read_script(f"{before}\n{VERL} x=$X{after}")
+        assert command.values["x"] == value and not command.notes
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_may_or_may_not_be_a_redirection_is_told():
+    unclear = "cat <<A <<B > log\na > '\nA\nb\nB\n"
+    with pytest.raises(UserError, match=r"no start of verl.*train\.log: restricted: cannot redirect output"):
+        read_script(f"{unclear}{VERL} > train.log")
+    (note,) = read_script(f"{unclear}{VERL}").notes
+    assert "log: restricted: cannot redirect output" in note and "check what depends on it" in note
 
 
 def test_what_ends_a_script_early_is_told():

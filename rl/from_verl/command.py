@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 
 from rl.errors import UserError
+from rl.from_verl.redirections import NOWHERE, sent_nowhere
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
 STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
@@ -28,11 +29,7 @@ builtin set -f -r
 eval "$VERL_SCRIPT"
 """
 END_OF_PROGRAM = "\x1e\0"
-TARGET = r"""(?:\$\([^)]*\)|"[^"\n]*"|'[^'\n]*'|[^\s;&|()<>"'])+"""
-KEPT_OR_REDIRECTED = re.compile(  # a comment or a text in quotes; or > file, 2>> file, &> file, > >(tee file)
-    r"""((?<!\S)\#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*')|[\d&]?>{1,2}\|?[ \t]*(?:>\([^)]*\)|"""
-    f"{TARGET})"
-)
+REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
 
 
@@ -81,19 +78,21 @@ def _take(command: Command, key: str, value: object) -> None:
 def read_script(text: str) -> Command:
     """Takes the text of a shell script, or of one command. Raises UserError if it starts no verl."""
     text = text.replace("\r\n", "\n")
-    programs, error = _programs(text)
-    if not (starts := _starts(programs)):  # the restricted shell writes no file, and does not start what would
-        programs, error = _programs(KEPT_OR_REDIRECTED.sub(lambda match: match[1] or " ", text))
-        starts = _starts(programs)
+    rewritten = sent_nowhere(text)
+    programs, complaints = _programs(text if rewritten is None else rewritten)
+    refused = next((line for line in complaints if REFUSED in line), "")
+    starts = _starts(programs)
     if not starts:
         raise UserError(
             "no start of verl is found in it: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
             "If a program of your own starts verl, hand its key=value words over instead."
-            + (f" Bash says: {error}" if error else "")
+            + (f" Bash says: {complaints[-1]}" if complaints else "")
         )
     command = read_words(starts[0])
     if not command.module and (inner := next((word for word in starts[0] if INNER.search(word)), None)):
         return read_script(inner)  # of docker exec ... bash -c '...'
+    if refused:
+        command.notes.append(f"What stands before a redirection was not read ({refused}): check what depends on it.")
     if len(starts) > 1:
         command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
     return command
@@ -105,12 +104,12 @@ def _starts(programs: list[list[str]]) -> list[list[str]]:
     return [words for words in starts if any("=" in word for word in words)] or starts
 
 
-def _programs(text: str) -> tuple[list[list[str]], str]:
-    """The words of every program that the script would start, in its order; and bash's last complaint."""
+def _programs(text: str) -> tuple[list[list[str]], list[str]]:
+    """The words of every program that the script would start, in its order; and bash's complaints."""
     with tempfile.TemporaryFile() as noted:
         try:
             shell = subprocess.run(
-                ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()}\n{READER}", "script"],
+                ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}", "script"],
                 env=os.environ | {"VERL_SCRIPT": text, "BASH_ENV": ""},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -125,9 +124,9 @@ def _programs(text: str) -> tuple[list[list[str]], str]:
         if b"syntax error" in shell.stderr or b"unexpected EOF" in shell.stderr:
             raise UserError(f"bash cannot read it: {shell.stderr.decode(errors='replace').strip().splitlines()[0]}")
         noted.seek(0)
+        complaints = shell.stderr.decode(errors="replace").strip().splitlines()
         programs = noted.read().decode(errors="replace").split(END_OF_PROGRAM)
-    complaint = shell.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaint
+    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaints
 
 
 def parse_value(text: str) -> object:
