@@ -64,7 +64,7 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
 def test_the_count_is_that_of_two_learners(models, flags):
     """With what they trade around attention. The peak may fall on another moment, because collectives end at others."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
-    assert real["causes"].keys() == fake["causes"].keys()
+    assert real["kept"].keys() == fake["kept"].keys()
     check_close(real, fake)
 
 
