@@ -130,7 +130,7 @@ def flight_record(backend_name: str) -> list[dict]:
 
 
 def synchronize() -> None:
-    """Waits for the device's queued work, so that a timer measures it; nothing to do on a CPU."""
+    """Waits for the device's queued work, so that a benchmark measures it; nothing to do on a CPU."""
     if kind() != "cpu":
         torch.accelerator.synchronize()
 

@@ -119,18 +119,15 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
-    how many responses could not be scored. These count as wrong: 0, or the worst score of
-    their source here where that is below 0."""
-    worst: dict[str, float] = {}  # by source
-    for row in rows:
-        worst[row["data_source"]] = min(worst.get(row["data_source"], 0.0), row["acc"] if row["error"] is None else 0.0)
-    by_prompt: dict[tuple[str, int], list[float]] = {}
-    for row in rows:
-        acc = row["acc"] if row["error"] is None else worst[row["data_source"]]
-        by_prompt.setdefault((row["data_source"], row["index"]), []).append(acc)
+    how many responses could not be scored. These count as wrong: 0, or the worst score of their source here where that is
+    below 0."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
-    for source in dict.fromkeys(source for source, _ in by_prompt):
-        prompts = [acc for (s, _), acc in by_prompt.items() if s == source]
+    for source, its in _by_source(rows).items():
+        worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])
+        by_prompt: dict[int, list[float]] = {}
+        for row in its:
+            by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
+        prompts = list(by_prompt.values())
         n = len(prompts[0])
         metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
         if n > 1:
@@ -141,10 +138,14 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
 def hardly_scored(rows: list[dict]) -> list[str]:
     """The data sources of a validation less than half of whose responses could be scored. Their mean tells what failures count
     as, which may be better than any true score: it must not choose the best checkpoint."""
-    failed: dict[str, list[bool]] = {}  # by source
+    return [source for source, its in _by_source(rows).items() if 2 * sum(row["error"] is not None for row in its) > len(its)]
+
+
+def _by_source(rows: list[dict]) -> dict[str, list[dict]]:
+    out: dict[str, list[dict]] = {}
     for row in rows:
-        failed.setdefault(row["data_source"], []).append(row["error"] is not None)
-    return [source for source, of in failed.items() if 2 * sum(of) > len(of)]
+        out.setdefault(row["data_source"], []).append(row)
+    return out
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
