@@ -1,5 +1,9 @@
 """verl's start as people's scripts have it: behind guards, on clusters, in containers, its output into a file."""
 
+import time
+import uuid
+from pathlib import Path
+
 import pytest
 
 from rl.errors import UserError
@@ -10,6 +14,10 @@ VERL = f"python3 -m verl.trainer.main_ppo {KEYS}"
 WAYS = {
     "into a file": f"{VERL} > train.log 2>&1",
     "appended, in the background": f"nohup {VERL} >> logs/$(date +%F).log 2>&1 &",
+    "in the background, after a while": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) >> a.log 2>&1 &",
+    "before others in the background": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) &\n{VERL} data.seed=7 & wait",
+    "beside what watches the device": f"while true; do nvidia-smi >> gpu.log; sleep 60; done &\n{VERL}\nkill $!",
+    "and watched to its end": f"{VERL} & pid=$!; while kill -0 $pid; do sleep 5; done; tail train.log",
     "both into a file, without a number": f"{VERL} >& log.txt",
     "close to its last key": f"{VERL}>train.log",
     "into a file whose name is a command": f'{VERL} 2>> "$(dirname "$0")/`date +%F`.log" > ${{LOG:-a b}}/\\ c',
@@ -35,6 +43,25 @@ def test_the_way_verl_is_started_changes_no_key(way, tmp_path, monkeypatch):
     assert command.module == "verl.trainer.main_ppo"
     assert command.values == {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4}
     assert not any(tmp_path.iterdir()), "reading a script writes nothing"
+
+
+def test_a_loop_without_end_after_the_start_does_not_hide_it_and_leaves_no_process(monkeypatch):
+    monkeypatch.setattr("rl.from_verl.command.SECONDS_TO_READ", 3)
+    mark = f"mark_{uuid.uuid4().hex}"
+    command = read_script(f"{VERL}\n(while true; do : {mark}; done) & while ps; do sleep 1; done")
+    assert command.values["data.train_batch_size"] == 8
+    assert any("did not come to the end" in note for note in command.notes)
+    deadline = time.monotonic() + 60  # a signal takes a moment
+    while any(mark in _text(path) for path in Path("/proc").glob("[0-9]*/environ")):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""
 
 
 def test_a_value_may_look_like_a_file_or_a_command():

@@ -4,11 +4,14 @@ A script is read by bash itself, so that its variables, arithmetic and condition
 run: the shell is a restricted one that finds no program, and its functions only note down how verl would have been started.
 """
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from typing import IO
 
 from rl.errors import UserError
 from rl.from_verl.redirections import NOWHERE, sent_nowhere
@@ -17,20 +20,27 @@ OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P
 STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
 INNER = re.compile(r"(^|\s)python[\d.]*\s+(-\w+\s+)*(verl|recipe)[./]|-m\s+(verl|recipe)\.")  # a command within a word
 # Every program is "not found" and noted down. The built-ins that could reach out of the script, or end it early, do nothing.
+# Before each command bash waits for what runs in the background: programs are noted in the script's order, one at a time.
+# A loop there that watches something for ever ends at its 100th sleep.
 READER = r"""
+trap 'builtin wait' DEBUG
 command_not_found_handle() { printf '%s\0' "$@" $'\x1e' >&3; return 0; }
 exec() { "$@"; }
+sleep() { (( BASH_SUBSHELL == 0 || ++_sleeps < 100 )) || builtin exit; }
+kill() { return 1; }
 basename() { _name=${1%/}; _name=${_name##*/}; echo "${_name%"$2"}"; }
 dirname() { case $1 in */*) echo "${1%/*}" ;; *) echo . ;; esac; }
-for name in set source . kill trap ulimit umask enable hash cd pushd popd exit; do eval "$name() { :; }"; done
+for name in set source . trap ulimit umask enable hash cd pushd popd exit; do eval "$name() { :; }"; done
 PATH=/nonexistent
 readonly PATH
-builtin set -f -r
+builtin set -f -T -r
 eval "$VERL_SCRIPT"
+builtin wait
 """
 END_OF_PROGRAM = "\x1e\0"
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
+UNENDING = f"bash did not come to the end of the script within {SECONDS_TO_READ} s"
 
 
 @dataclass
@@ -80,7 +90,6 @@ def read_script(text: str) -> Command:
     text = text.replace("\r\n", "\n")
     rewritten = sent_nowhere(text)
     programs, complaints = _programs(text if rewritten is None else rewritten)
-    refused = next((line for line in complaints if REFUSED in line), "")
     starts = _starts(programs)
     if not starts:
         raise UserError(
@@ -91,8 +100,10 @@ def read_script(text: str) -> Command:
     command = read_words(starts[0])
     if not command.module and (inner := next((word for word in starts[0] if INNER.search(word)), None)):
         return read_script(inner)  # of docker exec ... bash -c '...'
-    if refused:
+    if refused := next((line for line in complaints if REFUSED in line), ""):
         command.notes.append(f"What stands before a redirection was not read ({refused}): check what depends on it.")
+    if UNENDING in complaints:
+        command.notes.append(f"{UNENDING}: what follows the loop that it is in was not read.")
     if len(starts) > 1:
         command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
     return command
@@ -106,27 +117,40 @@ def _starts(programs: list[list[str]]) -> list[list[str]]:
 
 def _programs(text: str) -> tuple[list[list[str]], list[str]]:
     """The words of every program that the script would start, in its order; and bash's complaints."""
-    with tempfile.TemporaryFile() as noted:
-        try:
-            shell = subprocess.run(
-                ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}", "script"],
-                env=os.environ | {"VERL_SCRIPT": text, "BASH_ENV": ""},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(noted.fileno(),),
-                timeout=SECONDS_TO_READ,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"bash did not come to the end of the script in {SECONDS_TO_READ} s.") from None
-        except FileNotFoundError:
-            raise UserError("bash is needed to read a script; hand over the key=value words instead.") from None
-        if b"syntax error" in shell.stderr or b"unexpected EOF" in shell.stderr:
-            raise UserError(f"bash cannot read it: {shell.stderr.decode(errors='replace').strip().splitlines()[0]}")
+    with tempfile.TemporaryFile() as noted, tempfile.TemporaryFile() as said:
+        ended = _run_reader(text, noted, said)
         noted.seek(0)
-        complaints = shell.stderr.decode(errors="replace").strip().splitlines()
+        said.seek(0)
         programs = noted.read().decode(errors="replace").split(END_OF_PROGRAM)
-    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaints
+        complaints = said.read().decode(errors="replace").strip().splitlines()
+    if any("syntax error" in line or "unexpected EOF" in line for line in complaints):
+        raise UserError(f"bash cannot read it: {complaints[0]}")
+    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaints + [UNENDING] * (not ended)
+
+
+def _run_reader(text: str, noted: IO, said: IO) -> bool:
+    """Has bash note the script's programs, and say what it complains of. Returns whether it came to the script's end."""
+    try:
+        shell = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}", "script"],
+            env=os.environ | {"VERL_SCRIPT": text, "BASH_ENV": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=(noted.fileno(),),
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise UserError("bash is needed to read a script; hand over the key=value words instead.") from None
+    try:
+        shell.wait(SECONDS_TO_READ)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # also what it has left in the background
+        shell.wait()
 
 
 def parse_value(text: str) -> object:
