@@ -1,8 +1,7 @@
-"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID FD`, started by rl/scoring_process.py.
+"""A scoring process: `python -m rl.reward_worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by rl/scoring_process.py.
 
-Reads one numbered JSON item a line and answers with one JSON line that bears its number, and the seconds it took. On the pipe
-FD come the first and the last number of items that others have got since: what it has not begun of them it drops. Imports
-neither torch nor transformers: it starts in a blink.
+Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
+transformers: it starts in a blink.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ def limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (until if hard == resource.RLIM_INFINITY else min(until, hard), hard))
 
 
-def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int, drops: int) -> None:
+def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, however it dies
     if os.getppid() != parent:
@@ -91,25 +90,18 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int, drops: in
         answer({"failed": one_line(error)})
         return
     answer({"ready": True})
-    first, last = 0, -1  # a process is given nothing new before it has dropped all these
     for line in items:
         number, item = json.loads(line)
-        with contextlib.suppress(BlockingIOError):
-            first, last = json.loads(os.read(drops, 100))
-        if first <= number <= last:
-            answer({"number": number, "dropped": True})
-            continue
         function = own or BUILT_IN[item["data_source"]]
         if cpu_seconds:
             limit_cpu(cpu_seconds)
-        started = time.perf_counter()
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value = function(**item)
-            answer({"number": number, "seconds": time.perf_counter() - started, "value": value})
+            answer({"number": number, "value": value})
         except (Exception, SystemExit) as error:
-            answer({"number": number, "seconds": time.perf_counter() - started, "failed": one_line(error)})
+            answer({"number": number, "failed": one_line(error)})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

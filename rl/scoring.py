@@ -3,25 +3,24 @@
 The pool runs them in processes of their own, so that a response that cannot be scored - the function hangs, raises, returns
 no finite number, eats the memory, dies - becomes a counted event, never a stuck run: it is left out of the training
 (--on-error). The worker is rl/reward_worker.py; what passes between is JSON, nothing is pickled.
-
-The rank looks in between two engine steps only. A worker that is quick has several responses in its pipe, or it would score one
-a step; when it turns out to be slow, workers that have nothing to do get those that it has not begun.
 """
 
+import atexit
+import contextlib
+import functools
 import json
 import math
-import os
-import select
+import threading
 import time
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
 from rl.ranges import LARGEST_FLOAT, Range
-from rl.scoring_process import ScoringProcess
+from rl.scoring_process import Lost, ScoringProcess
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
@@ -78,9 +77,10 @@ class Score:
         return f"{self.event}: {self.message}" if self.event else None
 
 
-START_LIMIT = 60  # seconds a scoring process may take to import the user's file, or what its first call imports
+START_LIMIT = 60  # seconds a scoring process may take to import the user's file
+FIRST_CALL = 60  # seconds more that the first response of all may take: the function may import or load something then
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
-RECALL = 0.1  # seconds without an answer after which idle workers get what it has not begun
+BAD_STARTS = 3  # processes in a row, of one thread, that may end before they are ready; before the first one is, none may
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
@@ -105,39 +105,42 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 # ------------------------------------------------------------------------------------------------------- the pool
 
 
-def _kill_all(workers: list[ScoringProcess], owner: int) -> None:
-    while workers and os.getpid() == owner:  # a fork of the rank must not end the rank's workers
-        workers.pop().kill()
+class _Closed(Exception):
+    """Ends the threads of a pool that is closed."""
 
 
 class ScoringPool:
     """Scores (key, response) items in the background; `submit` never blocks, `poll` and `wait` hand back what is done.
 
-    A user's function is imported in the first worker right away, so that a file that cannot be is a UserError at the start.
+    A thread for each scoring process gives it one response at a time and replaces it when it is lost. The rank counts, and
+    raises what a thread fails with. A user's function is imported in the first process right away, so that a file that cannot
+    be is a UserError at the start.
     """
 
     def __init__(self, args: RewardArgs):
         self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # per kind of event
-        self._queue: deque[tuple[Any, str]] = deque()
-        self._done: list[tuple[Any, Score]] = []
-        self._workers: list[ScoringProcess] = []
-        self._bad_starts = 3  # in a row; one good start clears them, before the first one is too many
-        self._first_call = float(START_LIMIT)  # seconds more for a process's first response: it may import or load something
-        self._answered, self._scored, self._lost = 0, 0, 0  # responses with an answer, with a score; processes
-        self._at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        self.pending = 0  # responses that have not been handed back
+        self._scored, self._lost = 0, 0  # responses with a score; processes
+        self._threads: list[threading.Thread] = []
+        self._queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # (key, item) for the threads, None for one to end
+        self._done: SimpleQueue[tuple[list[tuple[Any, Score]], Lost | None]] = SimpleQueue()  # what they hand back
+        self._begun = threading.Event()  # a process is ready, or a thread has failed
+        self._failure: Exception | None = None
+        self._closed = False
+        self._first_calls: list[float] = []  # seconds that processes took for their first response
         if args.reward:
             try:
-                self._start_worker()
-                while not self._workers[0].ready:
-                    self._sleep(0.05)
-                    self._drive()
+                self._start_thread()
+                self._begun.wait()
+                self._raise_failure()
             except BaseException:
                 self.close()
                 raise
 
     def submit(self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None) -> None:
+        self._raise_failure()
         if not self.args.reward:
             check_sources({data_source: f"response {key}"}, self.args)
             data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
@@ -147,7 +150,8 @@ class ScoringPool:
                 value = function(
                     data_source, text, ground_truth, **({"format_score": self.args.format_score} if graded else {})
                 )
-                self._done.append((key, Score(value, {"acc": float(value == 1)} if graded else {})))
+                self._done.put(([(key, Score(value, {"acc": float(value == 1)} if graded else {}))], None))
+                self.pending += 1
                 return
         item = {
             "data_source": data_source,
@@ -155,29 +159,36 @@ class ScoringPool:
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        self._queue.append((key, json.dumps(item, default=_plain)))
-        self._drive()
-
-    @property
-    def pending(self) -> int:
-        return len(self._queue) + sum(len(worker.items) for worker in self._workers) + len(self._done)
+        self._queue.put((key, json.dumps(item, default=_plain)))
+        self.pending += 1
+        if len(self._threads) < min(self.args.reward_workers, self.pending):
+            self._start_thread()
 
     def poll(self) -> list[tuple[Any, Score]]:
         """The responses scored since the last call."""
-        self._drive()
-        done = self._done[:]
-        self._done.clear()
-        return done
+        return self.wait(0.0)
 
     def wait(self, timeout: float) -> list[tuple[Any, Score]]:
         """Like poll, but sleeps up to `timeout` seconds until there is something."""
-        deadline = time.monotonic() + timeout
-        while not (done := self.poll()) and self.pending and (left := deadline - time.monotonic()) > 0:
-            self._sleep(min(left, 0.05))
+        self._raise_failure()
+        done: list[tuple[Any, Score]] = []
+        with contextlib.suppress(Empty):
+            while len(done) < self.pending:
+                scores, lost = self._done.get(timeout=0.0 if done else timeout)
+                self._raise_failure()
+                done += scores
+                self._count([score for _, score in scores], lost)
+        self.pending -= len(done)
         return done
 
     def close(self) -> None:
-        _kill_all(self._workers, os.getpid())
+        """Ends the processes, and what they have forked."""
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> "ScoringPool":
         return self
@@ -185,127 +196,107 @@ class ScoringPool:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _sleep(self, seconds: float) -> None:
-        """Sleeps until a worker sends something, at most so many seconds."""
-        poller = select.poll()
-        for worker in self._workers:
-            worker.register(poller)
-        poller.poll(seconds * 1000)
+    def _start_thread(self) -> None:
+        if not self._threads:
+            atexit.register(self.close)
+        self._threads.append(threading.Thread(target=self._serve, name="scoring", daemon=True))
+        self._threads[-1].start()
 
-    def _start_worker(self) -> None:
-        self._workers.append(ScoringProcess(self.args.reward, self.args.reward_memory_limit_gb, self.args.reward_cpu_limit))
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
 
-    @property
-    def _has_idle(self) -> bool:
-        """Whether a worker has nothing to do, or may yet be started."""
-        return len(self._workers) < self.args.reward_workers or any(worker.is_idle for worker in self._workers)
-
-    def _drive(self) -> None:
-        """Collects answers, ends what is late or dead, and gives idle workers the next item."""
-        for worker in list(self._workers):
-            self._look_at(worker)
-        busy = sum(bool(worker.items) for worker in self._workers)
-        while len(self._workers) < min(self.args.reward_workers, len(self._queue) + busy):
-            self._start_worker()
-        while self._queue and (free := [worker for worker in self._workers if worker.has_room]):
-            min(free, key=lambda worker: len(worker.items)).give(*self._queue.popleft())
-
-    def _look_at(self, worker: ScoringProcess) -> None:
-        """Deals with what has come of the worker, or has not; it may have to go, or others get what it has not begun."""
-        worker.write()
-        replies, ended = worker.replies()
-        if not all(self._take(worker, reply) for reply in replies):
-            return  # it is gone
-        seconds = time.monotonic() - worker.started
-        if ended:
-            self._lose(worker, *worker.ending())
-        elif not worker.ready:
-            if seconds > START_LIMIT:
-                self._refuse(f"the scoring process was not ready after {START_LIMIT} s")
-        elif worker.items:
-            if seconds > self._limit(worker):
-                self._time_out(worker)
-            elif len(worker.items) > 1 and (seconds > RECALL or not worker.quick) and self._has_idle:
-                self._queue.extendleft(reversed(worker.take_back()))
-        elif worker.recalled and seconds > self.args.reward_timeout:
-            self._lose(worker, "died", "on a response that another one has got since")  # nothing is lost by it
-
-    def _take(self, worker: ScoringProcess, reply: dict | None) -> bool:
-        """Deals with one line of the worker's; False if the worker had to go."""
-        number = reply and reply.get("number")
-        if not worker.items and number in worker.recalled:
-            back = worker.recalled.pop(number)
-            worker.started = time.monotonic()
-            if "dropped" not in reply and back in self._queue:  # begun before it knew, and nobody else has it yet
-                self._queue.remove(back)
-                self._score(back[0], reply)
-            return True
-        if reply is None or (worker.ready and (not worker.items or number != worker.items[0][0] or "dropped" in reply)):
-            self._lose(worker, "error", "the reward function wrote to the scoring process's own output")
-            return False
-        if not worker.ready:
-            if "failed" in reply:
-                self._refuse(reply["failed"])
-            worker.ready, self._bad_starts = True, 0
-            return True
-        if number == 1:
-            seconds = time.monotonic() - worker.started
-            self._first_call = max(self._first_call, seconds) if self._answered else seconds
-        self._answered += 1
-        self._score(worker.answered(reply["seconds"]), reply)
-        return True
-
-    def _score(self, key: Any, reply: dict) -> None:
-        if "failed" in reply:
-            self._record(key, Score(None, event="error", message=f"{reply['failed']:.500}"))
-        else:
-            self._record(key, as_score(reply["value"]))
-
-    def _limit(self, worker: ScoringProcess) -> float:
-        """Seconds that the worker may take for its item."""
-        return self.args.reward_timeout + (self._first_call if worker.items[0][0] == 1 else 0.0)
-
-    def _time_out(self, worker: ScoringProcess) -> None:
-        message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
-        if worker.items[0][0] == 1 and self._first_call >= 1:
-            message += (
-                f" and {self._first_call:.3g} s for what a first call imports or loads, better done when the file is imported"
-            )
-            self._first_call = self._first_call if self._answered else 0.0  # it was not that
-        self._lose(worker, "timeout", message)
-
-    def _lose(self, worker: ScoringProcess, event: str, message: str) -> None:
-        back = worker.take_back() if worker.items else []
-        worker.kill()
-        self._workers.remove(worker)
-        self._lost += worker.ready
+    def _count(self, scores: list[Score], lost: Lost | None) -> None:
+        for score in scores:
+            if score.event:
+                self.events[score.event] += 1
+                self.last_message[score.event] = score.message
+            else:
+                self._scored += 1
+        self._lost += lost is not None
         if self._lost >= LOST_LIMIT and not self._scored:
-            self._refuse(
-                f"{self._lost} scoring processes were lost before anything was scored, the last so: {event}: {message}"
+            raise self._error(
+                f"{self._lost} scoring processes were lost before anything was scored, the last so: {lost.event}: {lost}"
             )
-        if not worker.ready:  # or it would be started, and end, for ever
-            self._bad_starts += 1
-            if self._bad_starts > 3:
-                self._refuse(f"importing it does not work: {message}")
-        if worker.items:
-            self._queue.extendleft(reversed(back))
-            self._record(worker.items[0][1], Score(None, event=event, message=message))
-        elif event != "died" and not worker.recalled:  # who has got what was recalled counts it
-            self._count(event, message)
 
-    def _refuse(self, message: str) -> None:
-        raise UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
+    def _error(self, message: str) -> UserError:
+        return UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
 
-    def _record(self, key: Any, score: Score) -> None:
-        if score.event:
-            self._count(score.event, score.message)
-        else:
-            self._scored += 1
-        self._done.append((key, score))
+    # What the threads do.
 
-    def _count(self, event: str, message: str) -> None:
-        self.events[event] += 1
-        self.last_message[event] = message
+    def _serve(self) -> None:
+        """One scoring process after the other, until the pool is closed."""
+        limits, bad_starts = (self.args.reward_memory_limit_gb, self.args.reward_cpu_limit), 0
+        try:
+            while True:
+                with ScoringProcess(self.args.reward, *limits) as process:
+                    try:
+                        self._await_ready(process)
+                    except Lost as lost:
+                        bad_starts += 1
+                        if bad_starts > BAD_STARTS or not self._begun.is_set():
+                            raise self._error(f"importing it does not work: {lost}") from None
+                    else:
+                        bad_starts = 0
+                        self._score_by(process)
+        except _Closed:
+            pass
+        except Exception as error:
+            self._failure = error
+            self._begun.set()
+            self._done.put(([], None))  # wakes the rank
+
+    def _await_ready(self, process: ScoringProcess) -> None:
+        try:
+            reply = process.answer(functools.partial(self._limit, process))
+        except TimeoutError:
+            raise self._error(f"the scoring process was not ready after {START_LIMIT} s") from None
+        if "failed" in reply:
+            raise self._error(reply["failed"])
+        self._begun.set()
+
+    def _score_by(self, process: ScoringProcess) -> None:
+        """One response after the other, until the process is lost."""
+        while (task := self._queue.get()) and not self._closed:
+            key, item = task
+            try:
+                self._done.put(([(key, self._ask(process, item))], None))
+            except Lost as lost:
+                if lost.idle:  # the response has no part in it
+                    self._queue.put(task)
+                    self._done.put(([], lost))
+                else:
+                    self._done.put(([(key, Score(None, event=lost.event, message=str(lost)))], lost))
+                return
+        raise _Closed
+
+    def _ask(self, process: ScoringProcess, item: str) -> Score:
+        started = time.monotonic()
+        try:
+            reply = process.ask(item, functools.partial(self._limit, process))
+        except TimeoutError:
+            raise Lost("timeout", self._too_long(process)) from None
+        if process.asked == 1:
+            self._first_calls.append(time.monotonic() - started)
+        if "failed" in reply:
+            return Score(None, event="error", message=f"{reply['failed']:.500}")
+        return as_score(reply["value"])
+
+    def _limit(self, process: ScoringProcess) -> float:
+        """Seconds that the process may take to get ready, or for its item."""
+        if self._closed:
+            raise _Closed
+        if not process.asked:
+            return START_LIMIT
+        return self.args.reward_timeout + (max(self._first_calls, default=FIRST_CALL) if process.asked == 1 else 0.0)
+
+    def _too_long(self, process: ScoringProcess) -> str:
+        message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
+        if process.asked == 1:
+            if (more := max(self._first_calls, default=FIRST_CALL)) >= 1:
+                message += f" and {more:.3g} s for what a first call imports or loads, better done when the file is imported"
+            self._first_calls.append(0.0)  # it was not that
+        return message
 
 
 def as_score(value: Any) -> Score:

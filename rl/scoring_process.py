@@ -1,4 +1,4 @@
-"""A scoring process as the rank sees it: rl/scoring.py decides which responses it gets, rl/reward_worker.py runs in it."""
+"""A scoring process as a thread of the rank sees it: rl/scoring.py says what it scores, rl/reward_worker.py runs in it."""
 
 import contextlib
 import json
@@ -8,105 +8,85 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
-QUICK = 0.01  # seconds of a score after which a process is given one more at once
-AT_ONCE = 16  # responses that it is given at most
+LOOK = 0.1  # seconds after which one who waits asks again how long it may
+WROTE = "error", "the reward function wrote to the scoring process's own output"
+
+
+class Lost(Exception):
+    """The process has ended, or what it says is not its own."""
+
+    def __init__(self, event: str, message: str, idle: bool = False):
+        """event: one of rl.scoring's EVENTS; message: how it came to it; idle: whether it had nothing to score then."""
+        super().__init__(message)
+        self.event, self.message, self.idle = event, message, idle
 
 
 class ScoringProcess:
-    """One scoring process in a session of its own, so that what it forks can be killed with it. Its pipes never block."""
+    """One scoring process in a session of its own, so that what it forks can be killed with it. It ends with the thread that
+    started it."""
 
     def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float):
         """reward: path/to/file.py:function; without it a built-in verifier, which each item names."""
-        drops, self._drop = os.pipe()  # a read end of its own: what stands in stdin is not seen before it is next
-        os.set_blocking(drops, False)
-        given = [reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid()), str(drops)]
-        command = [sys.executable, "-m", "rl.reward_worker", *given]
+        command = [sys.executable, "-m", "rl.reward_worker", reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid())]
         root = str(Path(__file__).resolve().parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "pass_fds": [drops]}
-        self.process = subprocess.Popen(command, env=env, start_new_session=True, **options)
-        os.close(drops)
-        os.set_blocking(self.process.stdin.fileno(), False)
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self.items: deque[tuple[int, Any, str]] = deque()  # (number, key, item): the one it works on, and those behind it
-        self.recalled: dict[int, tuple[Any, str]] = {}  # number -> (key, item) of those taken back, until it has dropped them
-        self.ready = False  # it has said that it is
-        self.quick = 0  # its newest scores that took no longer than QUICK each
-        self.started = time.monotonic()  # when it was started, or began its item as far as one knows here
-        self._given = 0  # items so far; an answer with a number that is not expected is none of the worker's own
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
+        os.set_blocking(self.process.stdin.fileno(), False)  # a long item goes in pieces
+        self.asked = 0  # items so far: an answer with another number is none of the process's own
         self._read = b""
-        self._unwritten = b""
 
-    @property
-    def has_room(self) -> bool:
-        return self.ready and not (self._unwritten or self.recalled) and len(self.items) < min(AT_ONCE, 1 + self.quick)
+    def __enter__(self) -> "ScoringProcess":
+        return self
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self.items or self.recalled)
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
 
-    def give(self, key: Any, item: str) -> None:
-        self._given += 1
-        if not self.items:
-            self.started = time.monotonic()
-        self.items.append((self._given, key, item))
-        self._unwritten = f"[{self._given}, {item}]\n".encode()
-        self.write()
+    def ask(self, item: str, limit: Callable[[], float]) -> dict:
+        """Its answer to the item. limit: the seconds that it may take, which may change. Raises TimeoutError or Lost."""
+        if self._read or _is_ready(self.process.stdout, 0):
+            if not self._read:
+                self._receive(idle=True)
+            raise Lost(*WROTE, idle=True)
+        self.asked += 1
+        unwritten = memoryview(f"[{self.asked}, {item}]\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # it has ended: how, its output's end tells
+            while unwritten := unwritten[os.write(self.process.stdin.fileno(), unwritten) :]:
+                _wait(self.process.stdin, limit, time.monotonic())
+        reply = self.answer(limit)
+        if reply.get("number") != self.asked:
+            raise Lost(*WROTE)
+        return reply
 
-    def take_back(self) -> list[tuple[Any, str]]:
-        """The items that it has not begun, for others. It may have begun the next one when it learns of it."""
-        first, *rest = self.items
-        self.quick, self.items = 0, deque([first])
-        self.recalled = {number: (key, item) for number, key, item in rest}
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._drop, b"[%d,%d]" % (first[0] + 1, self._given))
-        return list(self.recalled.values())
+    def answer(self, limit: Callable[[], float]) -> dict:
+        """What it says next. The first of all is whether it is ready."""
+        started = time.monotonic()
+        while b"\n" not in self._read:
+            _wait(self.process.stdout, limit, started)
+            self._receive()
+        line, _, self._read = self._read.partition(b"\n")
+        return _reply(line)
 
-    def write(self) -> None:
-        """Hands over as much of the newest item as the pipe takes now."""
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
-                if len(self.items) == 1:
-                    self.started = time.monotonic()  # a long item goes in pieces: its time begins with the last
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # dead: the reader meets the end of its output
-            self._unwritten = b""
+    def _receive(self, idle: bool = False) -> None:
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        self._read += data
+        if not data:
+            raise Lost(*self._ending(), idle)
+        if len(self._read) > REPLY_LIMIT:
+            raise Lost(*WROTE, idle)
 
-    def answered(self, seconds: float) -> Any:
-        """Its item has been scored in so many seconds; returns the key."""
-        self.started, self.quick = time.monotonic(), self.quick + 1 if seconds <= QUICK else 0
-        return self.items.popleft()[1]
-
-    def replies(self) -> tuple[list[dict | None], bool]:
-        """The answers that have come in, None for one that is none, and whether its output has ended."""
-        ended = False
-        try:
-            while len(self._read) <= REPLY_LIMIT and not ended:
-                data = os.read(self.process.stdout.fileno(), 1 << 16)
-                self._read += data
-                ended = not data
-        except BlockingIOError:
-            pass
-        *lines, self._read = self._read.split(b"\n")
-        too_long = [None] if len(self._read) > REPLY_LIMIT else []
-        return [_reply(line) for line in lines] + too_long, ended
-
-    def register(self, poller: "select.poll") -> None:
-        poller.register(self.process.stdout, select.POLLIN)
-        if self._unwritten:
-            poller.register(self.process.stdin, select.POLLOUT)
-
-    def ending(self) -> tuple[str, str]:
+    def _ending(self) -> tuple[str, str]:
         """The event that its end is, and how it ended."""
         try:
-            code = self.process.wait(timeout=0.2)
+            code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             return "died", "the scoring process closed its pipe"
         if code == -signal.SIGXCPU:
@@ -114,23 +94,29 @@ class ScoringProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return "died", f"the scoring process {how}"
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        os.close(self._drop)
-        self.process.wait()
+
+def _is_ready(pipe, seconds: float) -> bool:
+    """Whether the pipe can be read or written, within so many seconds."""
+    poller = select.poll()  # unlike select.select it takes any number of open files
+    poller.register(pipe, select.POLLOUT if pipe.writable() else select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
 
 
-def _reply(line: bytes) -> dict | None:
-    """A worker's line; None if it is not one of its own: the user's function can write to any file descriptor."""
-    try:
+def _wait(pipe, limit: Callable[[], float], started: float) -> None:
+    """Until the pipe is ready. Raises TimeoutError when the limit has passed since the start."""
+    while True:
+        left = limit() + started - time.monotonic()
+        if _is_ready(pipe, min(max(left, 0.0), LOOK)):
+            return
+        if left <= 0:
+            raise TimeoutError
+
+
+def _reply(line: bytes) -> dict:
+    """A worker's line. Raises Lost if it is not one of its own: the user's function can write to any file descriptor."""
+    with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    shapes = ({"ready"}, {"failed"}, {"number", "seconds", "value"}, {"number", "seconds", "failed"}, {"number", "dropped"})
-    if not isinstance(reply, dict) or reply.keys() not in shapes:
-        return None
-    numbers = reply.get("number", 0), reply.get("seconds", 0)
-    return reply if all(isinstance(x, int | float) for x in numbers) else None
+        shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed"})
+        if isinstance(reply, dict) and reply.keys() in shapes:
+            return reply
+    raise Lost(*WROTE)
