@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from rl import generations
 from rl.errors import UserError
 from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, count, overview, speedup
+from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 from rl.report.responses import responses
 
@@ -198,6 +199,10 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
         "Staleness",
         plot_bars(ages, directory / "staleness.png", "share of trained tokens, by age in versions"),
     )
+    for i, group in enumerate(groups, 1):
+        if expert_map(group, directory / f"experts_{i}.png"):
+            title = f"Load of the experts of {group.label}"
+            made += [("heading", title), ("image", f"experts_{i}.png", title)]
     return made + ([("text", f"Not recorded by any of these runs: {', '.join(absent)}.")] if absent else [])
 
 

@@ -59,6 +59,7 @@ class Router:
         self._chosen: list[torch.Tensor | None] = []  # of the last forward pass, [T, K] a layer
         self._routes: torch.Tensor | None = None  # to be replayed, [T, L, K]
         self._load: torch.Tensor | None = None  # [L, E] tokens that went to each expert since the last report
+        self.load: list[list[float]] | None = None  # [L, E] the same of the last report, over an even share
         self._sums = [0.0] * 4  # since the last report: see `metrics`
         self._differs: torch.Tensor | None = None  # [T] tokens that went elsewhere in a layer so far
 
@@ -135,6 +136,7 @@ class Router:
         if not choices:
             return {}
         relative = load / load.mean(1, keepdim=True)  # 1 is an even share
+        self.load = relative.tolist()
         out = {
             "moe/load/max": float(relative.max()),
             "moe/load/min": float(relative.min()),

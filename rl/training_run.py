@@ -141,6 +141,8 @@ class TrainingRun:
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
         self.record.log_tickets(step, batch.tickets, **gone)
         self.record.log(step, metrics)
+        if "moe/load/max" in metrics:
+            self.record.log_experts(step, self.learner.policy.router.load)
 
     def save_if_due(self, step: int) -> None:
         """Saves a checkpoint after the last step and every --save-freq. A collective."""

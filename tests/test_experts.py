@@ -1,5 +1,7 @@
 """Mixtures of experts in whole runs: their export, and training with and without replayed routes."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -157,7 +159,14 @@ def test_a_run_on_shared_ranks_goes_on_bit_for_bit(model, tmp_path, script, flag
     assert exports[0].keys() == exports[1].keys() and all(
         torch.equal(exports[0][name], exports[1][name]) for name in exports[0]
     )
-    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
+    assert all((run / name).read_text() == (whole / name).read_text() for name in ("tickets.jsonl", "experts.jsonl"))
+    loads = [json.loads(line) for line in (run / "experts.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in loads] == [1, 2, 3, 4]
+    for row, of in zip(loads, metrics, strict=True):
+        load = np.array(row["load"])
+        assert load.shape == (2, MOE["num_experts"]) and load.mean(1) == pytest.approx(1, abs=1e-3)
+        assert load.max() == pytest.approx(of["moe/load/max"], abs=1e-3) and (load == 0).sum() == of["moe/never_used"]
 
 
 def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
