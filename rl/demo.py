@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rl import launch
 from rl.errors import UserError
 from rl.progress import track
 
@@ -84,10 +85,12 @@ def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
 
 
 def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) -> None:
-    state, started = torch.get_rng_state(), time.time()
+    state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
+    torch.set_num_threads(threads * launch.here().local_world_size)  # those of all ranks of this node: the others wait
     make(work)
+    torch.set_num_threads(threads)
     torch.set_rng_state(state)
     with open(Path(work) / "made.json", "w") as file:
         json.dump({"seconds": round(time.time() - started, 1), "recipe_version": version}, file)

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from rl import host_memory
 from rl.errors import UserError
 
 HOST_BACKEND = "gloo"  # of groups that send host memory only
@@ -58,6 +59,7 @@ def kind() -> str:
 def claim(local_rank: int) -> torch.device:
     """This rank's device. Ranks share devices where there are fewer of them, as a generator and a learner may."""
     if kind() == "cpu":
+        host_memory.keep_freed()
         return torch.device("cpu")
     index = local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)

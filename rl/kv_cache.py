@@ -4,17 +4,20 @@ import torch
 import torch.nn.functional as F
 
 from rl.attention import Packed
+from rl.device import is_accelerator
+from rl.host_memory import zeros
 
 
 class KVCache:
     """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, with no holes: a decode step works
-    on a plain slice, and a finished response frees its slot for the last one."""
+    on a plain slice, and a finished response frees its slot for the last one. On a CPU what was never used takes no memory."""
 
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.shape = (config.num_hidden_layers, 2, slots, heads, max_length, dim)
-        self.data = torch.zeros(self.shape, dtype=dtype, device=device)
+        on_device = is_accelerator(device)
+        self.data = torch.zeros(self.shape, dtype=dtype, device=device) if on_device else zeros(self.shape, dtype)
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copies the first `length` tokens of slots source [n] to slots target [n]."""

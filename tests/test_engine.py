@@ -1,6 +1,7 @@
 """The embedded engine against transformers' own forward pass, and the contract that every engine keeps."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def drain(engine, requests):
     return {output.id: output for output in outputs}
 
 
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def requests_for(temperature=1.0, n=4, max_tokens=24, **sampling):
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, **sampling)
     return [Request((i, j), p, params, request_seed(7, i, j)) for i, p in enumerate(PROMPTS) for j in range(n)]
@@ -60,6 +66,15 @@ def test_greedy_equals_generate(models):
         ids = torch.tensor([PROMPTS[i]])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert output.token_ids == expected[0, len(PROMPTS[i]) :].tolist()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads what is resident from /proc")
+def test_slots_that_are_never_used_take_no_memory(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=8192)
+    before = resident_bytes()
+    outputs = drain(engine, requests_for())
+    assert len(outputs) == 16
+    assert resident_bytes() - before < engine.cache.data.nbytes / 4 > 2**24
 
 
 def test_a_response_depends_on_its_seed_alone(models):

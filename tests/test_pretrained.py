@@ -343,3 +343,17 @@ def test_a_demo_whose_disk_is_full_says_so(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="No space left on device"):
         made_once("demo", 1, full)
     assert not list(tmp_path.glob("demo-v1*/config.json"))
+
+
+def test_a_demo_is_made_by_the_threads_of_all_ranks_of_the_node(monkeypatch, tmp_path):
+    """torchrun gives each one, and all but the one that makes it wait."""
+    monkeypatch.setenv("RL_CACHE", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    own, used = torch.get_num_threads(), []
+
+    def make(directory):
+        used.append(torch.get_num_threads())
+        (Path(directory) / "config.json").touch()
+
+    made_once("demo", 1, make)
+    assert used == [3 * own] and torch.get_num_threads() == own
