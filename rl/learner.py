@@ -41,6 +41,7 @@ from rl.waste import Computed
 from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
+UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
 SMALL = 2**22  # parameters of a model that one rank alone gathers in one piece
 
 
@@ -62,9 +63,9 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
-    ppo_max_token_len_per_gpu: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = 8192
+    ppo_max_token_len_per_gpu: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto is as many as an accelerator's memory
-    holds, and on a CPU as many as make it fast."""
+    holds (with images 8,192), and on a CPU as many as make it fast; never fewer than one sequence of full length."""
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     so many times --ppo-max-token-len-per-gpu tokens."""
@@ -230,7 +231,7 @@ class Learner:
     def micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch on this rank."""
         given = self.args.ppo_max_token_len_per_gpu
-        return self.chosen_tokens if given == "auto" else given
+        return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"

@@ -2,8 +2,9 @@
 
 On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
 forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
-where larger ones take memory and win little time, CPU_TOKENS. Left out: prompts with images, and what an engine on the same
-device gives back when it sleeps: what is not free at the start is not counted on.
+where larger ones take memory and win little time, CPU_TOKENS. Left out: prompts with images, whose micro-batch has
+UNMEASURED_TOKENS, and what an engine on the same device gives back when it sleeps: what is not free at the start is not
+counted on.
 """
 
 import dataclasses
@@ -16,21 +17,35 @@ from rl.batch import Batch, Group, Response, micro_batches
 from rl.device import is_accelerator, memory_left, peak_memory
 from rl.dist import all_gather_bytes
 from rl.errors import UserError
-from rl.learner import Learner
+from rl.learner import UNMEASURED_TOKENS, Learner
 
 CPU_TOKENS = 4096  # benchmarks/micro_batch.py
 SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again
 MULTIPLE = 256  # of which the number is one
 
 
+def settled(args):
+    """The flags with a number for auto where nothing is measured: in a plan, for prompts with images."""
+    if args.ppo_max_token_len_per_gpu != "auto":
+        return args
+    return dataclasses.replace(args, ppo_max_token_len_per_gpu=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
+
+
+def longest_on_a_rank(args) -> int:
+    """Tokens that each rank holds of a prompt and response of full length."""
+    return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
+
+
 def choose_tokens(args, learner: Learner) -> int:
     """The most tokens of a micro-batch, the same on all learners. args: the script's. Raises UserError if not even one sequence
     of full length fits. A collective."""
-    longest = -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)  # on a rank
+    longest = longest_on_a_rank(args)
+    if (learner.chosen_tokens or 0) >= longest:
+        return learner.chosen_tokens  # by the run that goes on
     if not is_accelerator(learner.ranks.device):
         return max(longest, CPU_TOKENS)
     if learner.policy.takes_images:
-        raise UserError("--ppo-max-token-len-per-gpu auto: it counts text alone, and --model takes images. Give a number.")
+        return settled(args).ppo_max_token_len_per_gpu
     learner.state_tensors()  # the moments take their place
     _train(args, learner, 1)  # and the gradients theirs
     one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))

@@ -66,7 +66,7 @@ class TrainingRun:
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
         held = precisions(args)
-        if args.ppo_max_token_len_per_gpu == "auto" and not learner.chosen_tokens:
+        if args.ppo_max_token_len_per_gpu == "auto":
             learner.chosen_tokens = choose_tokens(args, learner)
         chosen = {"precision": held, "micro_batch_tokens": learner.micro_batch_tokens}
         self.record = Run(args, *of_job, resumed.origin, job.notes | chosen)

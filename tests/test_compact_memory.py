@@ -1,8 +1,10 @@
 """What the learner's memory flags change: where moments, gradients and activations lie and in which precision, nothing else."""
 
+import dataclasses
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from rl.batch import Batch, micro_batches
 from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
-from rl.micro_batch import choose_tokens
+from rl.micro_batch import choose_tokens, settled
 from rl.plan.memory_count import MemoryCount
 from rl.precision import in_words, precisions
 from rl.ranges import check
@@ -247,6 +249,20 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
         of.state_tensors()
         of.restore(learner.state(), None)
     assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096
+    later.chosen_tokens = 512
+    kept = longest <= 512
+    assert choose_tokens(auto, later) == (512 if kept else longest), "a number that no longer holds a sequence is not kept"
+
+
+@pytest.mark.parametrize(("sharing", "longest"), [(1, 100), (1, 9000), (4, 40_000)])
+def test_a_number_for_auto_where_pixels_are_not_counted(sharing, longest):
+    args = train_sync.Args(max_prompt_length=10, max_response_length=longest - 10, sequence_parallel=sharing)
+    learner = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cuda")), policy=SimpleNamespace(takes_images=True), chosen_tokens=None
+    )
+    assert choose_tokens(args, learner) == settled(args).ppo_max_token_len_per_gpu == max(8192, longest // sharing)
+    number = dataclasses.replace(args, ppo_max_token_len_per_gpu=123)
+    assert settled(number) == number
 
 
 @pytest.mark.parametrize("model", ["qwen2-tied", "moe"])

@@ -27,6 +27,7 @@ from rl.dist import Ranks, Split
 from rl.errors import UserError
 from rl.kl_control import KLControl
 from rl.learner import Learner
+from rl.micro_batch import settled
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.images import PlannedImages, Prompt, prompts_with_images
 from rl.plan.memory_count import OTHER, MemoryCount
@@ -72,8 +73,7 @@ def dry_run(
     """In a process of its own, since the fake device stays, and forked from a fresh one: where a backward pass has run before,
     autograd knows of no new device. attention: see fake_device.start; image_size: see rl/plan/images.py. Raises UserError for
     what the run itself would refuse."""
-    if args.ppo_max_token_len_per_gpu == "auto":
-        raise UserError("--ppo-max-token-len-per-gpu auto: a plan says what a number takes. Give one.")
+    args = settled(args)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)

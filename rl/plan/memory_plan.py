@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
+from rl.micro_batch import settled
 from rl.plan.choices import Machine
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
@@ -74,6 +75,9 @@ def plan_memory(
     console = Console()
     plan = make_plan(script, args, machine, lengths, device, image_size)
     show(plan, machine, console)
+    if args.ppo_max_token_len_per_gpu == "auto":
+        tokens = settled(args).ppo_max_token_len_per_gpu
+        console.print(f"Counted with {tokens:,} tokens in a micro-batch; the run's auto takes as many as fit.", highlight=False)
     if not (lacking := plan.lacking()):
         console.print(f"It fits on {device.name}.", highlight=False)
         return
@@ -141,6 +145,7 @@ def remedy(script: str, plan: Plan, machine: Machine, lengths: str, image_size: 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
     is computed."""
+    args = settled(args)
     longest, sharing = args.max_prompt_length + args.max_response_length, 2 * args.sequence_parallel
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}

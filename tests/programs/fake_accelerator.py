@@ -169,7 +169,7 @@ def fill(path: str, **flags) -> None:
         count.device.peak = 0
         train_sync.learn(args, model, KLControl(args), batch, Timers())
         assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
-        size = count.device.live.total() + 1_000_000
+        size, model.chosen_tokens = count.device.live.total() + 1_000_000, None
         try:
             micro_batch.choose_tokens(args, model)
         except UserError as error:
