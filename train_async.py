@@ -139,17 +139,17 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     generator = make_generator(args, job, split.ranks, ScoringPool(args))
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
-    control, subscriber = ControlBlock(split), Subscriber(split, engine)
+    control, subscriber = ControlBlock(split), Subscriber(split, engine, overlaps=True)
     tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(args, split, job))
     validated, snapshot, validating = int(split.store.get("validated")), 0, False
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
-        state = control.read()
+        state = subscriber.in_force(control.read(), busy=bool(generator.working))
         in_the_way = generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished)
         newer = subscriber.next_version(state.version)
         version = newer if newer > engine.version and not in_the_way else engine.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        stop, version, fresh = shared.agree([state.stop, version, fresh])
+        stop, version, fresh, engines = shared.agree([state.stop, version, fresh, state.engines])
         if stop:
             break
         if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
@@ -162,7 +162,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
                 subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
-                generator.start_validation(split.share_of(state.engines, args.rollout_tp))
+                generator.start_validation(split.share_of(engines, args.rollout_tp))
                 validating = True
 
         # Fresh tickets, one engine step, and what is finished with it.

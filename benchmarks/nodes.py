@@ -2,20 +2,23 @@
 
     python benchmarks/nodes.py        # writes benchmarks/results/nodes.{json,md}
 
-Far: the learner on one node, the generator on another, with and without a delay on the generator's link. Slow: the same, the
-link limited; a step's generation and training are what each side says it worked, the link's time is the bytes that it carried
-over its rate. Bytes a step: of each node's link, heads and handshakes included, against what the weights and the samples have.
+Far: the learner on one node, the generator on another, with and without a delay on the generator's link; longer: the same with
+more responses, so that a step takes longer. Slow: the link limited; a step's generation and training are what each side says it
+worked, the link's time is the bytes that it carried over its rate. Bytes a step: of each node's link, heads and handshakes
+included, against what the weights and the samples have.
 """
 
+import json
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
-from common import ROOT, logged, over, ratios, setting, table, words, write
+from common import RESULTS, ROOT, logged, over, ratios, setting, table, words, write
 
 sys.path.insert(0, str(ROOT / "tests"))
 from nodes import Network
@@ -38,8 +41,8 @@ class Args:
     """Seconds there and back."""
     mbit: float = 100.0
     """Of the slow link, each way."""
-    flags: str = ""
-    """More flags for the scripts."""
+    parts: tuple[Literal["far", "longer", "slow", "bytes"], ...] = ("far", "longer", "slow", "bytes")
+    """What to measure. The rest stays as it is in the results."""
 
 
 @dataclass
@@ -54,12 +57,13 @@ class Measured:
 
 
 def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float = 0.0, mbit: float = 0.0) -> Measured:
-    """One run. delay, mbit: of the last node's link."""
+    """One run. script: with flags; delay, mbit: of the last node's link."""
+    script, *more = script.split()
     with tempfile.TemporaryDirectory() as out, Network(len(layout), delays=[0.0] * (len(layout) - 1) + [delay / 2]) as network:
         if mbit:
             network.nodes[-1].shape(mbit)
         flags = ["--total-training-steps", args.steps, "--test-freq", 0, "--save-freq", 0, "--output-dir", out]
-        flags += ["--experiment-name", "run", *args.flags.split()]
+        flags += ["--experiment-name", "run", *more]
         job = network.start([(n, [script, *flags, "--generators", g]) for n, g in layout], fresh=True)
         counted, begin = {}, args.steps // 4
         while len(counted) < 2:
@@ -90,10 +94,10 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
     )
 
 
-def far(args: Args) -> dict:
+def far(args: Args, flags: str = "") -> dict:
     """Seconds a step of each script, near and far, by round."""
     layout, found = LAYOUTS["a node learns, one generates"], {}
-    for script in ("train_one_step_off.py", "train_async.py"):
+    for script in (f"train_one_step_off.py{flags}", f"train_async.py{flags}"):
         found[script] = {"near": [], "far": []}
         for _ in range(args.rounds):
             for side, delay in (("near", 0.0), ("far", args.delay)):
@@ -134,35 +138,32 @@ def expected(layout: list[tuple[int, int]], weights: float, samples: float) -> l
 
 
 def tables(data: dict) -> str:
-    of, delay = data["args"], 1e3 * data["args"]["delay"]
-    rows = []
-    for script, sides in data["far"].items():
+    rows, delay = [], 1e3 * data["far"]["args"]["delay"]
+    for script, sides in [*data["far"]["runs"].items(), *data["longer"]["runs"].items()]:
         rows.append([f"`{script}`", *(over(its, ".3f") for its in sides.values()), over(ratios(sides["far"], sides["near"]))])
     far = table(["", "s a step", f"{delay:.0f} ms apart", "ratio"], rows)
 
-    its = data["slow"]
-    link = [8e-6 * max(one["traffic"][-1]) / of["mbit"] for one in its]
+    its, mbit = data["slow"]["runs"], data["slow"]["args"]["mbit"]
+    link = [8e-6 * max(one["traffic"][-1]) / mbit for one in its]
     parts = [[one["generating"] for one in its], [one["training"] for one in its], link]
     steps = [one["seconds"] for one in its]
     row = [
         *(over(part, ".3f") for part in [*parts, steps]),
         over(ratios(steps, [max(each) for each in zip(*parts, strict=True)])),
     ]
-    slow = table(
-        ["generating, s a step", "training", f"the link, {of['mbit']:g} Mbit/s", "the step", "over the longest"], [row]
-    )
+    slow = table(["generating, s a step", "training", f"the link, {mbit:g} Mbit/s", "the step", "over the longest"], [row])
 
     rows = []
-    for name, one in data["bytes"].items():
+    for name, one in data["bytes"]["runs"].items():
         samples = TOKEN_BYTES * one["tokens"] + RESPONSE_BYTES * one["responses"] + 4 * one["prompts"]
         theory = expected(LAYOUTS[name], 4 * data["parameters"], samples)
         for number, (measured, wanted) in enumerate(zip(one["traffic"], theory, strict=True), 1):
             ways = [f"{1e-6 * a:.2f} ({1e-6 * b:.2f})" for a, b in zip(measured, wanted, strict=True)]
             rows.append([name if number == 1 else "", f"node {number}", *ways])
     links = table(["nodes", "", "MB a step in (in theory)", "out (in theory)"], rows)
-    return (
-        f"{far}\n\n{slow}\n\n{links}\n\nThe demo, {data['parameters'] / 1e6:.2f}M parameters in fp32. {words(data['setting'])}."
-    )
+    loads = {"load average": " / ".join(str(data[part]["setting"]["load average"]) for part in PARTS)}
+    where = f"The demo, {data['parameters'] / 1e6:.2f}M parameters in fp32. {words(data['far']['setting'] | loads)}."
+    return f"{far}\n\n{slow}\n\n{links}\n\n{where}"
 
 
 def demo_parameters() -> int:
@@ -174,9 +175,15 @@ def demo_parameters() -> int:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
+PARTS = {"far": far, "longer": lambda args: far(args, " --rollout-n 64"), "slow": slow, "bytes": carried}
+
+
 def main(args: Args) -> None:
-    data = {"args": asdict(args), "parameters": demo_parameters(), "setting": setting()}
-    data |= {"far": far(args), "slow": slow(args), "bytes": carried(args)}
+    data = {"parameters": demo_parameters()}
+    if set(args.parts) < set(PARTS):
+        data |= json.loads((RESULTS / "nodes.json").read_text())
+    for part in args.parts:
+        data[part] = {"args": asdict(args), "setting": setting(), "runs": PARTS[part](args)}
     write("nodes", data, tables(data))
 
 

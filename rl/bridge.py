@@ -48,10 +48,10 @@ def senders(nodes: Sequence[launch.Node], one: bool = False) -> dict[int, int]:
 class Bridge:
     """One rank's end. All ranks call `broadcast` in the same order, and wait for what it returns in this order."""
 
-    def __init__(self, group, device: torch.device, slots: "Slots | None" = None):
+    def __init__(self, group, device: torch.device, slots: "Slots | None" = None, is_far: bool = False):
         """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
-        must lie."""
-        self.group, self.device, self.slots = group, device, slots
+        must lie. is_far: whether they are in host memory and go over a network, to this rank or another."""
+        self.group, self.device, self.slots, self.is_far = group, device, slots, is_far
         # How many messages may be under way: each wants memory of who receives it.
         far = group and not is_accelerator(device)
         self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
@@ -84,7 +84,7 @@ class Bridge:
             group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
         if len(here) > 1:
             slots = Slots(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here), timeout)
-        return Bridge(group, torch.device("cpu"), slots)
+        return Bridge(group, torch.device("cpu"), slots, is_far=len(firsts) > 1)
 
     def broadcast(self, tensor: torch.Tensor):
         """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns

@@ -321,7 +321,7 @@ class Links:
 class JoiningBridge:
     """A member's end. The group is made when its engine is ready, so that nobody waits for that."""
 
-    device = torch.device("cpu")
+    device, is_far = torch.device("cpu"), True
 
     def __init__(self, store: dist.Store, member: int, split):
         self.store, self.member, self.split = store, member, split

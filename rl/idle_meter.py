@@ -34,7 +34,8 @@ class IdleMeter:
             seconds = max(report["publish_seconds"] for report in reports)
             out["fully_async/rollouter/idle_ratio"] = waited / total
             newest = reports[-1]
-            out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / seconds}
+            way = max(seconds, newest["publish_way"])  # longer where the engine goes on while weights come in
+            out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / way}
             out |= {"publish/gb": newest["publish_gb"], "publish/changed": newest["publish_changed"]}
         reports.clear()
         return out | event_metrics(self.events)

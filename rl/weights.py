@@ -2,6 +2,7 @@
 
     learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
     generator:  subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
+                subscriber.in_force(state)      what counts of an announcement while weights come in (rl/arrival.py)
 
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
@@ -10,12 +11,14 @@ With --publish delta a publish sends what has changed since the one before (rl/d
 
 Memory: a learner that sends holds one copy in the generators' precision, in host memory; a generator none, or if its engine
 does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter. --publish delta takes one copy
-more in host memory, of a learner that sends and of a generator whose engine does not adopt memory.
+more in host memory, of a learner that sends and of a generator whose engine does not adopt memory; weights that come in while
+the engine goes on take one of a generator.
 """
 
 import json
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,14 +29,18 @@ from typing import Literal
 import torch
 
 from rl import delta, watchdog
+from rl.arrival import Arrival
+from rl.channel import State
 from rl.device import is_accelerator, side_stream
 from rl.digests import Digests, digest
 from rl.dist import Split
 from rl.engine import Engine
+from rl.host import available_memory
 from rl.learner import Learner
 
 BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
+SPARE = 0.25  # of a node's free memory, what its generators may take for weights that come in beside those in use
 
 
 @dataclass(frozen=True)
@@ -223,18 +230,25 @@ class Publisher:
 class Subscriber:
     """A generator's side."""
 
-    def __init__(self, split: Split, engine: Engine):
+    def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
+        """overlaps: whether the engine may go on while weights come over a network, where there is memory for that."""
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         if split.is_member:
             self.bridge.open()
         self._first = self.bridge.first if split.is_member else -1  # the version to begin with, at least
-        self.received: dict[str, float] = {}  # of the newest publish: bytes, and the share of elements that had changed
+        # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine went on.
+        self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
-        self._shares = engine.shares_memory  # the memory is the engine's own
-        if self._shares:
+        copies = split.here.generators * self.plan.offsets[-1] * self.plan.dtype.itemsize if overlaps else 0
+        is_ahead = overlaps and self.bridge.is_far and copies <= SPARE * available_memory()
+        self._ahead = Arrival(self._come_in) if is_ahead else None
+        self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
+        if self._ahead:
+            self._memory = self._new(self.plan.offsets[-1], self.plan.dtype)
+        elif self._shares:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
         elif self.plan.delta:
@@ -243,6 +257,11 @@ class Subscriber:
     @property
     def _all(self) -> range:
         return range(len(self.plan.names))
+
+    def in_force(self, state: State, busy: bool) -> State:
+        """What counts here of the learners' message: new weights, and what was said with them, not while they are on their way
+        and the generator is busy. One that is not waits for them in `receive`."""
+        return self._ahead.in_force(state, self.engine.version, busy) if self._ahead else state
 
     def next_version(self, announced: int) -> int:
         """The version to receive next, when the newest that was announced is this: each is sent once, but a generator that has
@@ -256,7 +275,8 @@ class Subscriber:
 
         Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
         """
-        self.received = {"bytes": 0, "changed": 1.0}
+        if self._ahead:
+            self._ahead.wait()
         digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         found = digests.values()
@@ -313,16 +333,33 @@ class Subscriber:
 
     def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The buckets and their data in order, as they come; also those in which nothing has changed, which do not come."""
+        if self._ahead:  # they are all there
+            came = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
+        else:
+            came = self._coming_in()
+        for bucket, data in came:
+            yield bucket, data.to(self.device)
+
+    def _come_in(self) -> None:
+        """Receives a publish into the memory; for a thread."""
+        began = time.monotonic()
+        for _ in self._coming_in():
+            pass
+        self._wait(self._table[0])
+        self.received["way"] = time.monotonic() - began
+
+    def _coming_in(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self.received = {"bytes": 0, "changed": 1.0, "way": 0.0}
         buckets, done = self.plan.buckets, 0
         rows = self._rows()
         for numbers, data in self._messages(rows):
             if self._memory is not None:
                 self._put_in_place(numbers, [rows[number] for number in numbers], data)
             for bucket in buckets[done : numbers[-1] + 1]:
-                yield bucket, (data if self._memory is None else bucket.of(self._memory)).to(self.device)
+                yield bucket, data if self._memory is None else bucket.of(self._memory)
             done = numbers[-1] + 1
         for bucket in buckets[done:]:
-            yield bucket, bucket.of(self._memory).to(self.device)
+            yield bucket, bucket.of(self._memory)
 
     def _rows(self) -> list[delta.Row]:
         """What is sent of each bucket."""

@@ -26,7 +26,7 @@ def job(generators: int, learners: int, nodes: int) -> dist.Split:
 
 
 def report(rank: int, wait: float, elapsed: float) -> dict:
-    counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0, "publish_changed": 1.0}
+    counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0, "publish_changed": 1.0, "publish_way": 0.0}
     return {"rank": rank, "elapsed": elapsed, "ledger": {"wait": wait}, **counts}
 
 

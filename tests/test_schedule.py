@@ -1,5 +1,7 @@
 """The schedule: quotas as verl computes them, tickets in order, and a simulated stream in which nothing too old is trained."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from rl.arrival import Arrival
 from rl.batch import Batch, Group, Response
 from rl.channel import State
 from rl.errors import UserError
@@ -182,6 +185,24 @@ def test_settings_that_cannot_work(flag, value):
         check(ScheduleArgs(**{flag: value}))
 
 
+class OnItsWay(Arrival):
+    """Weights that arrive when the test says so."""
+
+    def begin(self) -> None:
+        self._coming = self._coming or Future()
+
+    def arrive(self) -> None:
+        if self._coming and not self._coming.done():
+            self._coming.set_result(None)
+
+    def take(self) -> None:
+        self._coming = None
+
+    def has(self, version: int, engine: int) -> bool:
+        """Whether that version is here, for an engine with weights of version `engine`."""
+        return engine == version or bool(engine == version - 1 and self._coming and self._coming.done())
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -192,11 +213,13 @@ def test_settings_that_cannot_work(flag, value):
     stale=st.sampled_from(["drop", "wait", None]),
     flat=st.sampled_from([0.0, 0.3]),
     generators=st.integers(1, 3),
+    overlaps=st.booleans(),
 )
 def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
-    seed, required, period, threshold, extra, stale, flat, generators
+    seed, required, period, threshold, extra, stale, flat, generators, overlaps
 ):
-    """A stream with generators that lag behind by chance, responses of any duration and a learner that runs when it can."""
+    """A stream with generators that lag behind by chance, responses of any duration and a learner that runs when it can.
+    overlaps: whether engines go on while weights are on their way to them, which takes any time."""
     random = np.random.default_rng(seed)
     bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
     bound = bound if bound is None else max(0, bound)
@@ -213,32 +236,41 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     open_tickets(store)
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
-    version, step, idle = 0, 1, 0
+    arrivals = [OnItsWay(lambda: None) for _ in range(generators)]
+    version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived everywhere
     while step <= steps:
         idle += 1
         assert idle < 2000, "the stream stands still"
         g = int(random.integers(generators))
+        state = State(version, buffer.dropped.total())
+        if overlaps:
+            if random.random() < 0.3:
+                arrivals[g].arrive()
+            state = arrivals[g].in_force(state, engines[g], busy=bool(running[g]))
         if random.random() < 0.5:
-            engines[g] = version  # swaps between two engine steps; unfinished responses go on
-        while engines[g] == version and random.random() < 0.7 and len(running[g]) < 6:
-            ticket = take_one(tickets[g], engines[g], buffer.dropped.total())
-            if ticket is None:
+            if state.version > engines[g]:
+                arrivals[g].take()
+            engines[g] = state.version  # swaps between two engine steps; unfinished responses go on
+        while random.random() < 0.7 and len(running[g]) < 6:
+            fresh = tickets[g].take(1, 0, engines[g], state)
+            if not fresh:
                 break
-            running[g].append((ticket, []))
+            running[g].append((fresh[0], []))
         for item in list(running[g]):
             item[1].append(engines[g])
             if random.random() < 0.3:
                 running[g].remove(item)
                 scores = [1, 1] if random.random() < flat else [0, 1]
                 buffer.add(group(item[0], [item[1], item[1][-1:]], scores))
-        if random.random() < 0.5 and (groups := buffer.take(step)) is not None:
+        if not waits and random.random() < 0.5 and (groups := buffer.take(step)) is not None:
             assert len(groups) == required
             if bound is not None:
                 assert max(version - g.oldest for g in groups) <= bound
-            if step % period == 0:
-                version += 1
-                buffer.published(version)
+            waits = step % period == 0
             step, idle = step + 1, 0
+        if waits and (not overlaps or all(map(OnItsWay.has, arrivals, [version] * generators, engines))):
+            version, waits = version + 1, False
+            buffer.published(version)
     unfinished = [ticket for of in running for ticket, _ in of]
     assert "in flight" in buffer.account(unfinished, started(store))
     assert buffer.trained == steps * required

@@ -34,6 +34,7 @@ from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
 from rl.errors import UserError
 from rl.kl_control import KLControl
+from rl.launch import Node
 from rl.learner import Learner
 from rl.local_weights import LocalWeights
 from rl.plan import fake_device
@@ -49,7 +50,7 @@ SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": trai
 class Bridge:
     """Broadcasts on the device that arrive at once."""
 
-    window = 3
+    window, is_far = 3, True
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -184,9 +185,11 @@ def publish(model: Learner, split: Split) -> None:
     publisher.wait()
 
 
-def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False) -> None:
+def generate(
+    path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False, overlaps=False
+) -> None:
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
-    whether the weights travel in host memory."""
+    whether the weights travel in host memory; overlaps: and come in while the engine goes on."""
     place = start(attention=attention)
     if images:  # transformers' own forward, which finds places of images by value, cannot stand beside ours
         forward_check._compare = lambda ours, *_: ours()
@@ -197,7 +200,8 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
             [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
         )
         store.set("weights/plan", plan.to_json())
-        subscriber = Subscriber(Split("generator", place, 1, 1, 0, 1, store, bridge), engine)
+        subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine, overlaps)
+        assert (subscriber._memory.device == place.device) != overlaps
         subscriber.receive(0)
         for number in range(6):
             sampling = SamplingParams(number % 2, 0.9 if truncates else 1.0, 5 if truncates else -1, max_tokens=2 + number)
@@ -261,6 +265,7 @@ CASES = {  # a new kind of model is a line more
     "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),
     "engine": lambda m: generate(m["qwen2-tied"]),
     "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
+    "engine, overlapped": lambda m: generate(m["qwen2-tied"], over_host=True, overlaps=True),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),

@@ -1,0 +1,46 @@
+"""Started under torchrun by test_arrival.py: train_async.py, of which each generator writes down its engine's steps.
+
+    torchrun ... steps_meanwhile.py OUT FLAGS ...      writes OUT/<generator>.json
+
+With --rollout-tp 2 two ranks have the same engine each, and stay in step as those that share one must: what one rank does
+otherwise than the other is seen in their responses.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import train_async
+from rl import dist, flags, generator, process
+from rl.embedded_engine import TransformersEngine
+from rl.weights import Subscriber
+
+out = Path(sys.argv.pop(1))
+steps, responses, announced = [], [], -1  # of each step: the engine's version, and the newest that was announced by then
+
+
+def in_force(self, state, busy, real=Subscriber.in_force):
+    global announced
+    announced = state.version
+    return real(self, state, busy)
+
+
+def step(self, real=TransformersEngine.step):
+    steps.append((self.version, announced))
+    outputs = real(self)
+    responses.extend((output.id, output.token_ids, output.versions) for output in outputs)
+    return outputs
+
+
+def main(split: dist.Split) -> None:
+    train_async.main(args, split)
+    if split.role == "generator":
+        (out / f"{split.ranks.rank}.json").write_text(json.dumps({"steps": steps, "responses": responses}))
+
+
+Subscriber.in_force, TransformersEngine.step = in_force, step
+make_engine = generator.make_engine
+generator.make_engine = lambda path, args, *how: make_engine(path, dataclasses.replace(args, rollout_tp=1), *how)
+args = flags.parse(train_async.Args, "")
+process.run(main, join=lambda: dist.init_split(args.generators, args.hang_timeout, args.node_timeout))

@@ -1,0 +1,262 @@
+"""Weights that come in while the engine goes on: real publishes over sockets, which the tests hold up on their way."""
+
+import gc
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT
+from test_bridge import together
+from torch.distributed import HashStore
+from transformers import AutoModelForCausalLM
+
+from rl import failures, weights
+from rl.bridge import Bridge
+from rl.channel import State
+from rl.embedded_engine import TransformersEngine
+from rl.engine import Output, Request, SamplingParams
+from rl.weights import Publisher, Subscriber
+
+PROMPT, ALL = [5, 6, 7], 10**6
+
+
+class Held:
+    """The learner's end of a bridge, over which messages go when they are let."""
+
+    window = 1
+
+    def __init__(self, bridge: Bridge):
+        self.bridge, self.device, self._let, self._changed = bridge, bridge.device, 0, threading.Condition()
+
+    def let(self, messages: int) -> None:
+        with self._changed:
+            self._let = messages
+            self._changed.notify_all()
+
+    def broadcast(self, data: torch.Tensor):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._let > 0, timeout=120)
+            self._let -= 1
+        return self.bridge.broadcast(data)
+
+
+class Ends:
+    """A learner whose weights the test changes, and a generator, on two nodes."""
+
+    def __init__(self, model: str, publish: str = "full"):
+        store, bridges = HashStore(), [None, None]
+
+        def join(place: int) -> None:
+            bridges[place] = Bridge.over_host(store, place, [0, 1], timedelta(seconds=120))
+
+        together([partial(join, place) for place in range(2)])
+        self.engine, self.held = TransformersEngine(model, max_length=64), Held(bridges[0])
+        self.parameters = {name: p.clone() for name, p in self.engine.model.named_parameters()}
+        learner = SimpleNamespace(parameters=self.parameters, frozen=(), weights=lambda *_: self.parameters.items())
+        place = SimpleNamespace(device=torch.device("cpu"), is_main=True)
+        common = {"store": store, "ranks": place, "elastic": None, "is_member": False, "senders": (0,)}
+        common["here"] = SimpleNamespace(generators=1)
+        self.publisher = Publisher(learner, SimpleNamespace(bridge=self.held, **common), torch.float32, publish)
+        self.subscriber = Subscriber(SimpleNamespace(bridge=bridges[1], **common), self.engine, overlaps=True)
+        self.publish(0)
+        self.held.let(ALL)
+        assert self.subscriber.in_force(State(0, dropped=1), busy=True).version == 0, "there is nothing to go on with"
+        self.subscriber.receive(0)
+        self.publisher.wait()
+
+    def publish(self, version: int) -> dict[str, torch.Tensor]:
+        """Changes every hundredth weight and publishes, nothing of which goes yet; returns the weights."""
+        self.held.let(0)
+        for tensor in self.parameters.values():
+            tensor.view(-1)[version % 100 :: 100] += 0.5 * torch.randn_like(tensor.view(-1)[version % 100 :: 100])
+        self.publisher.publish(version)
+        return {name: tensor.clone() for name, tensor in self.parameters.items()}
+
+    def holds(self, expected: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(self.engine.read_back(name), tensor) for name, tensor in expected.items())
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 14)
+    monkeypatch.setattr(weights, "LEAST_BYTES", 1 << 10)
+
+
+def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
+    """Of the response's tokens, [n], by transformers' own forward pass with these weights."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert set(reference.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
+    ids = torch.tensor([[*PROMPT, *output.token_ids]])
+    with torch.no_grad():
+        rows = reference(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("publish", ["full", "delta"])
+def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models, publish):
+    rng, model = random.Random(publish), models["qwen2-tied"]
+    ends = Ends(model, publish)
+    engine, subscriber, held = ends.engine, ends.subscriber, ends.held
+    published = {0: {name: tensor.clone() for name, tensor in ends.parameters.items()}}
+    for number in range(2):
+        engine.add(Request(number, PROMPT, SamplingParams(max_tokens=40, ignore_eos=True), seed=number))
+    done, sampled_with = [], []
+    for version in range(1, 5):
+        published[version], state = ends.publish(version), State(version, dropped=0)
+        held.let(rng.randrange(3))
+        for _ in range(rng.randrange(2, 6)):  # steps while the weights are on their way
+            assert subscriber.in_force(state, busy=True).version == engine.version == version - 1
+            sampled_with.append(version - 1)
+            done += engine.step()
+        held.let(ALL)
+        until(lambda state=state: subscriber.in_force(state, busy=True).version == state.version)
+        assert ends.holds(published[version - 1]), "until it is taken"
+        sampled_with.append(version - 1)
+        done += engine.step()
+        subscriber.receive(version, recompute_kv=True)
+        assert ends.holds(published[version]) and engine.version == version
+        ends.publisher.wait()
+    assert 0 < subscriber.received["changed"] <= (1 if publish == "full" else 0.05) and subscriber.received["way"] > 0
+    while engine.num_unfinished:
+        done += engine.step()
+    for output in done:
+        versions = torch.tensor(output.versions)
+        assert output.versions[1 : 1 + len(sampled_with)] == sampled_with[: len(output.versions) - 1] or (
+            output.versions[: len(sampled_with)] == sampled_with
+        )
+        found = torch.tensor(output.log_probs)
+        for version, state in published.items():
+            differs = (log_probs(model, state, output) - found).abs()
+            assert differs[versions == version].max() < 1e-3
+            assert differs[versions != version].mean() > 1e-2, "else the check would say nothing"
+
+
+@pytest.mark.timeout(300)
+def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
+    """Also where the version after them is announced before they are taken; what does not belong to them counts at once."""
+    ends = Ends(models["qwen2-tied"])
+    subscriber, held = ends.subscriber, ends.held
+    said = [
+        State(0, dropped=1),
+        State(1, dropped=3, engines=["a"]),
+        State(2, dropped=5, engines=["a", "b"], snapshot=4, again=2),
+    ]
+    now = lambda number: subscriber.in_force(said[number], busy=True)  # noqa: E731
+    counts = lambda number: (now(number).version, now(number).dropped, now(number).engines)  # noqa: E731
+    assert now(0) == said[0]
+
+    first = ends.publish(1)
+    held.let(1)
+    assert counts(1) == (0, 1, None)
+    held.let(ALL)
+    until(lambda: now(1).version == 1)
+    assert now(1) == said[1]
+    second = ends.publish(2)  # which has to wait until the first one is taken
+    assert counts(2) == (1, 3, ["a"]) and (now(2).snapshot, now(2).again) == (4, 2)
+    subscriber.receive(subscriber.next_version(now(2).version))
+    assert ends.holds(first)
+    assert counts(2) == (1, 3, ["a"])
+    held.let(ALL)
+    until(lambda: now(2).version == 2)
+    assert now(2) == said[2]
+    subscriber.receive(2)
+    assert ends.holds(second)
+    ends.publisher.wait()
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
+    ends = Ends(models["qwen2-tied"])
+    published = ends.publish(1)
+    assert ends.subscriber.in_force(State(1, dropped=0), busy=False).version == 1
+    threading.Timer(0.2, ends.held.let, [ALL]).start()
+    ends.subscriber.receive(1)
+    assert ends.holds(published)
+    ends.publisher.wait()
+
+
+@pytest.mark.timeout(300)
+def test_weights_that_are_not_what_was_sent_are_noticed(models):
+    ends = Ends(models["qwen2-tied"])
+    ends.publish(1)
+    ends.held.let(ALL)
+    until(lambda: ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1)
+    ends.subscriber._memory[-1] += 1
+    with pytest.raises(RuntimeError, match=r"version 1: the generator's .* is not what the learner sent"):
+        ends.subscriber.receive(1)
+
+
+@pytest.mark.timeout(300)
+def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
+    ends = Ends(models["qwen2-tied"])
+    group, state = ends.held.bridge.group, State(1, dropped=0)
+    ends.held.bridge.broadcast(torch.zeros(ends.subscriber.plan.buckets[0].size))
+    assert ends.subscriber.in_force(state, busy=True).version == 0
+    ends.held.bridge.group = None
+    del group
+    gc.collect()  # its connections close
+    with pytest.raises(RuntimeError) as error:
+        until(lambda: ends.subscriber.in_force(state, busy=True).version == 1)
+    assert failures.lost_connection(error.value), "such an error has the lost rank named"
+
+
+@pytest.mark.timeout(300)
+def test_without_memory_for_it_the_engine_waits(models, monkeypatch):
+    monkeypatch.setattr(weights, "available_memory", lambda: 4 * (64 * 1024))
+    ends = Ends(models["qwen2-tied"])
+    published = ends.publish(1)
+    assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1, "it is received at once"
+    ends.held.let(ALL)
+    ends.subscriber.receive(1)
+    assert ends.holds(published)
+    ends.publisher.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_that_share_an_engine_take_the_weights_at_the_same_step(demo_model, tmp_path, network):
+    """Behind a slow link, over which weights take longer than a batch of responses."""
+    machines = network(2)
+    machines.nodes[1].shape(20)
+    flags = ["--total-training-steps", 6, "--test-freq", 3, "--rollout-tp", 2, "--output-dir", tmp_path / "run"]
+    flags += ["--ignore-eos", "--max-response-length", 48]
+    line = [ROOT / "tests/programs/steps_meanwhile.py", tmp_path, *flags, "--generators"]
+    consoles = machines.start([(1, [*line, 0]), (2, [*line, 2])]).wait(150)
+    assert [code for code, _ in consoles] == [0, 0], "\n----\n".join(text for _, text in consoles)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert [version for version, _ in first["steps"]] == [version for version, _ in second["steps"]]
+    assert first["responses"] == second["responses"]
+    assert any(announced > version for version, announced in first["steps"]), "steps while weights were on their way"
+    assert {version for version, _ in first["steps"]} >= {0, 1, 2, 3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_learner_that_is_killed_while_its_weights_are_on_their_way_is_named(demo_model, tmp_path, network):
+    machines = network(2)
+    machines.nodes[1].shape(8)  # 4 s a publish
+    flags = ["train_async.py", "--test-freq", 0, "--output-dir", tmp_path, "--node-timeout", 5, "--generators"]
+    job = machines.start([(1, [*flags, 0]), (1, [*flags, 1])])
+    until(lambda: "step 1/" in job.console(0) or job.processes[0].poll() is not None)
+    os.kill(machines.nodes[0].ranks()[0], signal.SIGKILL)
+    (first, _), (second, console) = job.wait(60)
+    assert first and second
+    assert re.search("rank 0 on node1 no longer answer|node1, has not answered for 5 s; learner 0", console), console
