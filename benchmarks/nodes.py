@@ -62,6 +62,8 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
     with tempfile.TemporaryDirectory() as out, Network(len(layout), delays=[0.0] * (len(layout) - 1) + [delay / 2]) as network:
         if mbit:
             network.nodes[-1].shape(mbit)
+        for node in network.nodes if delay else ():  # as docs/nodes.md says for long links
+            node.run("sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
         flags = ["--total-training-steps", args.steps, "--test-freq", 0, "--save-freq", 0, "--output-dir", out]
         flags += ["--experiment-name", "run", *more]
         job = network.start([(n, [script, *flags, "--generators", g]) for n, g in layout], fresh=True)
@@ -175,7 +177,8 @@ def demo_parameters() -> int:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
-PARTS = {"far": far, "longer": lambda args: far(args, " --rollout-n 64"), "slow": slow, "bytes": carried}
+LONGER = " --rollout-n 64 --max-num-seqs 512"  # all of a step's responses find a slot
+PARTS = {"far": far, "longer": lambda args: far(args, LONGER), "slow": slow, "bytes": carried}
 
 
 def main(args: Args) -> None:
