@@ -48,7 +48,7 @@ class Arrival:
             self.begin()
             if self._coming.done():
                 self._coming.result()
-            elif busy and newer == state.version:  # where the one after it is announced, the last of its bytes are here
+            elif busy:
                 newer = version
         watchdog.waits_for("newer weights, which are coming in", state.version > version)
         return replace(self._states[newer], stop=state.stop, snapshot=state.snapshot, again=state.again)
