@@ -30,6 +30,7 @@ import train_sync
 from rl import delivery, process, shares
 from rl.batch import Batch, Group, Response
 from rl.dist import Ranks
+from rl.learner import UNMEASURED_TOKENS
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
@@ -88,7 +89,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
     args = train_sync.Args(rollout_correction="token_tis")
-    groups, division = shared_groups(size, ranks), Division(args.prompts_per_update, args.ppo_max_token_len_per_gpu, ranks)
+    groups, division = shared_groups(size, ranks), Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
     def timed(part: str, act: Callable):

@@ -21,7 +21,7 @@ from rl import dist
 from rl.batch import Batch, micro_batches
 from rl.flags import read
 from rl.kl_control import KLControl
-from rl.learner import Learner
+from rl.learner import UNMEASURED_TOKENS, Learner
 from rl.pretrained import load_config
 from rl.timers import Timers
 
@@ -104,7 +104,7 @@ def main(side: str, model: str, file: str, size: str) -> None:
     batch, held = batch_of(SIZES[size], model, file), None
     if side == "an image for each response":
         members = torch.arange(len(batch.lengths))
-        step = plain_step(model, batch, micro_batches(batch, members, args.ppo_max_token_len_per_gpu, ranks))
+        step = plain_step(model, batch, micro_batches(batch, members, UNMEASURED_TOKENS, ranks))
     else:
         learns = Learner(model, args, ranks, total_steps=1000)
         parameters = [p.to_local() for p in learns.policy.parameters()]

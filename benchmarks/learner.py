@@ -84,7 +84,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     batch = make_batch(vocabulary, budget)
     tokens = sum(batch.total_lengths())
-    micros = micro_batches(batch, torch.arange(len(batch.lengths)), sync.ppo_max_token_len_per_gpu, ranks)
+    micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, ranks)
 
     def bare_step() -> None:
         for micro in micros:

@@ -12,7 +12,8 @@ from torch import nn
 from rl.attention import Packed
 from rl.batch import Batch, micro_batches
 from rl.device import PACKED_ATTENTION
-from rl.learner import Learner, LearnerArgs
+from rl.learner import UNMEASURED_TOKENS, Learner, LearnerArgs
+from rl.micro_batch import CPU_TOKENS
 from rl.sequence_parallel import Piece
 from rl.shares import pack
 from rl.waste import Computed
@@ -107,17 +108,23 @@ def lengths_of(responses: int, mean: int, ragged: bool, seed: int) -> list[int]:
     return [min(8 * mean, 1 + int(chance.lognormvariate(0, 0.75) * mean)) if ragged else mean for _ in range(responses)]
 
 
+SIZES = [(8, 8, 8, 64), (8, 8, 8, 256), (8, 8, 100, 300), (64, 8, 100, 300)]
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(
-    ("groups", "n", "prompt", "response"),
-    [(8, 8, 8, 64), (8, 8, 8, 256), (8, 8, 100, 300), (64, 8, 100, 300), (32, 8, 200, 400)],
+    ("groups", "n", "prompt", "response", "tokens"),
+    [
+        *[(*sizes, CPU_TOKENS) for sizes in SIZES],
+        *[(*sizes, UNMEASURED_TOKENS) for sizes in [*SIZES, (32, 8, 200, 400)]],
+    ],
 )
-def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(groups, n, prompt, response, ragged):
-    """By default, on one rank, of groups that fit into a micro-batch."""
+def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(groups, n, prompt, response, tokens, ragged):
+    """By default, on one rank, of groups that take two thirds of a micro-batch at most."""
     for seed in range(3):
         responses = lengths_of(groups * n, response, ragged, seed)
         lengths, group = [prompt + r for r in responses], [i // n for i in range(groups * n)]
-        (plan,) = pack(lengths, [prompt] * len(lengths), group, LearnerArgs().ppo_max_token_len_per_gpu, 1)
+        (plan,) = pack(lengths, [prompt] * len(lengths), group, tokens, 1)
         again = sum(prompt * len({group[i] for i in micro}) for micro in plan) - prompt * groups
         assert again < 0.02 * (sum(responses) + groups * prompt)
 
