@@ -4,13 +4,15 @@
 
 "begins" is when the first training step begins (with sync: its generation), as the scripts are run by default, that is after a
 validation of 500 prompts with sync, beside it with the split modes; "done" is when the step is. "no validation" is the same
-with --no-val-before-train. "first line" is when anything is printed: that the imports begin. Below, what single imports cost,
-in processes of their own.
+with --no-val-before-train. "first line" is when anything is printed: that the imports begin. Below, how long the demo's model
+takes to be made, once, by the first run of all; and what single imports cost, in processes of their own.
 """
 
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,8 @@ class Args:
     """Runs of each mode; the first round is not counted."""
     minutes: float = 15
     """No round begins that would end later than this."""
+    makings: int = 1
+    """How often the demo's model is made in each mode."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """What generates; the results of vllm are written under startup_vllm."""
     out: Path = RESULTS
@@ -47,6 +51,14 @@ def one_run(mode: str, engine: str, *flags: str) -> dict[str, float]:
     first = next(row for row in rows if row["step"] == 1)
     began = first["time"] - first["timing_s/step"] - done.started
     return {"first line": done.first_line, "begins": began, "done": first["time"] - done.started}
+
+
+def making_seconds(mode: str) -> float:
+    with tempfile.TemporaryDirectory() as cache:
+        flags = ["--total-training-steps", "1", "--test-freq", "0"]
+        run_script(sys.executable, MODES[mode], *flags, RL_CACHE=cache)
+        (made,) = Path(cache).glob("*/made.json")
+        return json.loads(made.read_text())["seconds"]
 
 
 def import_seconds(code: str) -> float:
@@ -74,12 +86,15 @@ def main(args: Args) -> None:
             took = import_seconds(code)
             if number:
                 imports[name].append(took)
+    makings = {mode: [making_seconds(mode) for _ in range(args.makings)] for mode in MODES} if args.makings else {}
     shown = [(runs, "first line"), *((of, key) for of in (runs, bare) for key in ("begins", "done"))]
     rows = [[mode, *(over([one[key] for one in of[mode]], ".1f") for of, key in shown)] for mode in MODES]
     head = ["mode", "first line, s", "first step begins, s", "is done, s", "no validation: begins", "is done"]
+    making = [[f"{mode}: making the model", over(values, ".1f")] for mode, values in makings.items()]
     single = [[name, over(values)] for name, values in imports.items()]
-    text = f"{table(head, rows)}\n\n{table(['import', 'seconds'], single)}\n\n{words(here)}; median (min - max)"
-    data = {"setting": here, "runs": runs, "no_validation": bare, "imports": imports}
+    text = "\n\n".join([table(head, rows), *[table(["once", "seconds"], making)] * bool(making)])
+    text += f"\n\n{table(['import', 'seconds'], single)}\n\n{words(here)}; median (min - max)"
+    data = {"setting": here, "runs": runs, "no_validation": bare, "makings": makings, "imports": imports}
     data["median_done"] = {mode: statistics.median(one["done"] for one in runs[mode]) for mode in MODES}
     write("startup" if args.engine == "transformers" else "startup_vllm", data, text, args.out)
 

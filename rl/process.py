@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
     130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
     signals.take()
+    gc.enable()  # it rested while the script imported (rl/first_line.py)
     console.outlive_output()
     faulthandler.enable()
     code, joined, name = 0, None, f"rank {os.environ.get('RANK', 0)}"

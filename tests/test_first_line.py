@@ -1,5 +1,6 @@
 """A run says that it lives before it imports what takes seconds."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from rl import first_line
 
 @pytest.fixture
 def without_torch(tmp_path):
-    """Runs a script whose first import of torch ends it; returns its stdout."""
+    """Runs a script whose first import of torch ends it, without the garbage collector; returns its stdout."""
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os; os._exit(7)\n")
+    (tmp_path / "torch" / "__init__.py").write_text("import gc, os; os._exit(1 if gc.isenabled() else 7)\n")
 
     def run(script, *flags, stdout=subprocess.PIPE, **env):
         # -P and PYTHONPATH: the stand-in goes before what is installed
@@ -46,4 +47,5 @@ def test_a_script_may_have_any_name(monkeypatch, capfdbinary):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", [os.fsdecode(b"/home/runs/\xe9t\xe9.py")])
     first_line.say()
+    gc.enable()
     assert capfdbinary.readouterr().out == b"\xe9t\xe9.py: importing torch and transformers\n"
