@@ -157,9 +157,18 @@ def memory_gb() -> dict[str, float]:
     return out
 
 
-def memory_left() -> tuple[int, int]:
-    """(bytes of the accelerator that new tensors may take, all of its bytes). What the allocator holds for no tensor counts."""
-    free, total = torch.accelerator.get_memory_info()
+def devices_are_shared() -> bool:
+    """Whether more ranks of this node than it has accelerators compute on them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.accelerator.device_count()
+
+
+def memory_left() -> tuple[int, int] | None:
+    """(bytes of the accelerator that new tensors may take, all of its bytes); None where its torch does not tell. What the
+    allocator holds for no tensor counts."""
+    try:
+        free, total = torch.accelerator.get_memory_info()
+    except (AttributeError, RuntimeError):
+        return None
     return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated(), total
 
 

@@ -341,8 +341,8 @@ class Learner:
     def state(self) -> dict:
         """The rest, the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        chosen = {"chosen_tokens": self.chosen_tokens} if self.chosen_tokens else {}
-        return {"adam_step": int(first["step"]), "schedule": self.schedule.last_epoch, "skipped": self.skipped} | chosen
+        of_run = {"schedule": self.schedule.last_epoch, "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
+        return {"adam_step": int(first["step"])} | of_run
 
     def rank_state(self) -> dict:
         """The rest that differs by rank."""

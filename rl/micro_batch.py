@@ -2,9 +2,9 @@
 
 On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
 forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
-where larger ones take memory and win little time, CPU_TOKENS. Left out: prompts with images, whose micro-batch has
-UNMEASURED_TOKENS, and what an engine on the same device gives back when it sleeps: what is not free at the start is not
-counted on.
+where larger ones take memory and win little time, CPU_TOKENS. Nothing is measured, and a micro-batch has UNMEASURED_TOKENS,
+with prompts that hold images, where ranks share a device and where torch cannot tell what is free. Left out: what an engine
+on the same device gives back when it sleeps: what is not free at the start is not counted on.
 """
 
 import dataclasses
@@ -14,18 +14,17 @@ import numpy as np
 import torch
 
 from rl.batch import Batch, Group, Response, micro_batches
-from rl.device import is_accelerator, memory_left, peak_memory
+from rl.device import devices_are_shared, is_accelerator, memory_left, peak_memory
 from rl.dist import all_gather_bytes
-from rl.errors import UserError
 from rl.learner import UNMEASURED_TOKENS, Learner
 
 CPU_TOKENS = 4096  # benchmarks/micro_batch.py
-SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again
+SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again; half of it for a number kept
 MULTIPLE = 256  # of which the number is one
 
 
 def settled(args):
-    """The flags with a number for auto where nothing is measured: in a plan, for prompts with images."""
+    """The flags with the number for auto where nothing is measured, as in a plan."""
     if args.ppo_max_token_len_per_gpu != "auto":
         return args
     return dataclasses.replace(args, ppo_max_token_len_per_gpu=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
@@ -37,32 +36,25 @@ def longest_on_a_rank(args) -> int:
 
 
 def choose_tokens(args, learner: Learner) -> int:
-    """The most tokens of a micro-batch, the same on all learners. args: the script's. Raises UserError if not even one sequence
-    of full length fits. A collective."""
-    longest = longest_on_a_rank(args)
-    if (learner.chosen_tokens or 0) >= longest:
-        return learner.chosen_tokens  # by the run that goes on
+    """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that goes on
+    keeps its number, unless it does not fit here. args: the script's. A collective."""
+    longest, kept = longest_on_a_rank(args), learner.chosen_tokens
     if not is_accelerator(learner.ranks.device):
-        return max(longest, CPU_TOKENS)
-    if learner.policy.takes_images:
-        return settled(args).ppo_max_token_len_per_gpu
+        return max(longest, kept or CPU_TOKENS)
+    if learner.policy.takes_images or devices_are_shared() or not memory_left():
+        return max(longest, kept or UNMEASURED_TOKENS)
     learner.state_tensors()  # the moments take their place
     _train(args, learner, 1)  # and the gradients theirs
     one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))
     left, total = memory_left()
     learner.optimizer.zero_grad()
     learner.router_metrics()  # forgets what was counted
-    fits = longest + (left - SPARE * total - one) / max(1, two - one) * longest
+    spare = (SPARE / 2 if kept else SPARE) * total
+    fits = longest + (left - spare - one) / max(1, two - one) * longest
     fits = min(json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(fits).encode()))
-    if fits < longest:
-        raise UserError(
-            f"--ppo-max-token-len-per-gpu auto: a sequence of full length, {longest:,} tokens a learner, takes "
-            f"{one / 1e9:.1f} GB forward and backward, and {left / 1e9:.1f} GB of the device are free. docs/pitfalls.md says "
-            "what saves memory."
-        )
     update = args.prompts_per_update * args.rollout_n * longest * args.sequence_parallel  # tokens at most
-    most = max(longest, -(-update // learner.ranks.world_size))
-    return max(longest, int(min(fits, most)) // MULTIPLE * MULTIPLE)
+    wanted = kept or max(longest, -(-update // learner.ranks.world_size))
+    return max(longest, int(min(fits, wanted)) // MULTIPLE * MULTIPLE)
 
 
 def _train(args, learner: Learner, sequences: int) -> None:

@@ -249,9 +249,10 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
         of.state_tensors()
         of.restore(learner.state(), None)
     assert later.micro_batch_tokens == learner.micro_batch_tokens and other.micro_batch_tokens == 4096
+    later.restore(other.state(), None)
+    assert later.micro_batch_tokens == 4096, "a number that was given, too"
     later.chosen_tokens = 512
-    kept = longest <= 512
-    assert choose_tokens(auto, later) == (512 if kept else longest), "a number that no longer holds a sequence is not kept"
+    assert choose_tokens(auto, later) == max(longest, 512), "a number is kept as long as it holds a sequence"
 
 
 @pytest.mark.parametrize(("sharing", "longest"), [(1, 100), (1, 9000), (4, 40_000)])

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
-from rl.micro_batch import settled
+from rl.micro_batch import longest_on_a_rank, settled
 from rl.plan.choices import Machine
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
@@ -73,10 +73,14 @@ def plan_memory(
     """Prints what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raises
     UserError for what cannot be planned."""
     console = Console()
-    plan = make_plan(script, args, machine, lengths, device, image_size)
+    plan = make_plan(script, settled(args), machine, lengths, device, image_size)
+    is_auto = args.ppo_max_token_len_per_gpu == "auto"
+    if is_auto and plan.lacking():
+        fewest = dataclasses.replace(args, ppo_max_token_len_per_gpu=longest_on_a_rank(args))
+        plan = make_plan(script, fewest, machine, lengths, device, image_size)
     show(plan, machine, console)
-    if args.ppo_max_token_len_per_gpu == "auto":
-        tokens = settled(args).ppo_max_token_len_per_gpu
+    if is_auto:
+        tokens = plan.args.ppo_max_token_len_per_gpu
         console.print(f"Counted with {tokens:,} tokens in a micro-batch; the run's auto takes as many as fit.", highlight=False)
     if not (lacking := plan.lacking()):
         console.print(f"It fits on {device.name}.", highlight=False)
@@ -145,7 +149,6 @@ def remedy(script: str, plan: Plan, machine: Machine, lengths: str, image_size: 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
     is computed."""
-    args = settled(args)
     longest, sharing = args.max_prompt_length + args.max_response_length, 2 * args.sequence_parallel
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
