@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from filelock import FileLock
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from rl import launch
 from rl.errors import UserError
 from rl.progress import track
 
+THREADS = 2  # that make a model: sums split by another number end in other bits, and so would the model by the job's ranks
 VERSION = 1  # of the recipe below: another one makes another model, in another folder
 LARGEST = 49
 NUM_VALIDATION = 500  # of the 2,500 problems; the other 2,000 are for training
@@ -88,10 +88,12 @@ def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) ->
     state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
-    torch.set_num_threads(threads * launch.here().local_world_size)  # those of all ranks of this node: the others wait
-    make(work)
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
+    torch.set_num_threads(THREADS)
+    try:
+        make(work)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
     with open(Path(work) / "made.json", "w") as file:
         json.dump({"seconds": round(time.time() - started, 1), "recipe_version": version}, file)
     if target.exists():

@@ -176,8 +176,8 @@ class TransformersEngine:
             parameter.data = memory[name]
 
     def sleep(self) -> None:
-        """Gives the KV cache back while the learner works; only between responses. Not on a CPU: clearing a new one takes a
-        tenth of a small model's step."""
+        """Gives the KV cache back while the learner works; only between responses. Not on a CPU: the learner has memory of
+        its own, and the kernel would clear each page of a new one again."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:

@@ -131,7 +131,7 @@ class Run:
             self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
 
     def log_experts(self, step: int, load: list[list[float]]) -> None:
-        """Records in experts.jsonl the load of a mixture's experts, [layers, experts]: at the first step and ten more."""
+        """Records in experts.jsonl a mixture's load, [layers, experts]: at the first step and each tenth of the run."""
         if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
             self._files.append(EXPERTS, _line({"step": step, "load": [[round(x, 3) for x in layer] for layer in load]}))
 

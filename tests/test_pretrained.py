@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl.data import DataArgs, PromptDataset
-from rl.demo import build_tokenizer, made_once
+from rl.demo import THREADS, build_tokenizer, made_once
 from rl.embedded_engine import TransformersEngine
 from rl.engine import EngineArgs, Request, SamplingParams
 from rl.errors import UserError
@@ -345,15 +345,27 @@ def test_a_demo_whose_disk_is_full_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.glob("demo-v1*/config.json"))
 
 
-def test_a_demo_is_made_by_the_threads_of_all_ranks_of_the_node(monkeypatch, tmp_path):
-    """torchrun gives each one, and all but the one that makes it wait."""
+@pytest.mark.parametrize("own", [1, 3])
+def test_a_demo_is_made_by_as_many_threads_whatever_the_job_has(monkeypatch, tmp_path, own):
+    """Its weights would be others by their last bits. The job goes on with its own ones, and its own seed, if it fails, too."""
     monkeypatch.setenv("RL_CACHE", str(tmp_path))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    own, used = torch.get_num_threads(), []
+    before, used = torch.get_num_threads(), []
 
     def make(directory):
         used.append(torch.get_num_threads())
+        torch.rand(1)
+        if len(used) == 1:
+            raise RuntimeError("not made")
         (Path(directory) / "config.json").touch()
 
-    made_once("demo", 1, make)
-    assert used == [3 * own] and torch.get_num_threads() == own
+    torch.set_num_threads(own)
+    try:
+        state = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="not made"):
+            made_once("demo", 1, make)
+        assert torch.get_num_threads() == own and torch.equal(torch.get_rng_state(), state)
+        made_once("demo", 1, make)
+        assert torch.get_num_threads() == own and torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(before)
+    assert used == [THREADS, THREADS]
