@@ -119,6 +119,13 @@ def learner(of: dict) -> list[list[str]]:
     return out
 
 
+def real_size(of: dict) -> list[list[str]]:
+    least = [of["flops"] / rate for rate in of["rates"]]
+    name = f"a learner's step, {of['parameters'] / 1e6:.0f}M parameters of Qwen2.5-0.5B's shape, one core"
+    told = f"its arithmetic at the rate of the core's products, {statistics.median(least):.1f} s"
+    return [[name, f"{statistics.median(of['seconds']):.1f} s", told, over(ratios(of["seconds"], least))]]
+
+
 def images(of: dict) -> list[list[str]]:
     out, named = [], {"learner": "the learner", "generator": "the generator", "steps": "a step"}
     named["memory"] = "the memory of a learner's step"
@@ -187,6 +194,7 @@ ROWS = {
     "engine": rates("the embedded engine", "embedded engine", "generate()"),
     "engine_vllm": rates("our loop over vLLM", "our loop", "LLM.generate, the same requests"),
     "learner": learner,
+    "real_size": real_size,
     "images": images,
     "logprobs": logprobs,
     "publish": publish,
