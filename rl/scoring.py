@@ -5,13 +5,13 @@ no finite number, eats the memory, dies - becomes a counted event, never a stuck
 (--on-error). The worker is rl/reward_worker.py; what passes between is JSON, nothing is pickled.
 """
 
-import atexit
 import contextlib
 import functools
 import json
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +114,7 @@ class ScoringPool:
 
     A thread for each scoring process gives it one response at a time and replaces it when it is lost. The rank counts, and
     raises what a thread fails with. A user's function is imported in the first process right away, so that a file that cannot
-    be is a UserError at the start.
+    be is a UserError at the start. The processes end with the pool: when it is closed, dropped, or Python ends.
     """
 
     def __init__(self, args: RewardArgs):
@@ -123,24 +123,19 @@ class ScoringPool:
         self.last_message: dict[str, str] = {}  # per kind of event
         self.pending = 0  # responses that have not been handed back
         self._scored, self._lost = 0, 0  # responses with a score; processes
-        self._threads: list[threading.Thread] = []
-        self._queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # (key, item) for the threads, None for one to end
-        self._done: SimpleQueue[tuple[list[tuple[Any, Score]], Lost | None]] = SimpleQueue()  # what they hand back
-        self._begun = threading.Event()  # a process is ready, or a thread has failed
-        self._failure: Exception | None = None
-        self._closed = False
-        self._first_calls: list[float] = []  # seconds that processes took for their first response
+        self._threads = _Threads(args)
+        self._finalizer = weakref.finalize(self, self._threads.close)
         if args.reward:
             try:
-                self._start_thread()
-                self._begun.wait()
-                self._raise_failure()
+                self._threads.start_one()
+                self._threads.begun.wait()
+                self._threads.raise_failure()
             except BaseException:
                 self.close()
                 raise
 
     def submit(self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None) -> None:
-        self._raise_failure()
+        self._threads.raise_failure()
         if not self.args.reward:
             check_sources({data_source: f"response {key}"}, self.args)
             data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
@@ -150,7 +145,7 @@ class ScoringPool:
                 value = function(
                     data_source, text, ground_truth, **({"format_score": self.args.format_score} if graded else {})
                 )
-                self._done.put(([(key, Score(value, {"acc": float(value == 1)} if graded else {}))], None))
+                self._threads.done.put(([(key, Score(value, {"acc": float(value == 1)} if graded else {}))], None))
                 self.pending += 1
                 return
         item = {
@@ -159,10 +154,10 @@ class ScoringPool:
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        self._queue.put((key, json.dumps(item, default=_plain)))
+        self._threads.queue.put((key, json.dumps(item, default=_plain)))
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
-            self._start_thread()
+            self._threads.start_one()
 
     def poll(self) -> list[tuple[Any, Score]]:
         """The responses scored since the last call."""
@@ -170,12 +165,12 @@ class ScoringPool:
 
     def wait(self, timeout: float) -> list[tuple[Any, Score]]:
         """Like poll, but sleeps up to `timeout` seconds until there is something."""
-        self._raise_failure()
+        self._threads.raise_failure()
         done: list[tuple[Any, Score]] = []
         with contextlib.suppress(Empty):
             while len(done) < self.pending:
-                scores, lost = self._done.get(timeout=0.0 if done else timeout)
-                self._raise_failure()
+                scores, lost = self._threads.done.get(timeout=0.0 if done else timeout)
+                self._threads.raise_failure()
                 done += scores
                 self._count([score for _, score in scores], lost)
         self.pending -= len(done)
@@ -183,28 +178,14 @@ class ScoringPool:
 
     def close(self) -> None:
         """Ends the processes, and what they have forked."""
-        self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        atexit.unregister(self.close)
+        self._threads.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> "ScoringPool":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def _start_thread(self) -> None:
-        if not self._threads:
-            atexit.register(self.close)
-        self._threads.append(threading.Thread(target=self._serve, name="scoring", daemon=True))
-        self._threads[-1].start()
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
 
     def _count(self, scores: list[Score], lost: Lost | None) -> None:
         for score in scores:
@@ -215,14 +196,45 @@ class ScoringPool:
                 self._scored += 1
         self._lost += lost is not None
         if self._lost >= LOST_LIMIT and not self._scored:
-            raise self._error(
+            raise self._threads.error(
                 f"{self._lost} scoring processes were lost before anything was scored, the last so: {lost.event}: {lost}"
             )
 
-    def _error(self, message: str) -> UserError:
-        return UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
 
-    # What the threads do.
+class _Threads:
+    """A pool's threads and what they share with it. They do not hold the pool itself, which could not be dropped then."""
+
+    def __init__(self, args: RewardArgs):
+        self.args = args
+        self.queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # (key, item) for the threads, None for one to end
+        self.done: SimpleQueue[tuple[list[tuple[Any, Score]], Lost | None]] = SimpleQueue()  # what they hand back
+        self.begun = threading.Event()  # a process is ready, or a thread has failed
+        self._threads: list[threading.Thread] = []
+        self._failure: Exception | None = None
+        self._closed = False
+        self._first_calls: list[float] = []  # seconds that processes took for their first response
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start_one(self) -> None:
+        self._threads.append(threading.Thread(target=self._serve, name="scoring", daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in self._threads:
+            self.queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a pool may be dropped in any
+                thread.join()
+
+    def raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def error(self, message: str) -> UserError:
+        return UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
 
     def _serve(self) -> None:
         """One scoring process after the other, until the pool is closed."""
@@ -234,8 +246,8 @@ class ScoringPool:
                         self._await_ready(process)
                     except Lost as lost:
                         bad_starts += 1
-                        if bad_starts > BAD_STARTS or not self._begun.is_set():
-                            raise self._error(f"importing it does not work: {lost}") from None
+                        if bad_starts > BAD_STARTS or not self.begun.is_set():
+                            raise self.error(f"importing it does not work: {lost}") from None
                     else:
                         bad_starts = 0
                         self._score_by(process)
@@ -243,30 +255,30 @@ class ScoringPool:
             pass
         except Exception as error:
             self._failure = error
-            self._begun.set()
-            self._done.put(([], None))  # wakes the rank
+            self.begun.set()
+            self.done.put(([], None))  # wakes the rank
 
     def _await_ready(self, process: ScoringProcess) -> None:
         try:
             reply = process.answer(functools.partial(self._limit, process))
         except TimeoutError:
-            raise self._error(f"the scoring process was not ready after {START_LIMIT} s") from None
+            raise self.error(f"the scoring process was not ready after {START_LIMIT} s") from None
         if "failed" in reply:
-            raise self._error(reply["failed"])
-        self._begun.set()
+            raise self.error(reply["failed"])
+        self.begun.set()
 
     def _score_by(self, process: ScoringProcess) -> None:
         """One response after the other, until the process is lost."""
-        while (task := self._queue.get()) and not self._closed:
+        while (task := self.queue.get()) and not self._closed:
             key, item = task
             try:
-                self._done.put(([(key, self._ask(process, item))], None))
+                self.done.put(([(key, self._ask(process, item))], None))
             except Lost as lost:
                 if lost.idle:  # the response has no part in it
-                    self._queue.put(task)
-                    self._done.put(([], lost))
+                    self.queue.put(task)
+                    self.done.put(([], lost))
                 else:
-                    self._done.put(([(key, Score(None, event=lost.event, message=str(lost)))], lost))
+                    self.done.put(([(key, Score(None, event=lost.event, message=str(lost)))], lost))
                 return
         raise _Closed
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scoring import state
+from test_scoring import state, wait_until_gone
 
 from rl.errors import UserError
 from rl.scoring import RewardArgs, ScoringPool
@@ -131,6 +131,23 @@ def test_a_process_that_breaks_between_two_responses_costs_none(here, what):
         results = drain(pool)
         assert [results[n].score for n in range(1, 4)] == [1, 2, 3] and not pool.events
         assert {results[n].extra["pid"] for n in range(1, 4)} != {first}
+
+
+def test_a_pool_that_is_dropped_ends_its_processes(here):
+    """As in a notebook, where nobody closes it: one that waits for work, and one that has some."""
+    pool = make_pool(here, workers=2)
+    for number in range(2):
+        submit(pool, number, "wait")
+    wait_until(lambda: len(calls(here)) == 2)  # each has one
+    (here / "open").touch()
+    pids = {int(score.extra["pid"]) for score in drain(pool).values()}
+    (here / "open").unlink()
+    submit(pool, 2, "wait")
+    wait_until(lambda: len(calls(here)) == 3)
+    assert len(pids) == 2 and "Z" not in map(state, pids)
+    del pool
+    for pid in pids:
+        wait_until_gone(pid)
 
 
 def test_what_a_thread_fails_with_is_the_rank_s_next_error_and_the_one_after(here):
