@@ -101,8 +101,8 @@ class ControlBlock:
     """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
     it costs no round trip, and waiting for it no polls: the store hears from a generator only when something has changed.
 
-    "control" holds the newest state with its number; "control/<number>" is there once that number has been written, some 100
-    bytes of the store's memory each.
+    "control" holds the newest state with its number; "control/<number>" is there once that number has been written, and
+    "control/version/<version>" holds the state that announced that version: some 100 bytes of the store's memory each.
     """
 
     def __init__(self, split: Split):
@@ -120,14 +120,17 @@ class ControlBlock:
         new = replace(self.state or State(version=-1, dropped=0), **changes)
         if self.writes and new != self.state:
             self._number += 1
+            if not self.state or new.version != self.state.version:
+                self.store.set(announces(new.version), json.dumps(asdict(new)))
             self.store.set("control", json.dumps([self._number, asdict(new)]))
             self.store.set(f"control/{self._number}", "")
         self.state = new
 
     def read(self) -> State:
-        """The newest state that has come here; waits until there is one. A generator that may leave stops at SIGTERM."""
+        """The newest state that has come here; waits until there is one. A generator that may leave stops at SIGTERM, without
+        the weights that were announced."""
         state = self._wait(lambda state: True, "the control block in the store")
-        return replace(state, stop=True) if self._may_leave and signals.stop_requested() else state
+        return replace(state, stop=True, version=-1) if self._may_leave and signals.stop_requested() else state
 
     def wait_for(self, version: int) -> None:
         """Returns when the weights of this version, or newer ones, are ready."""
@@ -154,6 +157,11 @@ class ControlBlock:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+
+def announces(version: int) -> str:
+    """The key of the state that announced that version."""
+    return f"control/version/{version}"
 
 
 class Outbox:

@@ -2,7 +2,7 @@
 
     learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
     generator:  subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
-                subscriber.in_force(state)      what counts of an announcement while weights come in (rl/arrival.py)
+                subscriber.in_force(state)      what counts here of an announcement: versions one by one (rl/arrival.py)
 
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
@@ -29,18 +29,16 @@ from typing import Literal
 import torch
 
 from rl import delta, watchdog
-from rl.arrival import Arrival
+from rl.arrival import Announcements, Arrival, has_room
 from rl.channel import State
 from rl.device import is_accelerator, side_stream
 from rl.digests import Digests, digest
 from rl.dist import Split
 from rl.engine import Engine
-from rl.host import available_memory
 from rl.learner import Learner
 
 BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
-SPARE = 0.25  # of a node's free memory, what its generators may take for weights that come in beside those in use
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,8 @@ class Publisher:
         """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
         then goes over the bridge is the copy. The generators have to be told of the version."""
         self.wait()
+        if self._is_first and self.split.bridge:
+            self.split.store.set("weights/first", str(version))
         with self._reading:
             self.take_copy()
             self._version = version
@@ -237,13 +237,14 @@ class Subscriber:
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         if split.is_member:
             self.bridge.open()
-        self._first = self.bridge.first if split.is_member else -1  # the version to begin with, at least
+        self._split, self._announcements = split, Announcements(split.store)
         # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine went on.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
-        copies = split.here.generators * self.plan.offsets[-1] * self.plan.dtype.itemsize if overlaps else 0
-        is_ahead = overlaps and self.bridge.is_far and copies <= SPARE * available_memory()
+        is_ahead = (
+            overlaps and self.bridge.is_far and has_room(split, self.plan.offsets[-1] * self.plan.dtype.itemsize, self._pins)
+        )
         self._ahead = Arrival(self._come_in) if is_ahead else None
         self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
         if self._ahead:
@@ -259,16 +260,23 @@ class Subscriber:
         return range(len(self.plan.names))
 
     def in_force(self, state: State, busy: bool) -> State:
-        """What counts here of the learners' message: new weights, and what was said with them, not while they are on their way
-        and the generator is busy. One that is not waits for them in `receive`."""
-        return self._ahead.in_force(state, self.engine.version, busy) if self._ahead else state
+        """What counts here when the learners' newest message is `state`: the version that comes next and what was said with it,
+        not while it is on its way and the generator is busy. One that is not, or has to stop, waits for it in `receive`."""
+        newer = self.next_version(state.version)
+        if self._ahead and self.engine.version >= 0:  # before, there is nothing to go on with
+            newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
+        return self._announcements.of(newer, state) if newer >= 0 else state
 
     def next_version(self, announced: int) -> int:
-        """The version to receive next, when the newest that was announced is this: each is sent once, but a generator that has
-        just started begins with the newest."""
+        """The version to receive next, when the newest that was announced is this; -1 for none. Each is sent once, from the
+        first of the run on, or to a generator that has joined from the one on with which it was let in."""
         if self.engine.version < 0:
-            return announced if announced >= self._first else -1
+            return self._first if announced >= self._first else -1
         return min(announced, self.engine.version + 1)
+
+    @cached_property
+    def _first(self) -> int:
+        return self.bridge.first if self._split.is_member else int(self._split.store.get("weights/first"))
 
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
@@ -412,5 +420,8 @@ class Subscriber:
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Where something is received: pinned, if it goes on from the host to an accelerator."""
-        to_device = is_accelerator(self.device) and not is_accelerator(self.bridge.device)
-        return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=to_device)
+        return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=self._pins)
+
+    @property
+    def _pins(self) -> bool:
+        return is_accelerator(self.device) and not is_accelerator(self.bridge.device)

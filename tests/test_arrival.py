@@ -20,9 +20,9 @@ from test_bridge import together
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
-from rl import failures, weights
+from rl import arrival, failures, signals, weights
 from rl.bridge import Bridge
-from rl.channel import State
+from rl.channel import ControlBlock, State
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Output, Request, SamplingParams
 from rl.weights import Publisher, Subscriber
@@ -51,39 +51,49 @@ class Held:
 
 
 class Ends:
-    """A learner whose weights the test changes, and a generator, on two nodes."""
+    """A learner whose weights the test changes on one node, and generators on another."""
 
-    def __init__(self, model: str, publish: str = "full"):
-        store, bridges = HashStore(), [None, None]
+    def __init__(self, model: str, publish: str = "full", generators: int = 1):
+        store, node_of = HashStore(), [0, *[1] * generators]
+        bridges, self._random = [None] * len(node_of), torch.Generator().manual_seed(0)
 
         def join(place: int) -> None:
-            bridges[place] = Bridge.over_host(store, place, [0, 1], timedelta(seconds=120))
+            bridges[place] = Bridge.over_host(store, place, node_of, timedelta(seconds=120))
 
-        together([partial(join, place) for place in range(2)])
-        self.engine, self.held = TransformersEngine(model, max_length=64), Held(bridges[0])
+        together([partial(join, place) for place in range(len(node_of))])
+        self.engines, self.held = [TransformersEngine(model, max_length=64) for _ in range(generators)], Held(bridges[0])
+        self.engine = self.engines[0]
         self.parameters = {name: p.clone() for name, p in self.engine.model.named_parameters()}
         learner = SimpleNamespace(parameters=self.parameters, frozen=(), weights=lambda *_: self.parameters.items())
         place = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         common = {"store": store, "ranks": place, "elastic": None, "is_member": False, "senders": (0,)}
-        common["here"] = SimpleNamespace(generators=1)
-        self.publisher = Publisher(learner, SimpleNamespace(bridge=self.held, **common), torch.float32, publish)
-        self.subscriber = Subscriber(SimpleNamespace(bridge=bridges[1], **common), self.engine, overlaps=True)
+        common |= {"here": SimpleNamespace(generators=generators), "place": "1"}
+        self.learners = SimpleNamespace(bridge=self.held, role="learner", **common)
+        self.publisher = Publisher(learner, self.learners, torch.float32, publish)
+        splits = [SimpleNamespace(bridge=bridges[i], is_first_here=i == 1, **common) for i in range(1, len(node_of))]
+        self.subscribers = [Subscriber(*ends, overlaps=True) for ends in zip(splits, self.engines, strict=True)]
+        self.subscriber = self.subscribers[0]
+
+    def begin(self) -> "Ends":
+        """With a generator that has the first version."""
         self.publish(0)
         self.held.let(ALL)
         assert self.subscriber.in_force(State(0, dropped=1), busy=True).version == 0, "there is nothing to go on with"
         self.subscriber.receive(0)
         self.publisher.wait()
+        return self
 
     def publish(self, version: int) -> dict[str, torch.Tensor]:
         """Changes every hundredth weight and publishes, nothing of which goes yet; returns the weights."""
         self.held.let(0)
         for tensor in self.parameters.values():
-            tensor.view(-1)[version % 100 :: 100] += 0.5 * torch.randn_like(tensor.view(-1)[version % 100 :: 100])
+            some = tensor.view(-1)[version % 100 :: 100]
+            some += 0.5 * torch.randn(some.shape, generator=self._random)
         self.publisher.publish(version)
         return {name: tensor.clone() for name, tensor in self.parameters.items()}
 
-    def holds(self, expected: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(self.engine.read_back(name), tensor) for name, tensor in expected.items())
+    def holds(self, expected: dict[str, torch.Tensor], generator: int = 0) -> bool:
+        return all(torch.equal(self.engines[generator].read_back(name), tensor) for name, tensor in expected.items())
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -113,7 +123,7 @@ def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> tor
 @pytest.mark.parametrize("publish", ["full", "delta"])
 def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models, publish):
     rng, model = random.Random(publish), models["qwen2-tied"]
-    ends = Ends(model, publish)
+    ends = Ends(model, publish).begin()
     engine, subscriber, held = ends.engine, ends.subscriber, ends.held
     published = {0: {name: tensor.clone() for name, tensor in ends.parameters.items()}}
     for number in range(2):
@@ -152,7 +162,7 @@ def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models, pu
 @pytest.mark.timeout(300)
 def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
     """Also where the version after them is announced before they are taken; what does not belong to them counts at once."""
-    ends = Ends(models["qwen2-tied"])
+    ends = Ends(models["qwen2-tied"]).begin()
     subscriber, held = ends.subscriber, ends.held
     said = [
         State(0, dropped=1),
@@ -184,7 +194,7 @@ def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
 
 @pytest.mark.timeout(300)
 def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
-    ends = Ends(models["qwen2-tied"])
+    ends = Ends(models["qwen2-tied"]).begin()
     published = ends.publish(1)
     assert ends.subscriber.in_force(State(1, dropped=0), busy=False).version == 1
     threading.Timer(0.2, ends.held.let, [ALL]).start()
@@ -194,8 +204,78 @@ def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("begins", ["with the first", "late"])
+@pytest.mark.parametrize("room", ["overlaps", "waits"])
+def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monkeypatch, begins, room):
+    """The learner goes on when the first generator of the node has a version. What was said with each counts for each."""
+    monkeypatch.setattr(weights, "LEAST_BYTES", 1 << 30)  # a bucket and a table: two versions fit into the shared memory
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 30)
+    free = iter([2**40 if room == "overlaps" else 0, 0, 2**40])  # it changes while the generators start
+    monkeypatch.setattr(arrival, "available_memory", lambda: next(free))
+    ends = Ends(models["qwen2-tied"], generators=2)
+    control, (first, neighbour) = ControlBlock(ends.learners), ends.subscribers
+    expected = {}
+
+    def announce(version: int) -> None:
+        expected[version] = ends.publish(version)
+        ends.held.let(ALL)
+        control.update(version=version, dropped=10 * version, engines=[f"at {version}"])
+
+    def take(number: int) -> None:
+        subscriber = ends.subscribers[number]
+        version = subscriber.engine.version + 1
+        until(lambda: subscriber.in_force(control.state, busy=True).version == version)
+        state = subscriber.in_force(control.state, busy=True)
+        assert (state.dropped, state.engines, state.again) == (10 * version, [f"at {version}"], control.state.again)
+        subscriber.receive(subscriber.next_version(state.version))
+        assert subscriber.engine.version == version and ends.holds(expected[version], number)
+
+    announce(0)
+    take(0)
+    if begins == "with the first":
+        take(1)
+    last = neighbour.engine.version + 2
+    for version in range(1, last + 1):
+        announce(version)
+        take(0)
+    control.update(again=7)
+    for _ in range(neighbour.engine.version, last):
+        take(1)
+    ends.publisher.wait()
+    state = State(last, 10 * last, again=7, engines=[f"at {last}"])
+    assert first.in_force(control.state, busy=True) == neighbour.in_force(control.state, busy=True) == state
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_that_stops_takes_what_was_announced_unless_it_leaves(models, monkeypatch):
+    ends = Ends(models["qwen2-tied"]).begin()
+    ends.publish(1)
+    assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 0
+    assert ends.subscriber.in_force(State(1, dropped=0, stop=True), busy=True).version == 1, "and waits for it"
+    ControlBlock(ends.learners).update(version=1)
+    ends.learners.role, ends.learners.is_member = "generator", True
+    control = ControlBlock(ends.learners)
+    assert control.read() == State(1, dropped=0)
+    monkeypatch.setattr(signals, "stop_requested", lambda: True)
+    leaves = ends.subscriber.in_force(control.read(), busy=True)
+    assert leaves.stop and ends.subscriber.next_version(leaves.version) < 0
+
+
+@pytest.mark.parametrize(("size", "pins", "most"), [(3000, False, 3000), (3000, True, 4096), (4096, True, 4096)])
+def test_room_is_counted_for_all_generators_of_a_node_as_torch_takes_it(monkeypatch, capsys, size, pins, most):
+    for number, spare in enumerate([0, -1]):
+        store, here = HashStore(), SimpleNamespace(generators=3)
+        monkeypatch.setattr(arrival, "available_memory", lambda spare=spare: (3 * most + spare) / arrival.SPARE)
+        first, other = (
+            SimpleNamespace(store=store, place="1", here=here, is_first_here=is_first) for is_first in (True, False)
+        )
+        assert [arrival.has_room(split, size, pins) for split in (first, other)] == [not number] * 2
+        assert bool(capsys.readouterr().err) == bool(number)
+
+
+@pytest.mark.timeout(300)
 def test_weights_that_are_not_what_was_sent_are_noticed(models):
-    ends = Ends(models["qwen2-tied"])
+    ends = Ends(models["qwen2-tied"]).begin()
     ends.publish(1)
     ends.held.let(ALL)
     until(lambda: ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1)
@@ -206,7 +286,7 @@ def test_weights_that_are_not_what_was_sent_are_noticed(models):
 
 @pytest.mark.timeout(300)
 def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
-    ends = Ends(models["qwen2-tied"])
+    ends = Ends(models["qwen2-tied"]).begin()
     group, state = ends.held.bridge.group, State(1, dropped=0)
     ends.held.bridge.broadcast(torch.zeros(ends.subscriber.plan.buckets[0].size))
     assert ends.subscriber.in_force(state, busy=True).version == 0
@@ -219,9 +299,10 @@ def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
 
 
 @pytest.mark.timeout(300)
-def test_without_memory_for_it_the_engine_waits(models, monkeypatch):
-    monkeypatch.setattr(weights, "available_memory", lambda: 4 * (64 * 1024))
-    ends = Ends(models["qwen2-tied"])
+def test_without_memory_for_it_the_engine_waits(models, monkeypatch, capsys):
+    monkeypatch.setattr(arrival, "available_memory", lambda: 4 * (64 * 1024))
+    ends = Ends(models["qwen2-tied"]).begin()
+    assert "generators wait while weights come in" in capsys.readouterr().err
     published = ends.publish(1)
     assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1, "it is received at once"
     ends.held.let(ALL)

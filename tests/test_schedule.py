@@ -1,6 +1,7 @@
 """The schedule: quotas as verl computes them, tickets in order, and a simulated stream in which nothing too old is trained."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from rl.arrival import Arrival
+from rl.arrival import Announcements, Arrival
 from rl.batch import Batch, Group, Response
-from rl.channel import State
+from rl.channel import ControlBlock, State
 from rl.errors import UserError
 from rl.metrics import staleness_metrics
 from rl.ranges import check
@@ -219,7 +220,8 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     seed, required, period, threshold, extra, stale, flat, generators, overlaps
 ):
     """A stream with generators that lag behind by chance, responses of any duration and a learner that runs when it can.
-    overlaps: whether engines go on while weights are on their way to them, which takes any time."""
+    overlaps: whether engines go on while weights are on their way to them, which takes any time; the next are published when
+    the first generator has them."""
     random = np.random.default_rng(seed)
     bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
     bound = bound if bound is None else max(0, bound)
@@ -236,17 +238,20 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     open_tickets(store)
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
-    arrivals = [OnItsWay(lambda: None) for _ in range(generators)]
-    version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived everywhere
+    arrivals, announced = [OnItsWay(lambda: None) for _ in engines], [Announcements(store) for _ in engines]
+    control = ControlBlock(SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True)))
+    version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived at the first
     while step <= steps:
         idle += 1
         assert idle < 2000, "the stream stands still"
         g = int(random.integers(generators))
-        state = State(version, buffer.dropped.total())
+        control.update(version=version, dropped=buffer.dropped.total())
+        newer = min(version, engines[g] + 1)
         if overlaps:
             if random.random() < 0.3:
                 arrivals[g].arrive()
-            state = arrivals[g].in_force(state, engines[g], busy=bool(running[g]))
+            newer = arrivals[g].newest(newer, engines[g], busy=bool(running[g]))
+        state = announced[g].of(newer, control.state)
         if random.random() < 0.5:
             if state.version > engines[g]:
                 arrivals[g].take()
@@ -268,7 +273,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
                 assert max(version - g.oldest for g in groups) <= bound
             waits = step % period == 0
             step, idle = step + 1, 0
-        if waits and (not overlaps or all(map(OnItsWay.has, arrivals, [version] * generators, engines))):
+        if waits and (not overlaps or arrivals[0].has(version, engines[0])):
             version, waits = version + 1, False
             buffer.published(version)
     unfinished = [ticket for of in running for ticket, _ in of]

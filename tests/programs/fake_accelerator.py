@@ -202,6 +202,7 @@ def generate(
             [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
         )
         store.set("weights/plan", plan.to_json())
+        place = dataclasses.replace(place, local_rank=1)  # behind the learner
         subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine, overlaps)
         assert (subscriber._memory.device == place.device) != overlaps
         subscriber.receive(0)
