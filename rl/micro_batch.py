@@ -2,9 +2,10 @@
 
 On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
 forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
-where larger ones take memory and win little time, CPU_TOKENS. Nothing is measured, and a micro-batch has UNMEASURED_TOKENS,
-with prompts that hold images, where ranks share a device and where torch cannot tell what is free. Left out: what an engine
-on the same device gives back when it sleeps: what is not free at the start is not counted on.
+where larger ones take memory and win little time, CPU_TOKENS, or a group of full length up to UNMEASURED_TOKENS. Nothing is
+measured, and a micro-batch has UNMEASURED_TOKENS, with prompts that hold images, where ranks share a device and where torch
+cannot tell what is free. Left out: what an engine on the same device gives back when it sleeps: what is not free at the start
+is not counted on.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ def choose_tokens(args, learner: Learner) -> int:
     keeps its number, unless it does not fit here. args: the script's. A collective."""
     longest, kept = longest_on_a_rank(args), learner.chosen_tokens
     if not is_accelerator(learner.ranks.device):
-        return max(longest, kept or CPU_TOKENS)
+        group = args.rollout_n * longest  # in one micro-batch its prompt is computed once
+        return max(longest, kept or min(max(CPU_TOKENS, group), UNMEASURED_TOKENS))
     if learner.policy.takes_images or devices_are_shared() or not memory_left():
         return max(longest, kept or UNMEASURED_TOKENS)
     learner.state_tensors()  # the moments take their place

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 import train_sync
-from rl import micro_batch
 from rl.batch import Batch, micro_batches
 from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
@@ -237,13 +236,17 @@ def test_the_precision_of_everything_is_said_unless_all_is_fp32():
     assert offloaded["computation"] == "float32" and offloaded["generators"] == "bfloat16"
 
 
-@pytest.mark.parametrize("longest", [pytest.param(100, marks=pytest.mark.slow), 5000])
-def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest):
-    lengths = {"max_prompt_length": 50, "max_response_length": longest - 50}
+@pytest.mark.parametrize(
+    ("longest", "n", "chosen"),
+    [pytest.param(100, 8, 4096, marks=pytest.mark.slow), (600, 8, 4800), (5000, 8, 8192), (9000, 1, 9000)],
+)
+def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest, n, chosen):
+    """On a CPU: 4,096 tokens, more for a whole group up to 8,192, and a sequence of full length."""
+    lengths = {"max_prompt_length": 50, "max_response_length": longest - 50, "rollout_n": n}
     auto, number = (train_sync.Args(ppo_max_token_len_per_gpu=tokens, **lengths) for tokens in ("auto", 4096))
     learner, later, other = (Learner(models["qwen3"], args, ranks, 10) for args in (auto, auto, number))
     learner.chosen_tokens = choose_tokens(auto, learner)
-    assert learner.micro_batch_tokens == max(longest, micro_batch.CPU_TOKENS)
+    assert learner.micro_batch_tokens == chosen
     update(learner, 0)
     for of in (later, other):
         of.state_tensors()
