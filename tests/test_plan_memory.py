@@ -15,6 +15,7 @@ import train_async
 from rl.batch import Batch, Group, Response
 from rl.dist import Ranks
 from rl.errors import UserError
+from rl.micro_batch import settled
 from rl.plan import devices, memory_plan
 from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
@@ -137,7 +138,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
     groups = [Group(ticket, np.zeros(prompt, np.int32), "plan", [answer] * n) for ticket in range(prompts)]
     ranks = Ranks(0, 32, 0, torch.device("cpu"))
-    batch = Batch.of(groups, Division(prompts // 2, args.ppo_max_token_len_per_gpu, ranks))
+    batch = Batch.of(groups, Division(prompts // 2, settled(args).ppo_max_token_len_per_gpu, ranks))
     own = len(batch.token)
     assert own == pytest.approx(prompts * n * response / 32, rel=0.01)
     tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]

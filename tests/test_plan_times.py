@@ -287,8 +287,9 @@ def test_a_calibration_measures_the_demo(script, demo_model):
 @pytest.mark.parametrize("threshold", [0.5, 2.0])
 def test_the_staleness_of_a_real_run_is_that_of_its_simulation(threshold, demo_model, tmp_path):
     """The run's own record gives the service times; what the schedule makes of them is compared. The model answers in some
-    three tokens, so that generation is far ahead as soon as it may."""
-    words = ["--staleness-threshold", str(threshold), "--total-training-steps", "24", "--test-freq", "0", "--logger"]
+    three tokens and each batch is passed over four times, so that generation is far ahead as soon as it may."""
+    words = ["--staleness-threshold", str(threshold), "--total-training-steps", "24", "--test-freq", "0"]
+    words += ["--ppo-epochs", "4", "--logger"]
     real, run, _ = train("train_async.py", *words, out=tmp_path, ranks=2)
     args, machine = flags.read(train_async.Args, args=words[:-1]), choices.Machine(1, 2)
     times, work = times_of_run(run), lengths_like(str(run), args.rollout_n, args.max_response_length, 8)
