@@ -149,11 +149,11 @@ def remedy(script: str, plan: Plan, machine: Machine, lengths: str, image_size: 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
     is computed."""
-    longest, sharing = args.max_prompt_length + args.max_response_length, 2 * args.sequence_parallel
+    shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if args.ppo_max_token_len_per_gpu > -(-longest // args.sequence_parallel):
-        yield {"ppo_max_token_len_per_gpu": -(-longest // args.sequence_parallel)}
+    if args.ppo_max_token_len_per_gpu > longest_on_a_rank(args):
+        yield {"ppo_max_token_len_per_gpu": longest_on_a_rank(args)}
     if args.needs_reference and not args.ref_offload:
         yield {"ref_offload": True}
     share = args.gpu_memory_utilization
@@ -162,7 +162,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
         yield {"rollout_tp": 2 * args.rollout_tp}
     if not args.activation_offload:
         yield {"gradient_checkpointing": True, "activation_offload": True}
-    yield {"sequence_parallel": sharing, "ppo_max_token_len_per_gpu": -(-longest // sharing)}
+    yield {"sequence_parallel": shared.sequence_parallel, "ppo_max_token_len_per_gpu": longest_on_a_rank(shared)}
     if not args.optimizer_offload and not args.param_offload:
         yield {"optimizer_offload": True}
     if not args.param_offload:
