@@ -27,16 +27,17 @@ from rl.generator import make_generator
 from rl.kl_control import KLControl
 from rl.learner import FirstLogProbs, Learner, LossMeans
 from rl.metrics import batch_metrics, staleness_metrics
+from rl.publisher import Publisher
 from rl.rollout_correction import correct_rollout
 from rl.rollout_metrics import rollout_metrics
 from rl.schedule import ScheduleArgs, Tickets
 from rl.scoring import ScoringPool
 from rl.setup import CommonArgs, Job, make_learner, set_up
 from rl.stream import Stream
+from rl.subscriber import Subscriber
 from rl.timers import Timers
 from rl.token_choice import choose_tokens
 from rl.training_run import TrainingRun
-from rl.weights import Publisher, Subscriber
 
 
 @dataclass

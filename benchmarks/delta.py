@@ -25,7 +25,8 @@ from rl.batch import Batch, Group, Response, micro_batches
 from rl.embedded_engine import TransformersEngine
 from rl.host import cpu_name
 from rl.learner import Learner, LearnerArgs
-from rl.weights import Publisher, Subscriber
+from rl.publisher import Publisher
+from rl.subscriber import Subscriber
 
 SIDES = ("full", "delta")
 

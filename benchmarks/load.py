@@ -69,7 +69,7 @@ def measure(path: str) -> None:
 
     from rl import dist, launch, process
     from rl.learner import Learner, LearnerArgs
-    from rl.weights import Publisher
+    from rl.publisher import Publisher
 
     def main(ranks: dist.Ranks) -> None:
         with Peak() as load:

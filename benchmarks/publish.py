@@ -21,11 +21,13 @@ from common import table, write
 from torch.distributed import PrefixStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl import device, dist, process, weights
+from rl import device, dist, process
+from rl.digests import Digests
 from rl.embedded_engine import TransformersEngine
 from rl.host import cpu_name
 from rl.learner import Learner, LearnerArgs
-from rl.weights import Publisher, Subscriber
+from rl.publisher import Publisher
+from rl.subscriber import Subscriber
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary
 SIDES = ("raw", "publish", "unverified")
@@ -62,7 +64,7 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
     raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
-    add = weights.Digests.add
+    add = Digests.add
     if split.role == "learner":
         publisher = Publisher(Learner(path, LearnerArgs(), split.ranks, 1), split, torch.float32)
     else:
@@ -71,7 +73,7 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
     version = 0
     for repeat in range(repeats + 1):
         for side in SIDES:
-            weights.Digests.add = (lambda self, bucket, data: None) if side == "unverified" else add
+            Digests.add = (lambda self, bucket, data: None) if side == "unverified" else add
             if side != "raw" and split.role == "learner":
                 started = time.perf_counter()
                 publisher.take_copy()

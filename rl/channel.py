@@ -191,7 +191,7 @@ class Outbox:
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
         """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the
-        publish (rl/weights.py)."""
+        publish (rl/publisher.py)."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),

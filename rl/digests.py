@@ -1,26 +1,22 @@
 """Digests of weights, by which generators know that they compute with what the learners sent."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import xxhash
 
+from rl.buckets import Bucket, Plan
 from rl.device import is_accelerator
-
-if TYPE_CHECKING:
-    from rl.weights import Bucket, Plan
 
 
 class Digests:
     """A 64-bit digest of each parameter's bits, fed with the buckets in order: xxh3 on CPU machines; on accelerators a sum of
     the bits weighted by position, which needs no order and so runs there."""
 
-    def __init__(self, plan: "Plan", device: torch.device):
+    def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.on_host = plan, not is_accelerator(device)
         self._hashes = [xxhash.xxh3_64() for _ in plan.names] if self.on_host else []
         self._sums: list[list[torch.Tensor]] = [[] for _ in plan.names]
 
-    def add(self, bucket: "Bucket", data: torch.Tensor) -> None:
+    def add(self, bucket: Bucket, data: torch.Tensor) -> None:
         """data: the bucket, contiguous."""
         offsets, size = self.plan.offsets, self.plan.dtype.itemsize
         raw = memoryview(data.view(torch.uint8).numpy()) if self.on_host else None

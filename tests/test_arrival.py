@@ -20,12 +20,13 @@ from test_bridge import together
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
-from rl import arrival, failures, signals, weights
+from rl import arrival, buckets, failures, signals
 from rl.bridge import Bridge
 from rl.channel import ControlBlock, State
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Output, Request, SamplingParams
-from rl.weights import Publisher, Subscriber
+from rl.publisher import Publisher
+from rl.subscriber import Subscriber
 
 PROMPT, ALL = [5, 6, 7], 10**6
 
@@ -105,8 +106,8 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 14)
-    monkeypatch.setattr(weights, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 14)
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 1 << 10)
 
 
 def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
@@ -208,8 +209,8 @@ def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
 @pytest.mark.parametrize("room", ["overlaps", "waits"])
 def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monkeypatch, begins, room):
     """The learner goes on when the first generator of the node has a version. What was said with each counts for each."""
-    monkeypatch.setattr(weights, "LEAST_BYTES", 1 << 30)  # a bucket and a table: two versions fit into the shared memory
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 30)
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 1 << 30)  # a bucket and a table: two versions fit into the shared memory
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 30)
     free = iter([2**40 if room == "overlaps" else 0, 0, 2**40])  # it changes while the generators start
     monkeypatch.setattr(arrival, "available_memory", lambda: next(free))
     ends = Ends(models["qwen2-tied"], generators=2)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rl import bridge, weights
-from rl.weights import Publisher, Subscriber
+from rl import bridge, buckets
+from rl.publisher import Publisher
+from rl.subscriber import Subscriber
 
 BUCKET = 4096  # bytes
 RATE = 20  # buckets that the link carries in a round trip: of 32 MB in 50 ms, 100 Gbit/s
@@ -105,8 +106,8 @@ def a_publish(sizes: list[int], shares_memory: bool, how: str, publishes: int = 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", BUCKET)
-    monkeypatch.setattr(weights, "LEAST_BYTES", BUCKET // 32)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(buckets, "LEAST_BYTES", BUCKET // 32)
 
 
 MODELS = {  # elements of each parameter

@@ -33,10 +33,11 @@ from rl.plan.engine import Group as Counted
 from rl.plan.fit import fit_engine, fit_learner
 from rl.plan.service_times import EngineTimes, ServiceTimes, from_dict
 from rl.plan.workload import Drawn
+from rl.publisher import Publisher
 from rl.scoring import Score, ScoringPool
 from rl.setup import Job, make_learner, set_up
+from rl.subscriber import Subscriber
 from rl.training_run import TrainingRun
-from rl.weights import Publisher, Subscriber
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PUBLISHES = 6

@@ -33,6 +33,7 @@ from rl.plan.images import PlannedImages, Prompt, prompts_with_images
 from rl.plan.memory_count import OTHER, MemoryCount
 from rl.plan.workload import Drawn
 from rl.pretrained import check_lengths, empty_model, load_config, resolve
+from rl.publisher import Publisher
 from rl.schedule import SplitArgs
 from rl.sequence_parallel import check_heads
 from rl.setup import CommonArgs, make_learner
@@ -40,7 +41,6 @@ from rl.sharded_weights import Weights
 from rl.shares import Division, pack
 from rl.timers import Timers
 from rl.vision import KEPT_BYTES, Images, takes_images
-from rl.weights import Publisher
 
 MICROS = 4  # micro-batches a rank for which prompts are drawn
 LIMIT = 1800  # seconds of a dry run

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from rl import device, experts, overlapped, weights
+from rl import device, experts, overlapped, publisher
 from rl.device import is_accelerator
 from rl.dist import Ranks
 from rl.plan import known_values
@@ -119,7 +119,7 @@ def start(world_size: int = 1, attention: str = KIND) -> Ranks:
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=_Module())
     overlapped.copy_streams = lambda device: (_Stream(), _Stream()) if is_accelerator(device) else None
-    weights.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
+    publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
     for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "synchronize"):
         setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask, and nothing to wait for
     torch.accelerator.current_stream = _Stream

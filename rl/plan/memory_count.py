@@ -25,7 +25,7 @@ CAUSES = [
     ("rl/log_probs.py", None, "logits"),
     ("rl/learner.py", "_log_prob", "logits"),
     ("rl/learner.py", "weights", "publish"),
-    ("rl/weights.py", None, "publish"),
+    ("rl/publisher.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
     ("rl/vision.py", None, "images"),
     ("rl/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass

@@ -25,9 +25,10 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, delta, device, forward_check, learner, make_engine, micro_batch, weights
+from rl import compact_adamw, delta, device, forward_check, learner, make_engine, micro_batch
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
+from rl.buckets import Plan
 from rl.data import Prompt
 from rl.dist import Ranks, Split
 from rl.embedded_engine import TransformersEngine
@@ -39,9 +40,10 @@ from rl.local_weights import LocalWeights
 from rl.plan import fake_device
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
+from rl.publisher import Publisher
 from rl.shares import Division
+from rl.subscriber import Subscriber
 from rl.timers import Timers
-from rl.weights import Publisher, Subscriber
 
 SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
 
@@ -198,9 +200,7 @@ def generate(
     with FakeDevice():
         store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)
         engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
-        plan = weights.Plan(
-            [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
-        )
+        plan = Plan([n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype)
         store.set("weights/plan", plan.to_json())
         place = dataclasses.replace(place, local_rank=1)  # behind the learner
         subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine, overlaps)

@@ -16,7 +16,7 @@ from memory import Peak
 from rl import dist, launch, process
 from rl.gather import BUCKET_BYTES
 from rl.learner import Learner, LearnerArgs
-from rl.weights import Publisher
+from rl.publisher import Publisher
 
 
 def main(ranks: dist.Ranks) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rl import dist, host, launch, process, saver
 from rl.checkpoint import CheckpointArgs
 from rl.learner import Learner, LearnerArgs
-from rl.weights import Publisher
+from rl.publisher import Publisher
 
 
 def resident(word: str) -> int:

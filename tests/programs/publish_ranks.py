@@ -17,8 +17,9 @@ from rl.channel import ControlBlock, Inbox, Outbox, SplitArgs
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
 from rl.learner import Learner, LearnerArgs
+from rl.publisher import Publisher
 from rl.shares import Division
-from rl.weights import Publisher, Subscriber
+from rl.subscriber import Subscriber
 
 VERSIONS = 4
 model, dtype, publish, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], (*sys.argv[4:], None)[0]

@@ -13,7 +13,8 @@ from rl import dist, process
 from rl.channel import ControlBlock
 from rl.embedded_engine import TransformersEngine
 from rl.learner import Learner, LearnerArgs
-from rl.weights import Publisher, Subscriber
+from rl.publisher import Publisher
+from rl.subscriber import Subscriber
 
 model, versions, generators = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 

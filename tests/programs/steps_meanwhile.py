@@ -14,7 +14,7 @@ from pathlib import Path
 import train_async
 from rl import dist, flags, generator, process
 from rl.embedded_engine import TransformersEngine
-from rl.weights import Subscriber
+from rl.subscriber import Subscriber
 
 out = Path(sys.argv.pop(1))
 steps, responses, announced = [], [], -1  # of each step: the engine's version, and the newest that was announced by then

@@ -1,230 +1,28 @@
-"""Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
+"""A generator's side of the publish (rl/publisher.py): weights come in over the bridge, go into the engine, and are verified.
 
-    learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
-    generator:  subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
-                subscriber.in_force(state)      what counts here of an announcement: versions one by one (rl/arrival.py)
+    subscriber.in_force(state)      what counts here of an announcement: versions one by one (rl/arrival.py)
+    subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
 
-Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
-now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
-
-With --publish delta a publish sends what has changed since the one before (rl/delta.py); the digests are of the whole.
-
-Memory: a learner that sends holds one copy in the generators' precision, in host memory; a generator none, or if its engine
-does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter. --publish delta takes one copy
-more in host memory, of a learner that sends and of a generator whose engine does not adopt memory; weights that come in while
-the engine goes on take one of a generator.
+Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
+--publish delta takes one copy in host memory if the engine does not adopt memory; weights that come in while the engine goes on
+take one.
 """
 
-import json
-import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 
 from rl import delta, watchdog
 from rl.arrival import Announcements, Arrival, has_room
+from rl.buckets import Bucket, Plan
 from rl.channel import State
-from rl.device import is_accelerator, side_stream
+from rl.device import is_accelerator
 from rl.digests import Digests, digest
 from rl.dist import Split
 from rl.engine import Engine
-from rl.learner import Learner
-
-BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
-LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A run of the stream: whole parameters, or a part of one that is larger than a bucket."""
-
-    members: range  # parameters, by number
-    start: int  # elements of the stream before it
-    stop: int
-    is_part: bool
-    ends: bool  # whether its last parameter is complete with it
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def of(self, stream: torch.Tensor) -> torch.Tensor:
-        return stream[self.start : self.stop]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The parameters to send and their order, the same on both sides. The stream is all parameters, end to end."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: torch.dtype
-    frozen: int = 0  # so many at the end never change: they are sent once
-    delta: bool = False  # whether a table says what is sent of each bucket
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """The first element of each parameter in the stream, and the end of the last."""
-        return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        quarter = max(LEAST_BYTES, self.offsets[-1] * self.dtype.itemsize // 4)
-        limit, out, first = min(BUCKET_BYTES, quarter) // self.dtype.itemsize, [], 0
-        for i in range(len(self.names)):
-            start, stop = self.offsets[i], self.offsets[i + 1]
-            if stop - self.offsets[first] > limit and first < i:
-                out.append(Bucket(range(first, i), self.offsets[first], start, False, True))
-                first = i
-            if stop - start > limit:
-                cuts = [*range(start, stop, limit), stop]
-                out += [Bucket(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
-                first = i + 1
-        if first < len(self.names):
-            out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
-        return out
-
-    def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
-        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes."""
-        base, ends = self.offsets[members.start], self.offsets
-        return [run[ends[i] - base : ends[i + 1] - base].view(self.shapes[i]) for i in members]
-
-    def later(self) -> "Plan":
-        """The plan of all publishes but the first: its stream is a beginning of this one's."""
-        trained = len(self.names) - self.frozen
-        return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
-
-    def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.delta])
-
-    @staticmethod
-    def from_json(text: str | bytes) -> "Plan":
-        names, shapes, dtype, *rest = json.loads(text)
-        return Plan(names, shapes, getattr(torch, dtype), *rest)
-
-
-class Publisher:
-    """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
-
-    def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
-        self.learner, self.split, self.device = learner, split, split.ranks.device
-        shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
-        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
-        self._is_first = True
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
-        self._whole = self.plan  # what a generator gets first
-        self._reading, self._has_copy = threading.Lock(), threading.Event()  # the lock is held by whoever uses the copy
-        if split.bridge:
-            self._stream = self._new()
-            split.store.set("weights/plan", self.plan.to_json())
-            if split.elastic:
-                split.elastic.lobby.serve(self)
-
-    def publish(self, version: int) -> None:
-        """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
-        then goes over the bridge is the copy. The generators have to be told of the version."""
-        self.wait()
-        if self._is_first and self.split.bridge:
-            self.split.store.set("weights/first", str(version))
-        with self._reading:
-            self.take_copy()
-            self._version = version
-        self.send(version)
-
-    def take_copy(self) -> None:
-        """Copies the weights into the stream that is sent. A collective of the learners."""
-        if not self._is_first:
-            self.plan = self.plan.later()
-            if self.plan.delta and self.split.bridge:
-                self._stream, self._sent = self._new_like() if self._sent is None else self._sent, self._stream
-        copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
-        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
-            copies[number].copy_(tensor)
-        self._is_first = False
-
-    def send(self, version: int) -> None:
-        """Begins to send the copy, in the background."""
-        if self.split.bridge:
-            self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
-            self._thread.start()
-            self._has_copy.set()
-
-    def greet(self, link, tell: Callable[[int], None]) -> None:
-        """Sends all of the newest copy to one who has nothing, over a link of its own; tell: is called with its version before.
-        For any thread."""
-        self._has_copy.wait()
-        with self._reading:
-            tell(self._version)
-            self._broadcast(self._version, link, self._whole, compares=False)
-            self.split.bridge.add(link, self._version)
-
-    def wait(self) -> None:
-        """Returns when the generators have what was published; raises what went wrong with it."""
-        if self._thread:
-            with watchdog.doing("the generators to take the weights"):
-                self._thread.join()
-            self._thread = None
-        if self._error:
-            raise self._error
-
-    def _send(self, version: int) -> None:
-        try:
-            with self._reading, side_stream(self.device):
-                if self.split.elastic:
-                    self.split.bridge.begin(version)
-                self._broadcast(version, self.split.bridge, self.plan, compares=self._sent is not None)
-        except BaseException as error:  # raised again in the main thread
-            self._error = error
-
-    def _broadcast(self, version: int, bridge, plan: Plan, compares: bool) -> None:
-        under_way = deque()
-
-        def send(data: torch.Tensor) -> None:
-            under_way.append((bridge.broadcast(data), data))
-            if len(under_way) == bridge.window:
-                under_way.popleft()[0].wait()
-                watchdog.progress()
-
-        digests = Digests(plan, self.device)
-        changes = [self._change(bucket, digests) for bucket in plan.buckets] if compares else []
-        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in plan.buckets]
-        if plan.delta:
-            send(torch.tensor(rows).to(bridge.device))
-        for numbers, _ in delta.messages(rows, plan.dtype.itemsize):
-            bucket = plan.buckets[numbers[0]]
-            whole = not rows[numbers[0]].width
-            data = bucket.of(self._stream) if whole else delta.join([changes[number] for number in numbers])
-            data = data.to(bridge.device)
-            send(data)
-            if not compares:
-                digests.add(bucket, data.to(self.device))  # while it travels
-        send(torch.tensor([version, *digests.values()]).to(bridge.device))
-        for work, _ in under_way:
-            work.wait()
-
-    def _change(self, bucket: Bucket, digests: "Digests") -> delta.Change:
-        watchdog.progress()
-        data = bucket.of(self._stream).to(self.device)
-        digests.add(bucket, data)
-        return delta.Change.between(bucket.of(self._sent).to(self.device), data)
-
-    def _new_like(self) -> torch.Tensor:
-        """Another stream; with what never changes where a generator may yet come that has nothing."""
-        if not self.split.elastic:
-            return self._new()
-        return self._stream.clone().pin_memory() if self._stream.is_pinned() else self._stream.clone()
-
-    def _new(self) -> torch.Tensor:
-        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))
 
 
 class Subscriber:
@@ -317,7 +115,7 @@ class Subscriber:
             if digest(live.to(self.plan.dtype) + 0.0, self.device) != arrived[number]:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
-    def _incoming(self, digests: "Digests", arrived: "Digests") -> Iterator[tuple[str, torch.Tensor]]:
+    def _incoming(self, digests: Digests, arrived: Digests) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
         engine may hold the weights in a form that knows only one zero."""
         parts, kept = [], []  # parts: of a parameter that comes in several buckets

@@ -1,0 +1,81 @@
+"""What a publish of the weights sends, as both sides see it: a stream of all parameters, end to end, cut into buckets."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+
+BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
+LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run of the stream: whole parameters, or a part of one that is larger than a bucket."""
+
+    members: range  # parameters, by number
+    start: int  # elements of the stream before it
+    stop: int
+    is_part: bool
+    ends: bool  # whether its last parameter is complete with it
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, stream: torch.Tensor) -> torch.Tensor:
+        return stream[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters to send and their order, the same on both sides. The stream is all parameters, end to end."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: torch.dtype
+    frozen: int = 0  # so many at the end never change: they are sent once
+    delta: bool = False  # whether a table says what is sent of each bucket
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """The first element of each parameter in the stream, and the end of the last."""
+        return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        quarter = max(LEAST_BYTES, self.offsets[-1] * self.dtype.itemsize // 4)
+        limit, out, first = min(BUCKET_BYTES, quarter) // self.dtype.itemsize, [], 0
+        for i in range(len(self.names)):
+            start, stop = self.offsets[i], self.offsets[i + 1]
+            if stop - self.offsets[first] > limit and first < i:
+                out.append(Bucket(range(first, i), self.offsets[first], start, False, True))
+                first = i
+            if stop - start > limit:
+                cuts = [*range(start, stop, limit), stop]
+                out += [Bucket(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
+                first = i + 1
+        if first < len(self.names):
+            out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
+        return out
+
+    def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
+        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes."""
+        base, ends = self.offsets[members.start], self.offsets
+        return [run[ends[i] - base : ends[i + 1] - base].view(self.shapes[i]) for i in members]
+
+    def later(self) -> "Plan":
+        """The plan of all publishes but the first: its stream is a beginning of this one's."""
+        trained = len(self.names) - self.frozen
+        return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
+
+    def to_json(self) -> str:
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.delta])
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Plan":
+        names, shapes, dtype, *rest = json.loads(text)
+        return Plan(names, shapes, getattr(torch, dtype), *rest)
