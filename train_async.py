@@ -147,8 +147,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
         state = subscriber.in_force(control.read(), busy=bool(generator.working))
         in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
-        newer = subscriber.next_version(state.version)
-        version = newer if newer > engine.version and not in_the_way else engine.version
+        version = engine.version if in_the_way else state.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
         stop, version, fresh, engines = shared.agree([state.stop, version, fresh, state.engines])
         if stop and version == engine.version:  # also the last weights are taken, and verified

@@ -183,8 +183,8 @@ class Tickets:
         self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the run that goes on of which something is left
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
-        """Up to so many tickets that may start under the weights of `version`, beside those under way here; none if newer
-        weights are ready, which would sample them better, or if the run stops."""
+        """Up to so many tickets that may start under the weights of `version`, beside those under way here; none before the
+        first weights, none if newer ones are ready, which would sample them better, and none if the run stops."""
         if state.stop:
             self._draws.settle()
             return []
@@ -192,7 +192,7 @@ class Tickets:
         most = max(0, min(most, share - under_way))
         self._draws.have(most, state.again)
         out: list[int] = []
-        while version == state.version and len(out) < most and self._may_start(version, state.dropped):
+        while 0 <= version == state.version and len(out) < most and self._may_start(version, state.dropped):
             out.append(self._draws.start())
         watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out

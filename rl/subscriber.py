@@ -11,6 +11,7 @@ take one.
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -58,14 +59,15 @@ class Subscriber:
         return range(len(self.plan.names))
 
     def in_force(self, state: State, busy: bool) -> State:
-        """What counts here when the learners' newest message is `state`: the version that comes next and what was said with it,
-        not while it is on its way and the generator is busy. One that is not, or has to stop, waits for it in `receive`."""
-        newer = self.next_version(state.version)
+        """What counts here when the learners' newest message is `state`: the version that comes next, or the engine's own where
+        none does, and what was said with it. Not while it is on its way and the generator is busy: one that is not, or has to
+        stop, waits for it in `receive`."""
+        newer = self._next_version(state.version)
         if self._ahead and self.engine.version >= 0:  # before, there is nothing to go on with
             newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
-        return self._announcements.of(newer, state) if newer >= 0 else state
+        return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
 
-    def next_version(self, announced: int) -> int:
+    def _next_version(self, announced: int) -> int:
         """The version to receive next, when the newest that was announced is this; -1 for none. Each is sent once, from the
         first of the run on, or to a generator that has joined from the one on with which it was let in."""
         if self.engine.version < 0:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,15 @@ from test_nodes import free_port
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from rl import elastic
+from rl.channel import ControlBlock
+from rl.dist import Ranks, Split
 from rl.elastic import Crew, JoiningBridge, Lobby, MemberHeartbeat, Seat, sealed
 from rl.elastic_tickets import Claims, key_of, reissue
+from rl.embedded_engine import TransformersEngine
 from rl.launch import Node
-from rl.schedule import drawn, open_tickets
+from rl.publisher import Publisher
+from rl.schedule import ScheduleArgs, Tickets, drawn, open_tickets, started
+from rl.subscriber import Subscriber
 
 
 class OwnStore:
@@ -216,6 +222,43 @@ def test_a_member_that_is_not_there_when_it_is_let_in_is_told_to_join_anew(monke
     store.set(f"ready/{member}", json.dumps(["there", 1, 1]))
     store.wait([f"life/gone/{member}"], timedelta(seconds=60))
     assert Seat(member, "there", 1).why_it_fails(store, False) == elastic.GIVEN_UP and not lobby.news
+
+
+@pytest.mark.timeout(150)
+def test_a_generator_that_joins_starts_nothing_before_its_first_weights(models):
+    """It is let in with weights that have been sent and are not announced yet. Those that are announced are not for it, nor is
+    what may start under them."""
+    store, args = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), ScheduleArgs()
+    lobby, ranks = Lobby(store.clone(), None, SILENT), Ranks(0, 0, 1, torch.device("cpu"))
+    crew = Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
+    learners = Split("learner", ranks, 1, 0, [Node("here", 0, 1, 0)], 0, store, lobby.links, elastic=crew)
+    generators = Split("generator", ranks, 0, 1, [Node("there", 0, 1, 1)], 0, store, None, elastic=Seat(1, "there", 1))
+    engines = [TransformersEngine(models["qwen2-tied"], max_length=64) for _ in range(2)]
+    parameters = dict(engines[0].model.named_parameters())
+    learner = SimpleNamespace(parameters=parameters, frozen=(), weights=lambda *_: parameters.items())
+    publisher, said = Publisher(learner, learners, torch.float32), ControlBlock(learners)
+    open_tickets(store)
+    publisher.publish(2)
+    said.update(version=2)
+    publisher.publish(3)
+
+    store.add("members", 1)
+    bridge = JoiningBridge(store.clone(), 1, generators)
+    subscriber, control = Subscriber(replace(generators, bridge=bridge), engines[1]), ControlBlock(generators)
+    tickets = Tickets(store, args, total=100)
+
+    def may_start() -> tuple[int, list[int]]:
+        """The version that counts there, and the tickets that start under the weights it has."""
+        state = subscriber.in_force(control.read(), busy=False)
+        return state.version, tickets.take(4, 0, engines[1].version, state)
+
+    assert control.read().version == 2 and bridge.first == 3
+    assert may_start() == (-1, []) and started(store) == 0
+    said.update(version=3)
+    control.wait_for(3)
+    assert may_start() == (3, [])
+    subscriber.receive(3)
+    assert may_start() == (3, [0, 1, 2, 3]) and started(store) == 4
 
 
 FLAGS = ["--total-training-steps", 10, "--test-freq", 0, "--max-response-length", 24]
