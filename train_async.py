@@ -208,7 +208,6 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
         run.log(step, batch, metrics, **samples.buffer.take_gone())
         run.save_if_due(step)
     publisher.wait()
-    run.record.say(samples.close())
     run.finish()
 
 

@@ -24,9 +24,8 @@ class IdleMeter:
         own = timer.ledger()["wait"]
         out = {"fully_async/trainer/idle_ratio": own}
         self._count("learner", 0, own, timer.elapsed)
+        self.read(reports)
         for report in reports:
-            self._events[report["rank"]] = report["events"]
-            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
             out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
         if reports:
             total = sum(report["elapsed"] for report in reports)
@@ -39,6 +38,12 @@ class IdleMeter:
             out |= {"publish/gb": newest["publish_gb"], "publish/changed": newest["publish_changed"]}
         reports.clear()
         return out | event_metrics(self.events)
+
+    def read(self, reports: list[dict]) -> None:
+        """Takes what the summary and the events are made of."""
+        for report in reports:
+            self._events[report["rank"]] = report["events"]
+            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
 
     @property
     def events(self) -> Counter:

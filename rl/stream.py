@@ -34,6 +34,14 @@ class _Samples:
     def introduce(self, identity: Identity) -> None:
         """Tells whom it may concern which run this is."""
 
+    def close(self) -> list[str]:
+        """Waits for the last words of all generators; returns the lines that a run ends with. The reports of the last publish
+        come after the last step's metrics."""
+        while not self.inbox.have_ended():
+            self.inbox.receive()
+        self.meter.read(self.inbox.reports)
+        return [self.meter.summary()]
+
     def ask(self, step: int) -> None:
         """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""
 
@@ -158,13 +166,12 @@ class Stream(_Samples):
         again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
         self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}
 
-    def close(self) -> str:
-        """Stops the generators; returns one line on where every ticket went. Raises RuntimeError if one was lost."""
+    def close(self) -> list[str]:
+        """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""
         self.control.update(stop=True)
         if self.crew and self.crew.lobby:
             self.crew.lobby.closes = True
-        while not self.inbox.have_ended():
-            self.inbox.receive()
+        lines = super().close()
         for group in self.inbox.groups:
             self.buffer.add(group)
-        return self.buffer.account(self.inbox.unfinished(), self._started())
+        return [self.buffer.account(self.inbox.unfinished(), self._started()), *lines]

@@ -158,9 +158,9 @@ class TrainingRun:
         self.saver.leave(step, self._save)
 
     def finish(self) -> None:
-        """Waits for the last checkpoint and closes the record."""
-        if self.samples:
-            self.record.say(self.samples.meter.summary())
+        """Ends the stream of samples, waits for the last checkpoint, and closes the record."""
+        for line in self.samples.close() if self.samples else ():
+            self.record.say(line)
         self.record.finish(self.saver.finish(self.job.total_steps))
 
     def _with_images(self, rows: list[dict]) -> list[dict]:

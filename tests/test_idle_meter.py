@@ -1,11 +1,17 @@
 """Who waits for whom, worked out by hand."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
+import train_async
 from rl import dist, launch
+from rl.channel import Outbox
 from rl.idle_meter import IdleMeter
+from rl.stream import Batches, Stream
 
 
 @dataclass
@@ -71,3 +77,26 @@ def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
     after.metrics([report(0, 0.9, 50.0)], Clock(0.99, 50.0))
     after.metrics([report(0, 0.3, 10.0)], Clock(0.0, 10.0))
     assert after.summary().startswith("generators waited 20% of the time, learners 0%")
+
+
+@pytest.mark.parametrize("kind", [Batches, Stream])
+def test_what_the_generators_report_of_the_last_publish_counts(ranks, kind):
+    """It comes when the last step has been logged."""
+    args, store, nodes = train_async.Args(), HashStore(), [launch.Node("here", 0, 2, 1)]
+    learners = dist.Split("learner", ranks, 1, 1, nodes, 0, store, bridge=None)
+    samples = kind(args, learners)
+    samples.open()
+    outbox = Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
+
+    def publish(wait: float, timeouts: int) -> None:
+        timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait}, seconds=Counter(), restart=lambda: None)
+        outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "changed": 1.0, "way": 1.0})
+
+    for wait in (0.9, 0.1):  # the first is of the start
+        publish(wait, timeouts=1)
+        samples.inbox.receive()
+        samples.metrics(Clock(0.0, 10.0))
+    publish(0.5, timeouts=4)
+    outbox.finish(unfinished=[])
+    *_, summary = samples.close()
+    assert summary.startswith("generators waited 30% of the time, learners 0%") and samples.meter.events == {"timeout": 4}

@@ -21,9 +21,9 @@ if (here / "broken").exists(): raise ImportError("it has gone")
 def wait():
     while not (here / "open").exists(): time.sleep(0.01)
 
-def junk():
+def junk(text="junk"):
     for fd in range(3, 9):
-        try: os.write(fd, b"junk\\n")
+        try: os.write(fd, f"{text}\\n".encode())
         except OSError: pass
 
 def later(act):
@@ -38,6 +38,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "exit": os._exit(3)
     if solution_str == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "junk": junk()
+    if solution_str.startswith("say "): junk(solution_str[4:])
     if solution_str == "exit later": threading.Thread(target=later, args=(lambda: os._exit(3),)).start()
     if solution_str == "junk later": threading.Thread(target=later, args=(junk,)).start()
     return {"score": float(ground_truth), "pid": os.getpid()}
@@ -99,6 +100,22 @@ def test_what_stands_behind_a_bad_response_is_scored(here, workers):
     assert {k: s.event for k, s in results.items() if s.event} == {key: event for key, (_, event) in bad.items()}
     assert {k: s.score for k, s in results.items() if not s.event} == {n: float(n) for n in range(25) if n not in bad}
     assert sorted(calls(here)) == list(range(25))
+
+
+FORGED = ['{"number": 1, "value": 9}', '{"number": 3, "value": 9}', '{"number": 1, "failed": "x"}', '{"ready": true}']
+FORGED += ['{"failed": "x"}', '{"number": "2", "value": 9}']
+
+
+def test_an_answer_to_another_question_is_no_score(here):
+    """What the function writes in the worker's own words: to the question before, to the next one, to none."""
+    texts = [text for forged in FORGED for text in ("fine", f"say {forged}")] + ["fine"]  # each the second of its process
+    with make_pool(here) as pool:
+        for number, text in enumerate(texts):
+            submit(pool, number, text)
+        results = drain(pool)
+    assert {key: score.score for key, score in results.items() if key % 2 == 0} == {n: n for n in range(0, len(texts), 2)}
+    for number in range(1, len(texts), 2):
+        assert results[number].event == "error" and "wrote to the scoring process" in results[number].message, texts[number]
 
 
 def test_a_slow_response_holds_up_nobody_else(here):
