@@ -19,6 +19,7 @@ from images import SIZES, batch_of
 import train_sync
 from rl import dist
 from rl.batch import Batch, micro_batches
+from rl.blocks import local
 from rl.flags import read
 from rl.kl_control import KLControl
 from rl.learner import UNMEASURED_TOKENS, Learner
@@ -107,7 +108,7 @@ def main(side: str, model: str, file: str, size: str) -> None:
         step = plain_step(model, batch, micro_batches(batch, members, UNMEASURED_TOKENS, ranks))
     else:
         learns = Learner(model, args, ranks, total_steps=1000)
-        parameters = [p.to_local() for p in learns.policy.parameters()]
+        parameters = [local(p) for p in learns.policy.parameters()]
         held = Held({p.untyped_storage().data_ptr() for p in parameters})
         step = lambda: train_sync.learn(args, learns, KLControl(args), batch, Timers())  # noqa: E731
     step()

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from rl import dist
 from rl.batch import Batch, MicroBatch
+from rl.blocks import local
 from rl.learner import Learner
 
 
@@ -104,7 +105,6 @@ class Watch:
         parts = {"the log-probs are": [last.log_prob], "the loss's gradient by log-probs is": [last.grad]}
         parts["the gradient of the weights is"] = [parameter.grad for parameter in self._learner.policy.parameters()]
         for place, (what, tensors) in enumerate(parts.items()):
-            locals_ = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if t is not None]
-            if not all(bool(t.isfinite().all()) for t in locals_):
+            if not all(bool(local(t).isfinite().all()) for t in tensors if t is not None):
                 self._bad = (len(self._seen), place, f"{what} not finite")
                 return

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from rl.blocks import local
 from rl.device import is_accelerator
 from rl.overlapped import overlapped
 
@@ -93,10 +93,10 @@ class CompactAdamW(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             state, step = self.begin(parameter), self.state[parameter]["step"]
-            kept = {name: _local(tensor) for name, tensor in state.items() if name != "step"}
+            kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
             if parameter in self.masters:
-                kept[MASTER] = _local(self.masters[parameter])
-            value, grad = _local(parameter.data), _local(parameter.grad)
+                kept[MASTER] = local(self.masters[parameter])
+            value, grad = local(parameter.data), local(parameter.grad)
             for rows in _pieces(value):
                 yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
             step += 1
@@ -153,10 +153,6 @@ class CompactAdamW(torch.optim.Optimizer):
         if signed not in self._tables:
             self._tables[signed] = torch.tensor(dynamic_values(signed), device=device)
         return self._tables[signed]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pieces(value: torch.Tensor) -> Iterator[slice]:

@@ -4,6 +4,7 @@ DTensor's own `full_tensor` is a collective for each parameter, in the precision
 costs a round trip each, the second twice the bytes of what generators in bf16 want.
 """
 
+import dataclasses
 import json
 import math
 from collections import deque
@@ -12,9 +13,9 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl import watchdog
+from rl.blocks import Block
 from rl.dist import all_gather_bytes
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
@@ -27,10 +28,12 @@ class Shards:
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
-        own = [compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements) for p in parameters.values()]
+        own = [dataclasses.astuple(Block.of(parameter)) for parameter in parameters.values()]
         places = [json.loads(record) for record in all_gather_bytes(json.dumps(own).encode())]
-        # name -> of each rank: (shape of its shard, its first element in each dimension)
-        self._places = dict(zip(parameters, zip(*places, strict=True), strict=True))
+        # name -> of each rank: its shard
+        self._places = {
+            name: [Block(*map(tuple, block)) for block in of] for name, *of in zip(parameters, *places, strict=True)
+        }
 
     def whole(
         self, held: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
@@ -39,7 +42,7 @@ class Shards:
         parameters, or tensors sharded alike in their stead. A collective, which all ranks walk through in step."""
         receives, under_way = to is None or dist.get_rank() in to, deque()
         for names in _buckets(held, dtype):
-            sizes = [sum(math.prod(self._places[name][rank][0]) for name in names) for rank in range(dist.get_world_size())]
+            sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
             shards = [held[name].to_local().flatten() for name in names]
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
@@ -64,13 +67,13 @@ class Shards:
 
     def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """received: of each rank, its shards of the parameters, end to end."""
-        sizes = [[math.prod(shape) for shape, _ in self._places[name]] for name in names]  # of each parameter, by rank
+        sizes = [[math.prod(block.shape) for block in self._places[name]] for name in names]  # of each parameter, by rank
         begins = [[0, *accumulate(of_rank)] for of_rank in zip(*sizes, strict=True)]
         for number, name in enumerate(names):
             whole = received[0].new_empty(self.parameters[name].shape)
-            for rank, (shape, offset) in enumerate(self._places[name]):
-                part = received[rank][begins[rank][number] : begins[rank][number + 1]].view(shape)
-                whole[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))] = part
+            for rank, block in enumerate(self._places[name]):
+                part = received[rank][begins[rank][number] : begins[rank][number + 1]].view(block.shape)
+                whole[block.slices()] = part
             yield name, whole
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from rl import vision_forward
 from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
+from rl.blocks import local
 from rl.compiled import compile_layers
 from rl.device import is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
@@ -42,7 +43,6 @@ from rl.watchdog import progress
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
 UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
-SMALL = 2**22  # parameters of a model that one rank alone gathers in one piece
 
 
 @dataclass
@@ -119,6 +119,9 @@ class Policy(nn.Module):
         )
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
+    def reshard(self) -> None:
+        """Lets go of what FSDP has gathered: it puts its own method in the place of this one, which has nothing to do."""
+
     def _hidden(self, inputs: dict, layout) -> torch.Tensor:
         """[T, hidden]"""
         if self.takes_images:
@@ -135,8 +138,8 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks, in fp32; each rank reads its own part of the
-    weights. Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
+    """The model at `path` (a directory or a hub name) in fp32, sharded over all ranks; each reads its own part of the weights.
+    Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
     weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
     if weights and trainable:
         _without_dropout(weights.model)
@@ -163,19 +166,19 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     if ranks.expert_parallel > 1:
         divide_experts(model, ranks, shard)
-    # Alone, a rank gathers copies of what it has: so small a model in one piece, which saves what each layer's costs. Not where
-    # each piece casts what comes into it: the bits are then those of the pieces.
-    small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-    in_one = small and ranks.world_size == 1 and "mp_policy" not in shard
-    for layer in [] if in_one else layers(model):
-        fully_shard(layer, **shard)
-    fully_shard(policy, **shard)
+    sharded = ranks.world_size > 1 or len(shard) > 1  # else there is nothing to gather, reduce or cast: FSDP would only copy
+    if sharded:
+        for layer in layers(model):
+            fully_shard(layer, **shard)
+        fully_shard(policy, **shard)
     for module in policy.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)  # sum, not mean
             module.set_force_sum_reduction_for_comms(True)
 
     policy.to_empty(device="cpu" if offload else ranks.device)
+    if not sharded:
+        model.tie_weights()  # to_empty gives each name its own
     fill(model, weights, path, ranks, say=trainable)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
@@ -320,7 +323,7 @@ class Learner:
             yield from self._shards.whole(held, self.ranks.device, dtype, to)
             return
         for name, parameter in held.items():
-            yield name, parameter.to_local().to(self.ranks.device)
+            yield name, local(parameter.data).to(self.ranks.device)
 
     @cached_property
     def _shards(self) -> Shards:

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import dist, host, launch, signals, watchdog
 from rl.batch import Group, join_records
+from rl.blocks import Block, local
 from rl.checkpoint import (
     GROUPS,
     MANIFEST,
@@ -47,7 +48,7 @@ from rl.hub_names import hub_names
 from rl.identity import Identity
 from rl.learner import Learner
 from rl.run import Origin, Run
-from rl.shard_files import Block, Files, header, local
+from rl.shard_files import Files, header
 from rl.tensor_files import TensorFile, piece_sizes, pieces, write_model
 from rl.vision import ImagePrep
 

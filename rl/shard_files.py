@@ -10,55 +10,18 @@ import math
 import struct
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed
 import xxhash
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl import dist, watchdog
+from rl.blocks import Block, local
 from rl.weight_files import DTYPES, Reader, Run
 
 SHARDING = "DCP_SHARDING_INFO"  # in a header: JSON, name -> {"saved_offsets": [...]}
 Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, where it is on a node's own disk, the node
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of a tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "Block":
-        """This rank's part of the tensor."""
-        if not isinstance(tensor, DTensor):
-            return Block((0,) * tensor.dim(), tuple(tensor.shape))
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Block(tuple(offset), tuple(shape))
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
-
-    def common(self, other: "Block") -> "Block | None":
-        """What both have; None for nothing."""
-        offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
-        return Block(offset, shape) if min(shape, default=1) > 0 else None
-
-    def slices(self, inside: "Block") -> tuple[slice, ...]:
-        """Where this block lies in another one."""
-        begins = [o - i for o, i in zip(self.offset, inside.offset, strict=True)]
-        return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
 
 
 def header(blocks: dict[str, Block]) -> dict[str, str]:

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed
 from torch import nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl import dist, launch, watchdog
+from rl.blocks import Block, local
 from rl.dist import Ranks
 from rl.errors import UserError
 from rl.hub_names import Source, sources
@@ -155,7 +155,7 @@ def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: R
 @torch.no_grad()
 @watchdog.doing("the weights to be loaded")
 def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
-    """Gives every rank its part of the model's parameters, which are DTensors in fp32, and all buffers. weights: on the first
+    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first
     rank, of no use any more afterwards. Raises UserError where `path` has other files on one node than on the first. A
     collective. say: whether the first rank tells how far it is."""
     _fill_rest(model, weights, ranks)
@@ -169,14 +169,13 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
     files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
     with contextlib.closing(Reader(files or {})) as reader:
         for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
-            local = parameter.to_local()
-            shape, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            if files and name in runs and shape[1:] == parameter.shape[1:]:  # cut along the first dimension, or not at all
-                first = begin[0] * parameter.shape[1:].numel() if shape else 0
-                reader.read(runs[name], local.view(-1), first)
+            own, block = local(parameter.data), Block.of(parameter)
+            if files and name in runs and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
+                first = block.offset[0] * parameter.shape[1:].numel() if block.shape else 0
+                reader.read(runs[name], own.view(-1), first)
             else:
                 whole = _from_first(weights, name, getattr(torch, known["dtypes"][name]), parameter.shape, ranks)
-                local.copy_(whole[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))])
+                own.copy_(whole[block.slices()])
                 watchdog.progress()
 
 

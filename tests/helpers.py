@@ -82,6 +82,11 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), maske
 # --------------------------------------------------------------------------------------------------- running scripts
 
 
+def whole(tensor):
+    """All of a tensor that ranks may share. A collective where they do."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def environment(**more: str) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import train_sync
 from rl.batch import Batch, micro_batches
+from rl.blocks import local
 from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
@@ -48,7 +49,7 @@ def gradients(learner: Learner, seed: int) -> list[torch.Tensor]:
     for micro in micros:
         log_prob, _ = learner.log_probs(micro)
         (-log_prob.sum() / len(batch.token)).backward()
-    return [p.grad.to_local() for p in learner.parameters.values()]
+    return [local(p.grad) for p in learner.parameters.values()]
 
 
 def update(learner: Learner, seed: int) -> dict[str, float]:
@@ -58,9 +59,9 @@ def update(learner: Learner, seed: int) -> dict[str, float]:
 
 def go_on(half: Learner, rest: Learner) -> None:
     """Brings a learner to the state of another, by what a checkpoint holds."""
-    saved = {name: tensor.to_local().clone() for name, tensor in half.state_tensors().items()}
+    saved = {name: local(tensor).clone() for name, tensor in half.state_tensors().items()}
     for name, tensor in rest.state_tensors().items():
-        tensor.to_local().copy_(saved[name])
+        local(tensor).copy_(saved[name])
     rest.restore(half.state(), half.rank_state())
 
 
@@ -87,7 +88,7 @@ def test_moments_on_the_host_and_inputs_of_layers_on_the_host_change_no_bit(mode
     assert torch.equal(weights(plain), weights(other)) and not torch.equal(weights(plain), first)
     states = plain.state_tensors(), other.state_tensors()
     assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name].to_local(), states[1][name].to_local()) for name in states[0])
+    assert all(torch.equal(local(states[0][name]), local(states[1][name])) for name in states[0])
     assert plain.state() == other.state()
 
 
@@ -270,27 +271,29 @@ def test_a_number_for_auto_where_pixels_are_not_counted(sharing, longest):
 
 
 @pytest.mark.parametrize("model", ["qwen2-tied", "moe"])
-def test_a_small_model_gathered_in_one_piece_learns_the_same_to_the_bit(models, ranks, monkeypatch, model):
+def test_a_rank_alone_learns_without_fsdp_what_it_learns_with_it(models, ranks, model):
+    """To the bit; it is there where something is cast or moved, a layer at a time."""
     flags = {"gradient_checkpointing": True}
-    in_one, casting = make_learner(models[model], ranks, **flags), make_learner(models[model], ranks, dtype="bfloat16")
-    monkeypatch.setattr("rl.learner.SMALL", 0)
-    apart = make_learner(models[model], ranks, **flags)
-    pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (in_one, casting, apart)]
-    assert pieces[0] == 1 and pieces[1] == pieces[2] == 1 + len(in_one.policy.model.model.layers)
+    alone, casting = make_learner(models[model], ranks, **flags), make_learner(models[model], ranks, dtype="bfloat16")
+    moving = make_learner(models[model], ranks, param_offload=True, **flags)
+    pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (alone, casting, moving)]
+    assert pieces[0] == 0 and pieces[1] == pieces[2] == 1 + len(alone.policy.model.model.layers)
     for seed in range(3):
-        assert update(in_one, seed) == update(apart, seed)
-    assert torch.equal(weights(in_one), weights(apart))
+        assert update(alone, seed) == update(moving, seed)
+    assert torch.equal(weights(alone), weights(moving))
 
 
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing, monkeypatch):
+def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
     """Elements a token, after the forward pass and at most in the backward pass; nothing is left behind it."""
-    monkeypatch.setattr("rl.learner.SMALL", 0)  # each layer gathered by itself, as of any model of size
     learner = make_learner(models["qwen2-untied"], ranks, gradient_checkpointing=checkpointing)
     batch = Batch.of([make_group(t, [99], prompt=1) for t in range(8)])
     (micro,) = micro_batches(batch, torch.arange(8), 800, ranks)
     learner.log_probs(micro)[0].sum().backward()  # the gradients and the layout's indices are there
-    with MemoryCount() as count:
+    count = MemoryCount()
+    for parameter in learner.policy.parameters():
+        count.note(parameter.data, "weights"), count.note(parameter.grad, "gradients")
+    with count:
         log_prob, entropy = learner.log_probs(micro)
         held = count.host.live["activations"] + count.host.live["logits"]
         count.host.peak = 0

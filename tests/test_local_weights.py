@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_vision import vlms  # noqa: F401  (a fixture)
 
+from rl.blocks import local
 from rl.embedded_engine import TransformersEngine
 from rl.learner import Learner, LearnerArgs
 from rl.local_weights import LocalWeights
@@ -39,11 +40,11 @@ def test_a_frozen_tower_is_gathered_once(vlms, ranks, monkeypatch, own_memory): 
         gathered.append(set())
         publishes.publish(version)
         for name, parameter in learner.parameters.items():
-            assert torch.equal(engine.read_back(name), parameter.to_local()), name
+            assert torch.equal(engine.read_back(name), local(parameter)), name
         with torch.no_grad():
             for name, parameter in learner.parameters.items():
                 if name not in learner.frozen:
-                    parameter.to_local().add_(0.1)
+                    local(parameter).add_(0.1)
     assert engine.version == 2 and gathered[0] == set(learner.parameters)
     assert {name for name in gathered[0] if name.startswith(TOWER)} == set(learner.frozen) == gathered[0] - gathered[1]
     assert gathered[1] == gathered[2]

@@ -6,7 +6,7 @@ import json
 import kernels
 import pytest
 import torch
-from helpers import make_group, run_script
+from helpers import make_group, run_script, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import ALONE, assert_taught_the_same, learn_on
@@ -98,7 +98,7 @@ def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
     log_prob, _ = learner.log_probs(MicroBatch.of(batch, list(range(6)), CPU))
     (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
-    gradient = torch.cat([p.grad.full_tensor().flatten() for p in learner.policy.parameters()])
+    gradient = torch.cat([whole(p.grad).flatten() for p in learner.policy.parameters()])
     return log_prob.detach(), gradient
 
 

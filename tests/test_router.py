@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import MOE, make_group
+from helpers import MOE, make_group, whole
 from test_engine import drain, requests_for
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
@@ -88,7 +88,7 @@ def micro_of(batch: Batch) -> MicroBatch:
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    out = {name: p.grad.full_tensor().clone() for name, p in learner.policy.model.named_parameters()}
+    out = {name: whole(p.grad).clone() for name, p in learner.policy.model.named_parameters()}
     learner.optimizer.zero_grad()
     return out
 

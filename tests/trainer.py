@@ -6,6 +6,7 @@ import losses
 import train_sync
 from rl import dist
 from rl.batch import Batch
+from rl.blocks import local
 from rl.generator import Generator, make_generator
 from rl.kl_control import KLControl
 from rl.learner import Learner
@@ -52,7 +53,7 @@ class Trainer:
     def begin_again(self) -> None:
         """Back to the model's own weights."""
         for name, weight in self.learner.policy.named_parameters():
-            weight.to_local().copy_(self.first.setdefault(name, weight.to_local().clone()))
+            local(weight).copy_(self.first.setdefault(name, local(weight).clone()))
 
     def weights(self) -> torch.Tensor:
         return torch.cat([w.flatten() for _, w in self.learner.weights()])

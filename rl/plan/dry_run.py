@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch.distributed import HashStore
-from torch.distributed.tensor import DTensor
 
 from rl import dist
 from rl import learner as learner_module
 from rl.batch import Batch, Group, MicroBatch, Response
+from rl.blocks import local
 from rl.dist import Ranks, Split
 from rl.errors import UserError
 from rl.kl_control import KLControl
@@ -243,8 +243,4 @@ def _checkpoint_copy(args: CommonArgs, learner: Learner, fake: FakeDevice) -> li
     """What rl/saver.py copies before it writes; nothing for a run that saves at its end only."""
     state = learner.state_tensors().values() if args.save_freq > 0 else ()
     with fake.host_too():
-        return [torch.empty(_local(tensor).shape, dtype=tensor.dtype) for tensor in state]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [torch.empty(local(tensor).shape, dtype=tensor.dtype) for tensor in state]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from helpers import make_group
+from helpers import make_group, whole
 
 from rl import dist, process
 from rl import learner as learner_module
@@ -37,7 +37,7 @@ def main(ranks):
         for micro in micros:
             log_prob, entropy = learner.log_probs(micro, entropy="loss")
             ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()
-        grads = [p.grad.full_tensor().flatten().float() for p in learner.policy.parameters()]
+        grads = [whole(p.grad).flatten().float() for p in learner.policy.parameters()]
         result[f"{budget}/grad"] = torch.cat(grads)
         result[f"{budget}/micros"] = torch.tensor(len(micros))
         learner.optimizer.zero_grad()

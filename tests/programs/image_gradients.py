@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from helpers import whole
 from test_vision import dataset, make_batch
 
 from rl import process
@@ -31,12 +32,12 @@ def main(ranks):
     for micro in micros:
         log_prob, _ = learner.log_probs(micro)
         (log_prob * weight[micro.index]).sum().backward()
-    whole = {name: p.grad.full_tensor().clone() for name, p in learner.parameters.items() if p.grad is not None}
+    gradients = {name: whole(p.grad).clone() for name, p in learner.parameters.items() if p.grad is not None}
     metrics = learner.step()
     after = {name: tensor.clone() for name, tensor in learner.weights()}
     if ranks.is_main:
         state = [name for name in learner.state_tensors() if name.startswith("exp_avg.")]
-        torch.save({**result, "grad": whole, "after": after, "norm": metrics["actor/grad_norm"], "state": state}, out)
+        torch.save({**result, "grad": gradients, "after": after, "norm": metrics["actor/grad_norm"], "state": state}, out)
     else:
         learner.state_tensors()
 

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels
-from helpers import make_group
+from helpers import make_group, whole
 from test_vision import dataset
 
 import train_sync
@@ -71,7 +71,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | No
 
     def recorded() -> dict:
         trained = [p for p in learner.policy.parameters() if p.requires_grad]
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in trained]))
+        gradients.append(torch.cat([whole(p.grad).flatten() for p in trained]))
         return step()
 
     learner.step = recorded

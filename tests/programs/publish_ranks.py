@@ -13,6 +13,7 @@ import torch
 
 from rl import dist, process
 from rl.batch import Batch, Group, Response, micro_batches
+from rl.blocks import local
 from rl.channel import ControlBlock, Inbox, Outbox, SplitArgs
 from rl.embedded_engine import TransformersEngine
 from rl.engine import Request, SamplingParams
@@ -34,8 +35,8 @@ def learn(split: dist.Split) -> None:
             learner.policy.reshard()
             with torch.no_grad():
                 for parameter in learner.policy.parameters():
-                    local = parameter.to_local()
-                    local += 0.02 * torch.randn_like(local) * (torch.rand_like(local) < (1 if version == 2 else 0.01))
+                    own = local(parameter)
+                    own += 0.02 * torch.randn_like(own) * (torch.rand_like(own) < (1 if version == 2 else 0.01))
         publisher.publish(version)
         board.update(version=version)
         while not inbox.groups:

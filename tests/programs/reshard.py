@@ -11,7 +11,11 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from helpers import whole
+
 from rl import checkpoint, process, saver
+from rl.blocks import local
 from rl.checkpoint import CheckpointArgs
 from rl.learner import Learner, LearnerArgs
 
@@ -23,11 +27,11 @@ def main(ranks) -> None:
         torch.manual_seed(ranks.rank)
         for parameter in learner.policy.parameters():
             parameter.grad = torch.empty_like(parameter)
-            parameter.grad.to_local().normal_()
+            local(parameter.grad).normal_()
         learner.step()
     else:
         checkpoint._load_tensors(Path(came_from), learner)
-    whole = {name: tensor.full_tensor() for name, tensor in learner.state_tensors().items()}
+    state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
     run = SimpleNamespace(dir=out, total_steps=9, say=print)
     writer = saver.Saver(
         CheckpointArgs(), run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None
@@ -36,7 +40,7 @@ def main(ranks) -> None:
     writer.wait()
     assert not writer.error, writer.error
     if ranks.is_main:
-        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, out / "tensors.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, out / "tensors.safetensors")
 
 
 process.run(main)
