@@ -89,7 +89,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
     args = train_sync.Args(rollout_correction="token_tis")
-    groups, division = shared_groups(size, ranks), Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks)
+    groups, divide = shared_groups(size, ranks), lambda: Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
     def timed(part: str, act: Callable):
@@ -110,7 +110,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the first round is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        batch = timed("Batch.of", lambda: Batch.of(groups, division))
+        batch = timed("Batch.of", lambda: Batch.of(groups, divide()))
         batch.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.old_log_prob = batch.actor_log_prob
         timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))

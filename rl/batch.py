@@ -21,7 +21,7 @@ from rl.dist import Ranks, all_gather_bytes, all_reduce_sum
 from rl.errors import UserError
 from rl.router import row_of_routes
 from rl.sequence_parallel import part_of
-from rl.shares import Division, micros_of_all, mini_batches
+from rl.shares import Division, mini_batches
 
 if TYPE_CHECKING:
     from rl.batch_images import BatchImages
@@ -166,7 +166,7 @@ class Batch:
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
     here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
-    ranks: Ranks | None = None  # that hold the others' tokens; None where all are here
+    division: Division | None = None  # among the learners that hold the others' tokens; None where all are here
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
@@ -212,7 +212,7 @@ class Batch:
             rollout_log_prob=joined((r.log_probs for r in responses), np.float32),
             version=joined((r.versions for r in responses), np.int32),
             here=here,
-            ranks=division.ranks if is_part else None,
+            division=division if is_part else None,
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
         )
@@ -225,6 +225,11 @@ class Batch:
                 f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
                 "Correct the reward function, or what it needs."
             )
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """That hold the others' tokens; None where all are here."""
+        return self.division and self.division.ranks
 
     @property
     def starts(self) -> torch.Tensor:
@@ -361,6 +366,9 @@ class MicroBatch:
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
     a micro-batch on one rank."""
-    plan = micros_of_all(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, max_tokens, ranks)
+    division = Division(len(batch.tickets), max_tokens, ranks)
+    if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
+        division = batch.division  # which has planned this
+    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

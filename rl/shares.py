@@ -8,7 +8,7 @@ at the scores alone, which travel as one number a response; the few that look at
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators count what each rank can count by itself
 
 
-def pack(lengths: list[int], prompts: list[int], groups: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+def pack(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int
+) -> list[list[list[int]]]:
     """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank.
 
     lengths: tokens of each sequence; prompts: of those its prompt's, which a micro-batch computes once for all its responses;
@@ -48,7 +50,7 @@ def pack(lengths: list[int], prompts: list[int], groups: list[int], max_tokens: 
     return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
 
 
-def _place(lengths: list[int], groups: list[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
+def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
     """The bins of a plan, neighbours those of one micro-batch on each rank. part: of a bin's average load, the longest run; 0
     lets a run fill a bin."""
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
@@ -66,7 +68,7 @@ def _place(lengths: list[int], groups: list[int], max_tokens: int, ranks: int, p
         count += max(1, count // 32)  # thousands of bins are not tried one by one
 
 
-def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]]:
+def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[list[int]]:
     """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
     runs, load = [], 0
     for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
@@ -79,18 +81,20 @@ def _runs(lengths: list[int], groups: list[int], limit: float) -> list[list[int]
     return runs
 
 
-def _row_tokens(members: Sequence[int], lengths: list[int], prompts: list[int], groups: list[int]) -> int:
+def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
     """Tokens of a micro-batch's row: each prompt is in it once."""
     return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches."""
+    """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches. A batch has
+    one of its own, which plans each mini-batch once, whoever asks."""
 
     prompts: int
     max_tokens: int  # of a micro-batch on one rank
     ranks: Ranks
+    _plans: dict[tuple, list[list[list[int]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(args, learner) -> "Division":
@@ -106,10 +110,19 @@ class Division:
         """The data rank that trains each response; the same on every rank."""
         group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            for rank, micros in enumerate(micros_of_all(lengths, prompts, group, mini, self.max_tokens, self.ranks)):
+            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini)):
                 for i in mini[[i for micro in micros for i in micro]].tolist():
                     out[i] = rank
         return out
+
+    def micros(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor) -> list[list[list[int]]]:
+        """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
+        prompts, group: as in `own`."""
+        of_all = (lengths, prompts, group.tolist())
+        what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
+        if what not in self._plans:
+            self._plans[what] = pack(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+        return self._plans[what]
 
     def ranks_of(self, owner: int) -> range:
         """The learners that are this data rank."""
@@ -119,15 +132,6 @@ class Division:
 def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
     """group [B], numbers below `count` -> the responses [b] of each run of `prompts` groups."""
     return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]
-
-
-def micros_of_all(
-    lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor, max_tokens: int, ranks: Ranks
-) -> list[list[list[int]]]:
-    """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
-    prompts, group: of all B responses, as `Division.own` has them; max_tokens: of a micro-batch on one rank."""
-    own, of_prompt = ([tokens[i] for i in members.tolist()] for tokens in (lengths, prompts))
-    return pack(own, of_prompt, group[members].tolist(), max_tokens * ranks.sequence_parallel, ranks.data_size)
 
 
 # ------------------------------------------------------------------------------------------------------- of the whole batch

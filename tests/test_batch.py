@@ -9,10 +9,12 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl import shares
 from rl.attention import Packed
-from rl.batch import Batch, Group, MicroBatch, join_records, split_records
+from rl.batch import Batch, Group, MicroBatch, join_records, micro_batches, split_records
+from rl.dist import Ranks
 from rl.errors import UserError
-from rl.shares import pack
+from rl.shares import Division, pack
 
 
 def same(a: Group, b: Group) -> bool:
@@ -52,6 +54,26 @@ def test_pack_keeps_the_responses_to_a_prompt_together():
     groups = [i // 8 for i in range(64)]
     of_rank = [{groups[i] for micro in rank for i in micro} for rank in pack([20] * 64, [5] * 64, groups, 1000, 2)]
     assert len(of_rank[0]) == len(of_rank[1]) == 4 and not of_rank[0] & of_rank[1]
+
+
+def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
+    """For the nodes, which ask who trains what, for the batch, which is made of its own, and for the step."""
+    planned, whole = [], Batch.of(groups := [make_group(ticket, range(1, 9)) for ticket in range(7)])
+    monkeypatch.setattr(shares, "pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest))
+    for rank in range(3):
+        ranks = Ranks(rank, 3, rank, torch.device("cpu"))
+        division = Division(3, 20, ranks)
+        owners = division.owners(whole.total_lengths(), whole.prompt_lengths(), whole.group)
+        batch = Batch.of(groups, division)
+        micros = [micro for mini in batch.mini_batches(3) for micro in micro_batches(batch, mini, 20, ranks)]
+        assert [len(mini) for mini in batch.mini_batches(3)] == planned == [24, 24, 8]
+        assert [n > 0 for n in batch.here.tolist()] == [owner == rank for owner in owners]
+        assert torch.cat([micro.index for micro in micros]).sort().values.tolist() == list(range(len(batch.token)))
+        assert max(micro.layout.tokens for micro in micros) <= 20
+        planned.clear()
+        longer = Batch.of([make_group(ticket, range(2, 10)) for ticket in range(7)], division)
+        assert torch.equal(longer.lengths, whole.lengths + 1) and planned == [24, 24, 8], "another batch is another plan"
+        planned.clear()
 
 
 def test_batch_does_not_depend_on_the_order_of_arrival():

@@ -229,7 +229,7 @@ def test_a_generator_that_joins_starts_nothing_before_its_first_weights(models):
     """It is let in with weights that have been sent and are not announced yet. Those that are announced are not for it, nor is
     what may start under them."""
     store, args = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), ScheduleArgs()
-    lobby, ranks = Lobby(store.clone(), None, SILENT), Ranks(0, 0, 1, torch.device("cpu"))
+    lobby, ranks = Lobby(store.clone(), None, SILENT), Ranks(0, 1, 0, torch.device("cpu"))
     crew = Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
     learners = Split("learner", ranks, 1, 0, [Node("here", 0, 1, 0)], 0, store, lobby.links, elastic=crew)
     generators = Split("generator", ranks, 0, 1, [Node("there", 0, 1, 1)], 0, store, None, elastic=Seat(1, "there", 1))
