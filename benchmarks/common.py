@@ -40,6 +40,14 @@ def threads_of(command: list[str]) -> int:
     return 1 if "torch.distributed.run" in command else 2
 
 
+def synchronize() -> None:
+    """Waits for what is queued on an accelerator, if there is one, so that it is measured."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 # ----------------------------------------------------------------------------------------------- numbers and tables
 
 

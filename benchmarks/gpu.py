@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from common import MODES, RESULTS, random_model, run_script, setting, table, words, write
+from common import MODES, RESULTS, random_model, run_script, setting, synchronize, table, words, write
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl import device, process
@@ -125,10 +125,10 @@ def learner(args: Args, ranks: Ranks) -> dict:
     seconds, kl_control = [], KLControl(sync)
     for _ in range(2 + args.repeats):
         of = batch()
-        device.synchronize()
+        synchronize()
         started = time.perf_counter()
         train_sync.learn(sync, model, kl_control, of, Timers())
-        device.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - started)
     total, middle = sequences * (prompt + response), float(np.median(seconds[2:]))
     out = {"tokens_per_s": total / middle, "seconds": seconds[2:]} | device.memory_gb()
@@ -149,11 +149,11 @@ def engine(args: Args, ranks: Ranks) -> dict:
         for i in range(requests):
             ids = rng.integers(4, vocabulary, prompt).tolist()
             model.add(Request(i, ids, SamplingParams(max_tokens=response, ignore_eos=True), repeat * requests + i))
-        device.synchronize()
+        synchronize()
         started = time.perf_counter()
         while model.num_unfinished:
             model.step()
-        device.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - started)
     middle = float(np.median(seconds[1:] or seconds))
     return {"tokens_per_s": requests * response / middle, "seconds": seconds[1:]} | device.memory_gb()

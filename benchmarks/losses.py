@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from common import RESULTS, table, words, write
+from common import RESULTS, synchronize, table, words, write
 
 import losses
 
@@ -129,12 +129,12 @@ def make_batch(args: Args) -> dict:
     return {k: v.to(args.device) for k, v in batch.items()} | {"responses": responses}
 
 
-def timed(run, device: str) -> float:
+def timed(run) -> float:
     """Seconds of one forward and backward."""
+    synchronize()
     start = time.perf_counter()
     run().backward()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -157,7 +157,7 @@ def measure(plain, b: dict, args: Args) -> dict:
     torch.manual_seed(1)
     expected = theirs().item()
     assert abs(value - expected) <= 1e-4 * max(1, abs(expected)), (name, value, expected)
-    times = [(timed(ours, args.device), timed(theirs, args.device)) for _ in range(args.repeats + 1)][1:]
+    times = [(timed(ours), timed(theirs)) for _ in range(args.repeats + 1)][1:]
     mine, other = zip(*times, strict=True)
     ratios = statistics.quantiles([m / o for m, o in times], n=4)
     return {

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from rl import host_memory
+from rl import host_memory, launch
 from rl.errors import UserError
 
 HOST_BACKEND = "gloo"  # of groups that send host memory only
@@ -131,12 +131,6 @@ def flight_record(backend_name: str) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
-def synchronize() -> None:
-    """Waits for the device's queued work, so that a benchmark measures it; nothing to do on a CPU."""
-    if kind() != "cpu":
-        torch.accelerator.synchronize()
-
-
 def side_stream(device: torch.device):
     """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
@@ -159,7 +153,7 @@ def memory_gb() -> dict[str, float]:
 
 def devices_are_shared() -> bool:
     """Whether more ranks of this node than it has accelerators compute on them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.accelerator.device_count()
+    return launch.here().local_world_size > torch.accelerator.device_count()
 
 
 def memory_left() -> tuple[int, int] | None:

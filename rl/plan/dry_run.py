@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch.distributed import HashStore
+from transformers import PretrainedConfig
 
 from rl import dist
 from rl import learner as learner_module
@@ -107,11 +108,8 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     script = importlib.import_module(name)
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
-    config = load_config(path, args.trust_remote_code)
-    check_heads(config, args.sequence_parallel)
-    check_lengths(config.get_text_config(), args)
-    model = empty_model(config, args.trust_remote_code)
-    shapes = {p.shape for p in model.parameters() if p.dim() > 1}
+    config = _checked_config(args, path)
+    shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
     learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention)
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
@@ -121,18 +119,13 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
             learner = make_learner(args, SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6), ranks)
         read, count.host.peak, count.host.at_peak = count.host.at_peak, 0, Counter()
         place = learner.ranks
-        prompts = None
-        if takes_images(config):
-            prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake)
+        prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake) if takes_images(config) else None
         groups, images = make_groups(workload, args, place, prompts)
         share, of_step = (len(groups) / prompts for prompts in (args.prompts_per_update, args.prompts_per_step))
         learner.ranks, micros = _fullest_rank(groups, args, place)
         batch = _batch(groups, Division.of(args, learner), PlannedImages(images) if prompts else None, count)
-        script.micro_batches, before = _two_fullest(script.micro_batches), count.sent
-        for _ in range(2):  # the second begins with the optimizer's state
-            script.learn(args, learner, KLControl(args), batch, Timers())
-        sent = (count.sent - before) / 2 / min(2, micros) * micros / share
-        tokens, learner.ranks = max(_sizes), place
+        tokens, sent = _learn(script, args, learner, batch, count)
+        learner.ranks = place
         kept = [_publish(args, learner, place, fake), _checkpoint_copy(args, learner, fake)]
         for ledger in (count.host.live, count.host.at_peak):
             ledger["batch"] = int(ledger.pop(OTHER, 0) / of_step)
@@ -150,12 +143,30 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
             saved=state + parameters * (config.dtype or torch.float32).itemsize,
             tokens=tokens,
             micro_batches=max(1, round(micros / share)),
-            sent=sent,
+            sent=sent / min(2, micros) * micros / share,
             published=parameters * precision,
             samples=sum(len(group.to_bytes()) for group in groups) // len(groups),
         )
         del kept
     return memory
+
+
+def _checked_config(args: CommonArgs, path: str) -> PretrainedConfig:
+    """Of the model at `path`. Raises UserError for flags that do not go with it."""
+    config = load_config(path, args.trust_remote_code)
+    check_heads(config, args.sequence_parallel)
+    check_lengths(config.get_text_config(), args)
+    return config
+
+
+def _learn(script, args: CommonArgs, learner: Learner, batch: Batch, count: MemoryCount) -> tuple[int, float]:
+    """Learns from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
+    Returns the tokens of the fullest, and the bytes sent in an update."""
+    sizes, before = [], count.sent
+    script.micro_batches = _two_fullest(script.micro_batches, sizes)
+    for _ in range(2):
+        script.learn(args, learner, KLControl(args), batch, Timers())
+    return max(sizes), (count.sent - before) / 2
 
 
 def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
@@ -212,16 +223,15 @@ def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[
     return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])
 
 
-def _two_fullest(micro_batches: Callable[..., list[MicroBatch]]) -> Callable[..., list[MicroBatch]]:
+def _two_fullest(micro_batches: Callable[..., list[MicroBatch]], sizes: list[int]) -> Callable[..., list[MicroBatch]]:
+    """sizes: takes the tokens of the fullest one of each call."""
+
     def fullest(*what) -> list[MicroBatch]:
         micros = sorted(micro_batches(*what), key=lambda micro: -micro.inputs["input_ids"].numel())
-        _sizes.append(micros[0].inputs["input_ids"].numel())
+        sizes.append(micros[0].inputs["input_ids"].numel())
         return micros[:2]
 
     return fullest
-
-
-_sizes: list[int] = []  # tokens of the largest micro-batches
 
 
 def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice) -> object:
