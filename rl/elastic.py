@@ -204,21 +204,26 @@ class Lobby:
         try:
             while True:
                 life.set("pulse/0", json.dumps([rounds, "learner 0", watchdog.place(), "", []]))
-                for member in range(1, self.store.add("members", 0) + 1):
-                    if member not in self._knocked and self.store.check([f"ready/{member}"]):
-                        self._knocked.add(member)
-                        threading.Thread(target=self._let_in, args=(member,), name=f"member {member}", daemon=True).start()
-                self._signs.ranks = list(self._there)
-                for member in self._signs.look(life):
-                    self.drop(member, f"no sign of life for {self.timeout:g} s{self._signs.told(member)}")
-                for member in [
-                    m for m in self._there if not self.closes and self._signs.last.get(m, [0])[0] == heartbeat.ENDED
-                ]:
-                    self.drop(member, "they have left")
+                self._open_to_those_who_knock()
+                self._drop_those_who_have_gone(life)
                 rounds += 1
                 time.sleep(self.timeout / heartbeat.ROUNDS if self.timeout else 1.0)
         except dist.DistError:  # this process is about to end
             pass
+
+    def _open_to_those_who_knock(self) -> None:
+        for member in range(1, self.store.add("members", 0) + 1):
+            if member not in self._knocked and self.store.check([f"ready/{member}"]):
+                self._knocked.add(member)
+                threading.Thread(target=self._let_in, args=(member,), name=f"member {member}", daemon=True).start()
+
+    def _drop_those_who_have_gone(self, life: dist.Store) -> None:
+        self._signs.ranks = list(self._there)
+        for member in self._signs.look(life):
+            self.drop(member, f"no sign of life for {self.timeout:g} s{self._signs.told(member)}")
+        ended = [m for m in self._there if self._signs.last.get(m, [0])[0] == heartbeat.ENDED]
+        for member in [] if self.closes else ended:
+            self.drop(member, "they have left")
 
     def _let_in(self, member: int) -> None:
         """Makes the group with a member, says that it has joined, and gives it the newest weights."""

@@ -204,10 +204,10 @@ def _forget_from(jsonl: Path, step: int) -> int:
     if not (later or damaged or cut):
         return 0
     try:
-        for word, moved in (("superseded", later), ("damaged", damaged)):
-            with open(jsonl.with_stem(f"{jsonl.stem}_{word}"), "ab") if moved else contextlib.nullcontext() as file:
-                for line in moved:
-                    file.write(line)
+        aside = {"superseded": later, "damaged": damaged}
+        for word in filter(aside.get, aside):
+            with open(jsonl.with_stem(f"{jsonl.stem}_{word}"), "ab") as file:
+                file.writelines(aside[word])
         partial = jsonl.with_suffix(".partial")
         partial.write_bytes(b"".join(kept))
         os.replace(partial, jsonl)

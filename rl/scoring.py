@@ -238,25 +238,30 @@ class _Threads:
 
     def _serve(self) -> None:
         """One scoring process after the other, until the pool is closed."""
-        limits, bad_starts = (self.args.reward_memory_limit_gb, self.args.reward_cpu_limit), 0
+        bad_starts = 0
         try:
             while True:
-                with ScoringProcess(self.args.reward, *limits) as process:
-                    try:
-                        self._await_ready(process)
-                    except Lost as lost:
-                        bad_starts += 1
-                        if bad_starts > BAD_STARTS or not self.begun.is_set():
-                            raise self.error(f"importing it does not work: {lost}") from None
-                    else:
-                        bad_starts = 0
-                        self._score_by(process)
+                lost = self._use_one()
+                bad_starts = bad_starts + 1 if lost else 0
+                if bad_starts > BAD_STARTS or (lost and not self.begun.is_set()):
+                    raise self.error(f"importing it does not work: {lost}")
         except _Closed:
             pass
         except Exception as error:
             self._failure = error
             self.begun.set()
             self.done.put(([], None))  # wakes the rank
+
+    def _use_one(self) -> Lost | None:
+        """A scoring process for as long as it lasts; returns how it was lost if it was never ready."""
+        limits = self.args.reward_memory_limit_gb, self.args.reward_cpu_limit
+        with ScoringProcess(self.args.reward, *limits) as process:
+            try:
+                self._await_ready(process)
+            except Lost as lost:
+                return lost
+            self._score_by(process)
+        return None
 
     def _await_ready(self, process: ScoringProcess) -> None:
         try:

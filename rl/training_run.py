@@ -55,12 +55,7 @@ class TrainingRun:
         resumed = checkpoint.resume(args, identity, learner, job.total_steps)
         self.done = resumed.step  # the last step that was trained before
         if self.done:
-            for name, part in parts.items():
-                part.restore(resumed.state[name])
-            if samples:
-                samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
-            if generator:
-                generator.go_on(resumed.unfinished)
+            self._take_back(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
         records = args.record and learner.ranks.is_main
         self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
@@ -83,6 +78,15 @@ class TrainingRun:
             more = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
             flags = identity.record["flags"] | {"ppo_max_token_len_per_gpu": learner.micro_batch_tokens}
             self.recorder.begin(self.record.dir, identity.record | {"flags": flags} | more)
+
+    def _take_back(self, resumed: checkpoint.Resumed) -> None:
+        """What the checkpoint holds besides the learner."""
+        for name, part in self.parts.items():
+            part.restore(resumed.state[name])
+        if self.samples:
+            self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
+        if self.generator:
+            self.generator.go_on(resumed.unfinished)
 
     def steps(self) -> range:
         """The steps that are left to train."""

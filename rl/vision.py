@@ -145,10 +145,9 @@ class ImagePrep:
             if found is None:
                 continue
             content = json.loads(Path(found).read_text())
-            if self.limits and name in FILES[:2]:
-                for part in (content, *(of for of in content.values() if isinstance(of, dict) and "patch_size" in of)):
-                    if "patch_size" in part:
-                        part |= self.limits | {"size": dict(self.processor.size)}
+            limited = [part for part in (content, *content.values()) if isinstance(part, dict) and "patch_size" in part]
+            for part in limited if self.limits and name in FILES[:2] else ():
+                part |= self.limits | {"size": dict(self.processor.size)}
             (directory / name).write_text(json.dumps(content, indent=2))
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from rl.kl_control import KLControl
 from rl.plan.engine import Engine
 from rl.plan.engine import Group as Counted
 from rl.plan.fit import fit_engine, fit_learner
-from rl.plan.service_times import EngineTimes, ServiceTimes, from_dict
+from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes, from_dict
 from rl.plan.workload import Drawn
 from rl.publisher import Publisher
 from rl.scoring import Score, ScoringPool
@@ -259,7 +260,20 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
         return agreed(not (store.check([f"calibrated/{parts.role}"]) and store.check([f"calibrated/{other}"])))
 
     if parts.role == "generator":
-        pool = ScoringPool(args)
+        engine = _generators_times(order, args, job, lengths, parts, go_on)
+        if parts.ranks.is_main:
+            store.set("calibrated/times", json.dumps(dataclasses.asdict(engine)))
+        return None
+    learner = _learners_times(order, args, script, job, lengths, parts, go_on)
+    engine = json.loads(store.get("calibrated/times"))
+    where = source(f"{parts.generators} generators beside {parts.learners} learners")
+    return from_dict({"engine": engine, "learner": dataclasses.asdict(learner), "source": where})
+
+
+def _generators_times(
+    order: Order, args, job: Job, lengths: Lengths, parts: dist.Split, go_on: Callable[[bool], bool]
+) -> EngineTimes:
+    with ScoringPool(args) as pool:
         generator = make_generator(args, job, parts.ranks, pool)
         engine, control, subscriber = generator.engine, ControlBlock(parts), Subscriber(parts, generator.engine)
         control.wait_for(0)
@@ -272,13 +286,13 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
             started = time.perf_counter()
             subscriber.receive(version)
             seconds.append(time.perf_counter() - started)
-        times = fit_engine(meter.rows, engine.shares_memory)
-        receive = float(np.median(seconds))
-        times = dataclasses.replace(times, receive=receive, score=score, score_workers=args.reward_workers)
-        if parts.ranks.is_main:
-            store.set("calibrated/times", json.dumps(dataclasses.asdict(times)))
-        pool.close()
-        return None
+    times = fit_engine(meter.rows, engine.shares_memory)
+    return dataclasses.replace(times, receive=float(np.median(seconds)), score=score, score_workers=args.reward_workers)
+
+
+def _learners_times(
+    order: Order, args, script, job: Job, lengths: Lengths, parts: dist.Split, go_on: Callable[[bool], bool]
+) -> LearnerTimes:
     learning, control = LearnerMeter(script, args, job, parts.ranks, lengths), ControlBlock(parts)
     publisher = Publisher(learning.learner, parts, args.weights_dtype(args.dtype), args.publish)
     publisher.publish(0)
@@ -292,10 +306,7 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
         control.update(version=version)
         seconds.append(time.perf_counter() - started)
     publisher.wait()
-    times = dataclasses.replace(fit_learner(learning.rows, parts.learners), publish=float(np.median(seconds)))
-    engine = json.loads(store.get("calibrated/times"))
-    where = source(f"{parts.generators} generators beside {parts.learners} learners")
-    return from_dict({"engine": engine, "learner": dataclasses.asdict(times), "source": where})
+    return dataclasses.replace(fit_learner(learning.rows, parts.learners), publish=float(np.median(seconds)))
 
 
 def timed(action, times: int = 5) -> float:
