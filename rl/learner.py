@@ -26,6 +26,7 @@ from rl.dist import Ranks, all_reduce_sum
 from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
+from rl.gated_mlp import keep_less
 from rl.gather import Shards
 from rl.host_masters import move_masters, take_masters
 from rl.log_probs import ChunkedLogProbs
@@ -156,6 +157,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
             keep_inputs_on_host(model, ranks.device)
     if args.compile:
         compile_layers(model, path)
+    else:
+        keep_less(model)
     policy = Policy(model, Router.of(model, args)).train(trainable)
 
     shard = {"mesh": ranks.mesh["data"]}
