@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from rl import gated_mlp
 from rl.batch import Batch, micro_batches
+from rl.blocks import local
 from rl.learner import Learner, LearnerArgs
 
 MODULES = {
@@ -109,7 +110,7 @@ def test_a_learner_learns_the_same_bits(ranks, models, monkeypatch, flags):
         for micro in micros:
             log_prob, _ = learner.log_probs(micro)
             (-log_prob.sum() / len(batch.token)).backward()
-        grads = [p.grad.to_local().clone() for p in learner.parameters.values()]
+        grads = [local(p.grad).clone() for p in learner.parameters.values()]
         learner.step()
         return grads + [weight.clone() for _, weight in learner.weights()], len(calls), len(micros)
 
