@@ -23,10 +23,10 @@ from filelock import FileLock
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl.errors import UserError
+from rl.host_memory import keep_freed
 from rl.progress import track
 
-THREADS = 2  # that make a model: sums split by another number end in other bits, and so would the model by the job's ranks
-VERSION = 1  # of the recipe below: another one makes another model, in another folder
+VERSION = 2  # of the recipe below: another one makes another model, in another folder
 LARGEST = 49
 NUM_VALIDATION = 500  # of the 2,500 problems; the other 2,000 are for training
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -88,7 +88,10 @@ def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) ->
     state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
-    torch.set_num_threads(THREADS)
+    # One thread, whatever the job has: sums split by another number end in other bits. And two wait for each other hundreds of
+    # times a second: on a machine whose cores are busy each wait lasts until the other gets a core.
+    torch.set_num_threads(1)
+    keep_freed()
     try:
         make(work)
     finally:
@@ -150,7 +153,7 @@ def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, right_steps: int =
         answers = [a + b if share_right == 1 or rng.random() < share_right else wrong_sum(a, b, rng) for a, b in batch]
         return _demonstration_loss(model, tokenizer, batch, answers)
 
-    right, wrong = Phase(right_steps, lambda: loss(1)), Phase(wrong_steps, lambda: loss(0.2), falling=False)
+    right, wrong = Phase(right_steps, lambda: loss(1), 2e-3), Phase(wrong_steps, lambda: loss(0.2), 5e-4, falling=False)
     train_in(model, [right, wrong], "making the demo model (once)")
 
 
@@ -158,7 +161,9 @@ def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, right_steps: int =
 class Phase:
     steps: int
     loss: Callable[[], torch.Tensor]  # of the next batch
-    falling: bool = True  # the learning rate: from 2e-3 down to a tenth; else a quarter of it all the time
+    lr: float
+    beta2: float = 0.999
+    falling: bool = True  # the learning rate: after 20 steps from lr down to a tenth; else lr all the time
 
 
 def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> None:
@@ -166,9 +171,9 @@ def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> N
     steps = [(phase, step) for phase in phases for step in range(phase.steps)]
     for phase, step in track(steps, description):
         if step == 0:
-            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+            optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, phase.beta2), weight_decay=0.0, fused=True)
         falling = min(1, (step + 1) / 20) * max(0.1, 1 - step / phase.steps)
-        optimizer.param_groups[0]["lr"] = 2e-3 * (falling if phase.falling else 0.25)
+        optimizer.param_groups[0]["lr"] = phase.lr * (falling if phase.falling else 1)
         phase.loss().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -194,10 +199,10 @@ def _demonstration_loss(model, tokenizer, batch, answers) -> torch.Tensor:
     rows = [_demonstration(tokenizer, a, b, answer) for (a, b), answer in zip(batch, answers, strict=True)]
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [128, L]
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [B, L]
     answer_from = torch.tensor([row.index(assistant) for row in rows])[:, None]
     length = torch.tensor([len(row) for row in rows])[:, None]
     column = torch.arange(longest - 1)[None]
-    trained = (column >= answer_from) & (column < length - 1)  # [128, L - 1], of the predicting positions
-    logits = model(input_ids=ids).logits[:, :-1]
+    trained = (column >= answer_from) & (column < length - 1)  # [B, L - 1], of the predicting positions
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits[trained], ids[:, 1:][trained])

@@ -7,7 +7,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl import demo
 
-VERSION = 1
+VERSION = demo.VERSION
 
 
 def model_dir() -> str:

@@ -30,6 +30,14 @@ def demo_model() -> str:
 
 
 @pytest.fixture(scope="session")
+def demo_moe_model() -> str:
+    """The demo's mixture of experts: made before a job that trains it, whose time limit is not for that."""
+    from rl.demo_moe import model_dir
+
+    return model_dir()
+
+
+@pytest.fixture(scope="session")
 def demo_vl_model() -> str:
     """The model of the demo with images."""
     from rl.demo_vl import model_dir
@@ -77,8 +85,8 @@ IMPORTED["plain"] += ["rl.demo", "datasets", "matplotlib.figure", "torch.distrib
 
 
 def pytest_configure(config) -> None:
-    """Starts the processes that fork runs, one set for all workers, and makes the demos' models before there are any: beside
-    other tests their two threads would take minutes."""
+    """Starts the processes that fork runs, one set for all workers, and makes the models that most runs train: no test's time
+    limit pays for them."""
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
     config.forks, where = [], tempfile.mkdtemp(prefix="rl-tests-")

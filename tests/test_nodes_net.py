@@ -84,7 +84,9 @@ KINDS = [["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("flags", KINDS)
-def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(tmp_path, network, flags):
+def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
+    demo_moe_model, demo_vl_model, tmp_path, network, flags
+):
     flags = [*flags, "--total-training-steps", 2, "--test-freq", 0, "--staleness-threshold", 0]
     directory, _ = run(network(3), [(1, 0), (1, 0), (1, 1)], "train_async.py", *flags, out=tmp_path / "nodes")
     _, on_one, _ = train("train_async.py", *flags, "--generators", 1, out=tmp_path / "one", ranks=3)
