@@ -25,12 +25,12 @@ def test_each_node_has_what_it_trains_and_the_batch_is_the_same(case):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_what_the_links_carry(network, nodes):
     """Counted by the machines: all bytes into each, with heads, handshakes and the set-up."""
     machines = network(nodes)
-    consoles = machines.start([(1, ["tests/programs/delivery.py", 1])] * nodes).wait(120)
+    consoles = machines.start([(1, ["tests/programs/delivery.py", 1])] * nodes).wait(600)
     assert [code for code, _ in consoles] == [0] * nodes, consoles
     for node, (_, console) in zip(machines.nodes, consoles, strict=True):
         ((_, _, trained),) = told(console)

@@ -27,7 +27,7 @@ def run(network, of_nodes: list[tuple[int, int]], script: str, *flags, out: Path
     """Runs a script on nodes of (ranks, generators) each; returns the run's directory and each node's console."""
     roles = [[] if script == "train_sync.py" else ["--generators", generators] for _, generators in of_nodes]
     lines = [(ranks, [script, *flags, "--output-dir", out, *role]) for (ranks, _), role in zip(of_nodes, roles, strict=True)]
-    consoles = network.start(lines, **how).wait(120)
+    consoles = network.start(lines, **how).wait(600)
     assert [code for code, _ in consoles] == [0] * len(of_nodes), "\n----\n".join(text for _, text in consoles)
     assert clean(network)
     (directory,) = out.iterdir()
@@ -47,7 +47,7 @@ def on_one_node(demo_model, tmp_path_factory):
     return weights
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(900)
 def test_a_node_that_learns_and_one_that_generates(demo_model, tmp_path, network):
     directory, (first, second) = run(network(2), [(1, 0), (1, 1)], "train_async.py", *FLAGS, out=tmp_path)
     layout = [{"host": "node1", "ranks": {"0": "learner 0"}}, {"host": "node2", "ranks": {"1": "generator 0"}}]
@@ -67,7 +67,7 @@ CASES = [  # script, (ranks, generators) of each node, rendezvous
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("script", "of_nodes", "rendezvous"), CASES)
 def test_nodes_train_bit_for_bit_what_one_node_trains(on_one_node, tmp_path, network, script, of_nodes, rendezvous):
     """With staleness 0 async is sync."""
@@ -82,7 +82,7 @@ KINDS = [["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("flags", KINDS)
 def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
     demo_moe_model, demo_vl_model, tmp_path, network, flags
@@ -94,7 +94,7 @@ def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["learner", "generator"])
 def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_node, tmp_path, network, victim):
     """By torchrun, which counts the restart on the node that failed alone. The run ends in the weights of one unbroken."""
@@ -106,7 +106,7 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
         assert job.processes[0].poll() is None, job.wait(10)
         time.sleep(0.01)
     os.kill(machines.nodes[1 if victim == "learner" else 2].ranks()[0], signal.SIGKILL)
-    consoles = job.wait(120)
+    consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert clean(machines)
     assert sum("goes on after step" in console for _, console in consoles) == 1, consoles
@@ -114,7 +114,7 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_node_that_loses_its_power_ends_the_job_everywhere_and_loses_no_ticket(demo_model, network):
     """At random moments; `python tests/power_losses.py` does it 20 times."""
     network(1)  # skips where there are no namespaces
@@ -122,7 +122,7 @@ def test_a_node_that_loses_its_power_ends_the_job_everywhere_and_loses_no_ticket
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["learner", "generator"])
 def test_another_machine_in_the_place_of_one_that_has_lost_its_power_is_taken_in(on_one_node, tmp_path, network, victim):
     """With static rendezvous: the others start again by themselves, and wait for it. The run ends in the weights of one
@@ -138,7 +138,7 @@ def test_another_machine_in_the_place_of_one_that_has_lost_its_power_is_taken_in
     machines.nodes[number].power_off()
     machines.replace(number)
     machines.start_again(job, number)
-    consoles = job.wait(150)
+    consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert clean(machines)
     assert sum("goes on after step" in console for _, console in consoles) == 1, consoles
