@@ -18,15 +18,14 @@ class ChunkedLogProbs(torch.autograd.Function):
         log_prob, entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
         ctx.rows = max(1, elements // len(weight))
         at_once = max(1, ctx.rows // 2)  # two tensors
-        buffer = _buffer(hidden, weight, at_once)
+        buffer, of_log_probs = (_buffer(hidden, weight, at_once) for _ in range(2))
         for rows in _chunks(len(hidden), at_once):
             logits = _logits(buffer, hidden[rows], weight, bias, temperature)  # [c, V]
-            log_probs = logits.log_softmax(-1)
+            log_probs = torch.log_softmax(logits, -1, out=of_log_probs[: len(logits)])
             log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
             scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the softmax's denominator
             if with_entropy:
                 entropy[rows] = -torch.exp(log_probs, out=logits).mul_(log_probs).sum(-1)
-            del log_probs
         ctx.save_for_backward(hidden, weight, bias, labels, scale, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
