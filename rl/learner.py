@@ -1,7 +1,8 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-FSDP2 shards every decoder layer and the rest, with one rank too, so that there is one code path. Gradients are summed over
-ranks, never averaged: the losses' denominators are global already.
+FSDP2 shards every decoder layer and the rest; not where one rank learns alone, in fp32 and on its device: there is nothing to
+gather, to reduce or to cast, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step.
+Gradients are summed over ranks, never averaged: the losses' denominators are global already.
 Left out: the loss itself, which stands in the scripts and in losses.py.
 """
 
@@ -12,11 +13,9 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from rl import vision_forward
 from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
 from rl.blocks import local
@@ -29,20 +28,19 @@ from rl.forward_check import check_policy
 from rl.gated_mlp import keep_less
 from rl.gather import Shards
 from rl.host_masters import move_masters, take_masters
-from rl.log_probs import ChunkedLogProbs
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
 from rl.packed_kernels import check_kernel
+from rl.policy import Policy
 from rl.pretrained import empty_model, layers, load_config
 from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.sharded_weights import fill, open_weights
-from rl.vision import image_sizes, takes_images, tower_flops
+from rl.vision import image_sizes, tower_flops
 from rl.waste import Computed
 from rl.watchdog import progress
 
-LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
 UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
 
 
@@ -95,49 +93,6 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
             )
 
 
-class Policy(nn.Module):
-    """A causal language model whose forward returns what the losses need, without ever holding [tokens, vocabulary]."""
-
-    def __init__(self, model: nn.Module, router: Router | None = None):
-        super().__init__()
-        self.model, self.router, self.takes_images = model, router, takes_images(model.config)
-        if self.takes_images:
-            vision_forward.embed_by_product(model)
-
-    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
-        """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
-
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
-        rl/router.py.
-        """
-        if self.router:
-            self.router.begin(layout, routes, observe if torch.is_grad_enabled() else 0)
-        hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
-        if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            return self._log_prob(hidden, labels, temperature, entropy)
-        log_prob, entropies = ChunkedLogProbs.apply(
-            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE
-        )
-        return log_prob, entropies if entropy == "loss" else entropies.detach()
-
-    def reshard(self) -> None:
-        """Lets go of what FSDP has gathered: it puts its own method in the place of this one, which has nothing to do."""
-
-    def _hidden(self, inputs: dict, layout) -> torch.Tensor:
-        """[T, hidden]"""
-        if self.takes_images:
-            return vision_forward.hidden_states(self.model.model, layout, **inputs)
-        return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
-
-    def _log_prob(self, hidden, labels, temperature: float, entropy: str):
-        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
-        if entropy == "none":
-            return log_prob, torch.zeros_like(log_prob)
-        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
-            return log_prob, -(log_probs.exp() * log_probs).sum(-1)
-
-
 def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
     """The model at `path` (a directory or a hub name) in fp32, sharded over all ranks; each reads its own part of the weights.
     Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
@@ -169,7 +124,7 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
     if ranks.expert_parallel > 1:
         divide_experts(model, ranks, shard)
-    sharded = ranks.world_size > 1 or len(shard) > 1  # else there is nothing to gather, reduce or cast: FSDP would only copy
+    sharded = ranks.world_size > 1 or len(shard) > 1
     if sharded:
         for layer in layers(model):
             fully_shard(layer, **shard)

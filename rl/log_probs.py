@@ -1,5 +1,5 @@
 """Log-probs and entropy from hidden states when [tokens, vocabulary] is too large to hold: in chunks, logits made once more for
-the backward. rl/learner.py takes it for what does not fit into one chunk.
+the backward. rl/policy.py takes it for what does not fit into one chunk.
 
 Autograd's own recomputation (torch.utils.checkpoint) would also repeat the entropy and the softmax's passes over memory, and
 keep three tensors of a chunk where one does: the gradient of log p_y with respect to the logits is onehot(y) - p.

@@ -25,7 +25,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learner.py": ["one rank"],
     "rl/sharded_weights.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
-    "rl/attention.py": ["offload", "engine"],
+    "rl/batch_images.py": ["images, a frozen tower"],
+    "rl/attention.py": ["offload", "engine", "one rank"],
     "rl/packed_kernels.py": ["one rank", "many ranks"],
     "rl/log_probs.py": ["chunks"],
     "rl/compact_adamw.py": ["compact", "moments on the host"],
@@ -47,7 +48,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/vision_sequence.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
-    "rl/batch_images.py": "FSDP moves the inputs of the whole model",
     "rl/bad_step.py": "numbers that are not finite, where there are no values",
     "rl/elastic.py": "links of sockets",
     "rl/engine_vllm_weights.py": "vLLM's own process, tested with vLLM",
@@ -55,15 +55,13 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/tensor_files.py": "files",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
-    # FSDP moves the inputs of the whole model
-    "Packed.inputs": r"row\[None\]",
     "Router._choose": "self._routes",
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
     # transformers' own forward with images cannot run there
     "Probe.of": r"tensor\.to",
     # moved before or after, or made on the host on purpose
-    "Learner.weights": "parameter|whole",
+    "Learner.weights": "local|whole",
     # numbers by themselves, at which fake tensors do not look
     "LossMeans.add": "value|torch.where",
     "_fill_rest": "known.get",

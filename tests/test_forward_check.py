@@ -14,7 +14,7 @@ from rl.demo import build_tokenizer
 from rl.embedded_engine import TransformersEngine
 from rl.errors import UserError
 from rl.forward_check import check_policy
-from rl.learner import Policy
+from rl.policy import Policy
 from rl.pretrained import load_config, load_weights
 
 MIXTURE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)

@@ -25,7 +25,7 @@ from rl.batch_images import BatchImages
 from rl.data import DataArgs, PromptOrder
 from rl.errors import UserError
 from rl.images import ImageError
-from rl.learner import Policy
+from rl.policy import Policy
 from rl.pretrained import load_weights
 
 

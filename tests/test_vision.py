@@ -17,7 +17,7 @@ from rl.data import DataArgs, PromptDataset, PromptOrder
 from rl.embedded_engine import TransformersEngine
 from rl.errors import UserError
 from rl.forward_check import Probe, check_policy
-from rl.learner import Policy
+from rl.policy import Policy
 from rl.pretrained import load_config, load_tokenizer, load_weights
 from rl.vision import ImagePrep, positions
 from rl.vision_forward import embed_by_product, language_inputs

@@ -23,7 +23,7 @@ from rl.plan.fake_device import of_no_tensor
 # the functions of that name, or all.
 CAUSES = [
     ("rl/log_probs.py", None, "logits"),
-    ("rl/learner.py", "_log_prob", "logits"),
+    ("rl/policy.py", "_log_prob", "logits"),
     ("rl/learner.py", "weights", "publish"),
     ("rl/publisher.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),

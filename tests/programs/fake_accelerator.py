@@ -25,7 +25,7 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, delta, device, forward_check, learner, make_engine, micro_batch
+from rl import compact_adamw, delta, device, forward_check, make_engine, micro_batch, policy
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
 from rl.buckets import Plan
@@ -105,7 +105,7 @@ def learn(
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
     publish, and what a checkpoint holds."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
-    learner.LOGITS_AT_ONCE = logits_at_once or learner.LOGITS_AT_ONCE
+    policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2) for t in range(prompts)]
     if args.router_replay == "R3":

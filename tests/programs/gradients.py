@@ -13,15 +13,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group, whole
 
-from rl import dist, process
-from rl import learner as learner_module
+from rl import dist, policy, process
 from rl.batch import Batch, micro_batches
 from rl.learner import Learner, LearnerArgs
 
 
 def main(ranks):
     model, out, what = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    learner_module.LOGITS_AT_ONCE = what.get("logits_at_once") or learner_module.LOGITS_AT_ONCE
+    policy.LOGITS_AT_ONCE = what.get("logits_at_once") or policy.LOGITS_AT_ONCE
     n, options = what["responses"], what["flags"]
     rng = np.random.default_rng(0)
     groups = [make_group(t, rng.integers(1, 20, n), prompt=int(rng.integers(1, 12)), rng=rng) for t in range(what["groups"])]
