@@ -35,11 +35,13 @@ class _Samples:
         """Tells whom it may concern which run this is."""
 
     def close(self) -> list[str]:
-        """Waits for the last words of all generators; returns the lines that a run ends with. The reports of the last publish
-        come after the last step's metrics."""
-        while not self.inbox.have_ended():
-            self.inbox.receive()
+        """Waits for the last words of all generators; returns the lines that a run ends with, again at a second call. The
+        reports of the last publish come after the last step's metrics."""
+        with watchdog.doing("the last words of the generators"):
+            while not self.inbox.have_ended():
+                self.inbox.receive()
         self.meter.read(self.inbox.reports)
+        self.inbox.reports.clear()
         return [self.meter.summary()]
 
     def ask(self, step: int) -> None:
@@ -115,13 +117,16 @@ class Stream(_Samples):
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of the step: the oldest of those that have come in; None while there are not enough."""
-        while self.inbox.groups:
-            self.buffer.add(self.inbox.groups.popleft())
+        self._take_in()
         if self.crew:
             self._reissue()
         groups = self.buffer.take(step)
         self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
         return groups
+
+    def _take_in(self) -> None:
+        while self.inbox.groups:
+            self.buffer.add(self.inbox.groups.popleft())
 
     def published(self, version: int) -> None:
         self.buffer.published(version)
@@ -172,6 +177,5 @@ class Stream(_Samples):
         if self.crew and self.crew.lobby:
             self.crew.lobby.closes = True
         lines = super().close()
-        for group in self.inbox.groups:
-            self.buffer.add(group)
+        self._take_in()
         return [self.buffer.account(self.inbox.unfinished(), self._started()), *lines]

@@ -4,11 +4,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from torch.distributed import HashStore
 
 import train_async
 from rl import dist, launch
+from rl.batch import Group, Response
 from rl.channel import Outbox
 from rl.idle_meter import IdleMeter
 from rl.stream import Batches, Stream
@@ -79,24 +81,52 @@ def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
     assert after.summary().startswith("generators waited 20% of the time, learners 0%")
 
 
+def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
+    """A learner's and a generator's, on one ring."""
+    args, nodes = train_async.Args(), [launch.Node("here", 0, 2, 1)]
+    learners = dist.Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
+    samples = kind(args, learners)
+    samples.open()
+    return samples, Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
+
+
+def publish(outbox: Outbox, wait: float, timeouts: int = 0) -> None:
+    """Reports ten seconds up to a publish."""
+    timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait}, seconds=Counter(), restart=lambda: None)
+    outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "changed": 1.0, "way": 1.0})
+
+
 @pytest.mark.parametrize("kind", [Batches, Stream])
 def test_what_the_generators_report_of_the_last_publish_counts(ranks, kind):
     """It comes when the last step has been logged."""
-    args, store, nodes = train_async.Args(), HashStore(), [launch.Node("here", 0, 2, 1)]
-    learners = dist.Split("learner", ranks, 1, 1, nodes, 0, store, bridge=None)
-    samples = kind(args, learners)
-    samples.open()
-    outbox = Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
-
-    def publish(wait: float, timeouts: int) -> None:
-        timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait}, seconds=Counter(), restart=lambda: None)
-        outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "changed": 1.0, "way": 1.0})
-
+    samples, outbox = ends(ranks, kind)
     for wait in (0.9, 0.1):  # the first is of the start
-        publish(wait, timeouts=1)
+        publish(outbox, wait, timeouts=1)
         samples.inbox.receive()
         samples.metrics(Clock(0.0, 10.0))
-    publish(0.5, timeouts=4)
+    publish(outbox, 0.5, timeouts=4)
     outbox.finish(unfinished=[])
     *_, summary = samples.close()
     assert summary.startswith("generators waited 30% of the time, learners 0%") and samples.meter.events == {"timeout": 4}
+
+
+@pytest.mark.parametrize("kind", [Batches, Stream])
+def test_samples_may_be_closed_twice(ranks, kind):
+    """As by a script of one's own that does it before `run.finish()`."""
+    samples, outbox = ends(ranks, kind)
+    tokens = np.zeros(2, np.int32)
+    for ticket in range(3):
+        outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))
+    samples.split.store.add("tickets/started", 4)
+    publish(outbox, 0.9)
+    samples.inbox.receive()
+    samples.metrics(Clock(0.0, 10.0))  # of the start
+    publish(outbox, 0.1)
+    samples.inbox.receive()
+    samples.metrics(Clock(0.0, 10.0))
+    publish(outbox, 0.5)
+    outbox.finish(unfinished=[3])
+    lines = samples.close()
+    assert "generators waited 30% of the time" in lines[-1]
+    assert kind is Batches or "4 tickets started = 0 trained + 0 dropped + 4 in flight" in lines
+    assert samples.close() == lines
