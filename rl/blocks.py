@@ -1,10 +1,13 @@
 """Which part of a tensor this rank holds: all of it where it learns alone, else the shard that FSDP has left it (a DTensor)."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl.dist import all_gather_bytes
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,3 +48,10 @@ class Block:
         """Where this block lies in another one, or in the whole tensor."""
         begins = [o - i for o, i in zip(self.offset, inside.offset if inside else (0,) * len(self.offset), strict=True)]
         return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
+
+
+def blocks_of_all_ranks(named: dict[str, torch.Tensor]) -> list[dict[str, Block]]:
+    """Of each rank: its part of each tensor, by name. A collective of all ranks."""
+    own = {name: astuple(Block.of(tensor)) for name, tensor in named.items()}
+    everyone = [json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(own).encode())]
+    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in everyone]

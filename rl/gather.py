@@ -4,8 +4,6 @@ DTensor's own `full_tensor` is a collective for each parameter, in the precision
 costs a round trip each, the second twice the bytes of what generators in bf16 want.
 """
 
-import dataclasses
-import json
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rl import watchdog
-from rl.blocks import Block
-from rl.dist import all_gather_bytes
+from rl.blocks import blocks_of_all_ranks
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
 UNDER_WAY = 3  # buckets: over a slow network one does not wait for the way of the one before
@@ -28,12 +25,8 @@ class Shards:
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
-        own = [dataclasses.astuple(Block.of(parameter)) for parameter in parameters.values()]
-        places = [json.loads(record) for record in all_gather_bytes(json.dumps(own).encode())]
-        # name -> of each rank: its shard
-        self._places = {
-            name: [Block(*map(tuple, block)) for block in of] for name, *of in zip(parameters, *places, strict=True)
-        }
+        of_ranks = blocks_of_all_ranks(parameters)
+        self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> of each rank: its shard
 
     def whole(
         self, held: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None

@@ -8,7 +8,6 @@ No copy is made for the last save, after which nothing changes, nor where memory
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import dist, host, launch, signals, watchdog
 from rl.batch import Group, join_records
-from rl.blocks import Block, local
+from rl.blocks import blocks_of_all_ranks, local
 from rl.checkpoint import (
     GROUPS,
     MANIFEST,
@@ -78,9 +77,7 @@ class Saver:
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         named = dict(learner.policy.model.named_parameters())
-        own = {name: dataclasses.astuple(Block.of(parameter)) for name, parameter in named.items()}
-        everyone = [json.loads(of_rank) for of_rank in dist.all_gather_bytes(json.dumps(own).encode())]
-        self._blocks = [{name: Block(*map(tuple, of)) for name, of in of_rank.items()} for of_rank in everyone]
+        self._blocks = blocks_of_all_ranks(named)
         config = learner.config
         self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
         # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.

@@ -94,7 +94,7 @@ class Generator:
     def _act(self, now: float) -> None:
         run, engine = self.run, self.engine
         in_the_way = run.args.partial_rollout == "off" and engine.unfinished
-        version = engine.version + 1 if run.version > engine.version and not in_the_way else engine.version
+        version = engine.version if in_the_way else run.version
         free = self.free
         for ticket in self.tickets.take(free, self.under_way, version, run.state) if free else ():
             self.under_way += 1
