@@ -59,8 +59,9 @@ def together(acts: list) -> None:
     threads = [threading.Thread(target=run, args=(act,), daemon=True) for act in acts]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + 300
     for thread in threads:
-        thread.join(60)
+        thread.join(max(0.0, deadline - time.monotonic()))
     assert not errors, errors
     assert not any(thread.is_alive() for thread in threads)
 
@@ -73,7 +74,7 @@ def test_every_message_arrives_to_the_bit(node_of, small_slots):
 
     def rank(place: int) -> None:
         rng = random.Random(place)
-        own = bridges[place] = Bridge.over_host(store, place, node_of, timedelta(seconds=60))
+        own = bridges[place] = Bridge.over_host(store, place, node_of, timedelta(seconds=300))
         under_way = []
         for message in sent:
             data = message.clone() if place == 0 else torch.zeros_like(message)
@@ -104,11 +105,11 @@ def test_a_process_that_dies_is_noticed(killed, small_slots):
     pid = os.fork()
     if not pid:
         try:
-            Slots(TCPStore("localhost", store.port), 1 - number, 2, timedelta(seconds=60))
+            Slots(TCPStore("localhost", store.port), 1 - number, 2, timedelta(seconds=300))
             time.sleep(60)
         finally:
             os._exit(0)  # whatever happens, this is no second pytest
-    own = Slots(TCPStore("localhost", store.port), number, 2, timedelta(seconds=60))
+    own = Slots(TCPStore("localhost", store.port), number, 2, timedelta(seconds=300))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     data = torch.zeros(5 * bridge.SLOT_BYTES, dtype=torch.uint8)
@@ -133,7 +134,7 @@ def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_
     nodes, store, got = [Node("", 0, learners + generators, generators) for learners, generators in of_nodes], HashStore(), {}
 
     def rank(number: int, local_rank: int) -> None:
-        own = Bridge.of(senders(nodes, one), nodes, number, local_rank, store, torch.device("cpu"), timedelta(seconds=60))
+        own = Bridge.of(senders(nodes, one), nodes, number, local_rank, store, torch.device("cpu"), timedelta(seconds=300))
         if local_rank < nodes[number].learners:
             if own:
                 own.broadcast(torch.tensor([number, local_rank])).wait()

@@ -70,12 +70,12 @@ def network(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_run_whose_nodes_share_no_disk_goes_on_bit_for_bit(network, demo_model, tmp_path):
     def go(steps: int) -> list[tuple[int, str]]:
         flags = ["tests/programs/node_failures.py", "impatient", "train_sync.py", *FLAGS, "--output-dir", tmp_path / "own"]
         of_node = (1, [*flags, "--total-training-steps", steps])
-        return network.start([of_node] * 2, rendezvous="static").wait(600)
+        return network.start([of_node] * 2, rendezvous="static").wait(250)
 
     def of_node(number: int) -> Path:
         return tmp_path / "own" / f"node{number}" / "run"
@@ -118,8 +118,8 @@ def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones
     flags = ["train_async.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
     flags += ["--train-files", "demo", "--no-val-before-train", "--generators"]
     nodes = [(2, [*flags, 1]), (1, [*flags, 0])]  # engines want the whole model, where they are
-    (code, console), _ = network.start(nodes).wait(600)
+    (code, console), _ = network.start(nodes).wait(250)
     assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
     file.unlink()
-    consoles = network.start(nodes).wait(600)
+    consoles = network.start(nodes).wait(250)
     assert [code for code, _ in consoles] == [0, 0], consoles
