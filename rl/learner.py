@@ -7,7 +7,8 @@ Left out: the loss itself, which stands in the scripts and in losses.py.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -134,9 +135,12 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
             module.set_gradient_divide_factor(1.0)  # sum, not mean
             module.set_force_sum_reduction_for_comms(True)
 
+    tied = defaultdict(list)
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        tied[parameter].append(name)
     policy.to_empty(device="cpu" if offload else ranks.device)
-    if not sharded:
-        model.tie_weights()  # to_empty gives each name its own
+    if not sharded:  # FSDP ties them again itself
+        _tie(policy, tied.values())
     fill(model, weights, path, ranks, say=trainable)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
@@ -150,6 +154,14 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+
+
+def _tie(module: nn.Module, names: Iterable[list[str]]) -> None:
+    """Gives all parameters of a list the first one's memory."""
+    for first, *others in names:
+        for name in others:
+            of, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(of), leaf, module.get_parameter(first))
 
 
 class Learner:

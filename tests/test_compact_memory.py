@@ -283,6 +283,19 @@ def test_a_rank_alone_learns_without_fsdp_what_it_learns_with_it(models, ranks, 
     assert torch.equal(weights(alone), weights(moving))
 
 
+def test_gradients_are_counted_as_such_where_the_head_goes_in_chunks(models, ranks, monkeypatch):
+    monkeypatch.setattr("rl.policy.LOGITS_AT_ONCE", 64)
+    learner = make_learner(models["qwen2-untied"], ranks)
+    matrices = [p for p in learner.policy.parameters() if p.dim() > 1]
+    count = MemoryCount(SMALL["vocab_size"], {p.shape for p in matrices})
+    for parameter in learner.policy.parameters():
+        count.note(parameter.data, "weights")
+    with count:
+        gradients(learner, 0)
+    assert count.host.live["gradients"] == sum(4 * p.numel() for p in matrices)
+    assert count.host.live["logits"] < 4 * learner.policy.model.lm_head.weight.numel()
+
+
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
     """Elements a token, after the forward pass and at most in the backward pass; nothing is left behind it."""

@@ -55,7 +55,6 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/tensor_files.py": "files",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
-    "Router._choose": "self._routes",
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
     # transformers' own forward with images cannot run there

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import SMALL, make_group, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
+from rl import learner as learner_module
 from rl.batch import Batch, micro_batches
 from rl.learner import Learner, LearnerArgs
 from rl.log_probs import ChunkedLogProbs
@@ -131,6 +132,20 @@ def test_more_ranks_than_responses_do_not_hang(compute, models):
     """A batch of one response on two ranks."""
     one, two = (compute(models["qwen2-tied"], ranks, [100], groups=1, responses=1) for ranks in (1, 2))
     assert relative(two["100/grad"], one["100/grad"]) < 1e-6
+
+
+def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
+    """As in code of --trust-remote-code, which transformers does not know to be tied."""
+    empty = learner_module.empty_model
+
+    def by_hand(*of):
+        model = empty(*of)
+        model.tie_weights = lambda *_, **__: None
+        return model
+
+    monkeypatch.setattr(learner_module, "empty_model", by_hand)
+    model = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=1).policy.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_chunked_log_probs_equal_whole_ones(compute, models, reference):

@@ -134,7 +134,7 @@ class MemoryCount(TorchDispatchMode):
                 return "weights" if frame.f_locals["trainable"] else "reference"
             for end, function, cause in CAUSES:
                 if (file.endswith(end) or (end.endswith("/") and end in file)) and function in (None, name):
-                    return cause
+                    return "gradients" if cause == "logits" and tensor.shape in self.shapes else cause  # the head's own
             frame = frame.f_back
         if tensor.shape in self.shapes:
             return "gradients"
