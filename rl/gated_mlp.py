@@ -2,7 +2,7 @@
 
 Autograd would keep silu(gate) and the input of `down`, too: half of what the widest part of a layer keeps. Both are one pass
 over memory each and are computed again, by the same operations in the same order: every bit is that of the module.
-Left out: experts, projections with a bias, `--compile`, which chooses itself what to compute again.
+Left out: experts, a `down` with a bias, `--compile`, which chooses itself what to compute again.
 """
 
 import functools

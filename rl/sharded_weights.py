@@ -155,9 +155,9 @@ def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: R
 @torch.no_grad()
 @watchdog.doing("the weights to be loaded")
 def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
-    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first
-    rank, of no use any more afterwards. Raises UserError where `path` has other files on one node than on the first. A
-    collective. say: whether the first rank tells how far it is."""
+    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, of no use any
+    more afterwards. Raises UserError where `path` has other files on one node than on the first. A collective. say: whether
+    the first rank tells how far it is."""
     _fill_rest(model, weights, ranks)
     known = {}
     if weights:

@@ -146,7 +146,7 @@ TABLE: dict[str, list[Row]] = {
         missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*", "master weights are fp32"),
         unneeded("A.hybrid_engine", "the script: `train_sync.py` is the hybrid one"),
         unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "
-                 "model_engine", "always FSDP2"),
+                 "model_engine", "FSDP2 wherever there is something to shard, to cast or to move"),
         unneeded("A.model.use_remove_padding A.actor.use_remove_padding A.*.pad_to_length A.*.fsdp_config.pad_to_length "
                  "A.*.fsdp_config.pad_to_length_bucket", "always packed"),
         unneeded("A.model.use_fused_kernels A.model.fused_kernel_options.* A.model.use_liger A.actor.use_fused_kernels "
