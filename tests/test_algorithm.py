@@ -220,7 +220,17 @@ def test_where_old_log_probs_come_from():
 def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     """An engine with other weights than the learner's, as after a publish: by default in the split scripts the gradient is that
     of the advantages times learner's over generator's probability, clipped; worked out here with transformers."""
-    torch.manual_seed(0)
+    for seed in range(20):  # until a batch has tokens that are clipped beside others
+        norms, expected, clipped = norms_of_a_stale_batch(trainer, demo_model, seed)
+        if clipped and expected:
+            break
+    assert norms["default"] == pytest.approx(expected, rel=1e-4) and clipped and expected
+    assert norms["recomputed"] != pytest.approx(expected, rel=1e-2)
+
+
+def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, float], float, int]:
+    """The gradient's norms by where the old log-probs come from; the one expected of the default; clipped tokens."""
+    torch.manual_seed(seed)
     trainer.begin_again()
     noisy = [(name, w + 0.03 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
     clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
@@ -247,8 +257,7 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
         loss, clipped = loss - (weight * advantage * log_prob)[~flat].sum() / len(batch.token), clipped + int(flat.sum())
     loss.backward()
     expected = torch.cat([w.grad.flatten() for w in model.parameters()]).norm().item()
-    assert norms["default"] == pytest.approx(expected, rel=1e-4) and clipped
-    assert norms["recomputed"] != pytest.approx(expected, rel=1e-2)
+    return norms, expected, clipped
 
 
 REFUSED = {

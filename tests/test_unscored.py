@@ -230,7 +230,8 @@ def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_pa
     last = metrics[4]
     assert last["critic/score/mean"] is None and last["actor/grad_norm"] == 0 and last["actor/skipped_steps"] == 0
     assert last["val-aux/reward/unscored"] == 4 and last["val-core/demo/acc/mean@1"] == 0
-    assert last["reward/events/error"] >= 6
+    # Of split modes the count is that of the last report, which a generator sends with each publish that it takes.
+    assert last["reward/events/error"] >= (6 if script == "train_sync.py" else 1)
     assert "warning: validations that choose no best checkpoint: 1 so far. After step 4 " in done.stdout
     assert list((tmp_path / "runs").glob("*/step_000004")) and not list((tmp_path / "runs").glob("*/best"))
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: responses that could not be scored")]
