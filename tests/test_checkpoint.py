@@ -83,7 +83,7 @@ def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=25)
+    _, told = process.communicate(timeout=60)
     stopped = max(row["step"] for row in rows(tmp_path / "run"))
     assert process.returncode == 143 and 3 <= stopped < 20
     assert f"SIGTERM: stopped after step {stopped}; it goes on from {tmp_path}/run/step_{stopped:06d}" in told

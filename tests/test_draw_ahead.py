@@ -33,7 +33,7 @@ class FarStore:
 
 
 def until(done) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while not done():
         assert time.monotonic() < deadline
         time.sleep(1e-3)

@@ -56,7 +56,7 @@ def test_every_ticket_has_one_holder_whoever_is_lost_and_comes_back(seed):
     dealt_with = {*range(20)} - {*again} if again else set()
     members = {number: Claims(store, list(again), number, 0) for number in range(3)}
     held, gone, zombies, lists = {number: [] for number in members}, set(), {}, 0
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while len(dealt_with) < 150:
         assert time.monotonic() < deadline, sorted({*range(150)} - dealt_with)[:5]
         for number, claims in {**members, **zombies}.items():
@@ -187,7 +187,7 @@ def test_a_publish_reaches_all_but_those_that_are_lost(monkeypatch):
     lobby.serve(source)
 
     def until(done) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 120
         while not done():
             for news in crew.news():
                 crew.change(news)

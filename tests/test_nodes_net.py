@@ -16,7 +16,7 @@ FLAGS = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length",
 
 def clean(network) -> bool:
     """Whether nothing is left on any node; the last processes may take a moment to go."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := network.left_over()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, left
