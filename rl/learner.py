@@ -8,7 +8,7 @@ Left out: the loss itself, which stands in the scripts and in losses.py.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -116,35 +116,46 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     else:
         keep_less(model)
     policy = Policy(model, Router.of(model, args)).train(trainable)
-
-    shard = {"mesh": ranks.mesh["data"]}
-    if "bfloat16" in (args.dtype, args.grad_dtype):
-        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
-        shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
-    if offload:
-        shard["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    if ranks.expert_parallel > 1:
-        divide_experts(model, ranks, shard)
-    sharded = ranks.world_size > 1 or len(shard) > 1
-    if sharded:
-        for layer in layers(model):
-            fully_shard(layer, **shard)
-        fully_shard(policy, **shard)
-    for module in policy.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # sum, not mean
-            module.set_force_sum_reduction_for_comms(True)
-
-    tied = defaultdict(list)
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        tied[parameter].append(name)
-    policy.to_empty(device="cpu" if offload else ranks.device)
-    if not sharded:  # FSDP ties them again itself
-        _tie(policy, tied.values())
+    sharded = _shard(policy, args, ranks, offload)
+    _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=trainable)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
+
+
+def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
+    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce, to cast or to move."""
+    options = {"mesh": ranks.mesh["data"]}
+    if "bfloat16" in (args.dtype, args.grad_dtype):
+        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
+    if ranks.world_size == 1 and len(options) == 1:
+        return False
+    if ranks.expert_parallel > 1:
+        divide_experts(policy.model, ranks, options)
+    for layer in layers(policy.model):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # sum, not mean
+            module.set_force_sum_reduction_for_comms(True)
+    return True
+
+
+def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
+    """Gives all parameters memory, without values. tie: names of one parameter stay so; FSDP sees to that itself."""
+    names = defaultdict(list)
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    policy.to_empty(device=device)
+    for first, *others in names.values() if tie else ():
+        for name in others:
+            module, _, leaf = name.rpartition(".")
+            setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
 
 
 def _without_dropout(model: nn.Module) -> None:
@@ -154,14 +165,6 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-
-
-def _tie(module: nn.Module, names: Iterable[list[str]]) -> None:
-    """Gives all parameters of a list the first one's memory."""
-    for first, *others in names:
-        for name in others:
-            of, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(of), leaf, module.get_parameter(first))
 
 
 class Learner:
