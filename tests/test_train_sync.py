@@ -28,7 +28,7 @@ def test_the_demo_learns(demo_run):
     assert sorted(accuracy) == [0, 20, 40, 60]
     assert accuracy[0] < 0.5 and accuracy[60] > accuracy[0] + 0.3
     first, last = ([metrics[step]["critic/score/mean"] for step in range(begin, begin + 10)] for begin in (1, 51))
-    assert sum(last) / 10 > sum(first) / 10 + 0.2
+    assert sum(last) / 10 > sum(first) / 10 + 0.1  # of 640 responses each: five times their standard error
 
 
 def test_what_a_run_leaves_behind(demo_run):
