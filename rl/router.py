@@ -68,8 +68,7 @@ class Router:
         UNKNOWN in rows that choose freely; observe: how many of the first rows are counted for the metrics."""
         self._entered = self._layout = layout
         self._chosen = [None] * len(self.gates)
-        self._routes = None if routes is None else routes.to(layout.device)  # once, not in each layer
-        self._observes, self._differs = observe, None
+        self._routes, self._observes, self._differs = routes, observe, None
 
     def chosen(self) -> torch.Tensor:
         """The routes of the last forward pass: [T, L, K] int16 on the CPU, the likeliest expert first where it chose freely."""
