@@ -26,13 +26,9 @@ class Block:
     def of(tensor: torch.Tensor) -> "Block":
         """This rank's part of the tensor."""
         if not isinstance(tensor, DTensor):
-            return Block.whole(tensor.shape)
+            return Block((0,) * tensor.dim(), tuple(tensor.shape))
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return Block(tuple(offset), tuple(shape))
-
-    @staticmethod
-    def whole(shape: torch.Size) -> "Block":
-        return Block((0,) * len(shape), tuple(shape))
 
     @property
     def end(self) -> tuple[int, ...]:

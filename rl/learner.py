@@ -220,8 +220,7 @@ class Learner:
 
     def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
-        routes = routes_for(self.args, micro) if model is self.policy else None
-        routes = routes if routes is None else routes.to(self.ranks.device)  # once, not in each layer
+        routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         what = (micro.predict, micro.labels, self.temperature, entropy, routes, micro.real_tokens)
         own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)

@@ -22,7 +22,7 @@ SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts
 SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
-    "rl/learner.py": ["one rank", "experts, replayed"],
+    "rl/learner.py": ["one rank"],
     "rl/sharded_weights.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
     "rl/batch_images.py": ["images, a frozen tower"],
