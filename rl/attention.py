@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
-from rl.device import packed_attention
+from rl.device import is_accelerator, packed_attention
 from rl.errors import UserError
 from rl.packed_kernels import Segments, attend
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
+SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
 
@@ -73,8 +74,10 @@ class Packed:
         outputs = []
         for index, length in buckets:
             q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H, L, D]
+            if length <= SHORT and query.dtype == torch.bfloat16 and query.requires_grad and not is_accelerator(query.device):
+                q, k, v = q.float(), k.float(), v.float()
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-            outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
+            outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
     @property

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl import shares
-from rl.attention import Packed
+from rl.attention import SHORT, Packed
 from rl.batch import Batch, Group, MicroBatch, join_records, micro_batches, split_records
 from rl.dist import Ranks
 from rl.errors import UserError
@@ -184,3 +184,22 @@ def test_packed_attention_equals_one_sequence_at_a_time(prompts, heads, seed):
         strict=True,
     ):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("length", [1, 5, SHORT, SHORT + 70])
+def test_attention_in_bf16_and_its_gradient_are_those_of_double_precision_to_rounding(length):
+    lengths, made = [length, length // 2 + 1, length], torch.Generator().manual_seed(length)
+    query, key, value, given_back = (torch.randn(sum(lengths), 2, 8, generator=made) for _ in range(4))
+    inputs = [x.bfloat16().requires_grad_() for x in (query, key, value)]
+    out = Packed(lengths).attend(0, *inputs, 0.3)
+    out.backward(given_back.bfloat16())
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    parts = []
+    for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True):  # [L, H, D] each
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v))
+    torch.cat(parts).backward(given_back.bfloat16().double())
+    assert out.dtype == torch.bfloat16
+    for found, right in [(out, torch.cat(parts)), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]:
+        assert (found.double() - right).norm() <= 0.01 * right.norm() + 1e-6
