@@ -1,7 +1,7 @@
 """AdamW that takes less of the device: its moments rest in host memory, in 8 bits, or both, and gradients may be in bf16.
 
 The step itself is torch's fused AdamW in fp32 on the device, a piece of a parameter at a time: the moments of the piece are
-brought there and put back, and so are its fp32 weights where the device has them in bf16 (rl/host_masters.py). These copies go
+brought there and put back, and so are its fp32 weights where the device has them in bf16 (rl/masters.py). These copies go
 under the work on other pieces (rl/overlapped.py). What rests in host memory gives the bits that it would give on the device. 8
 bits do not.
 
@@ -84,9 +84,27 @@ class CompactAdamW(torch.optim.Optimizer):
         """Takes a step with every parameter that has a gradient."""
         if self.on_host:
             overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
-            return
-        for piece in self._pieces():
-            self._put(piece, self._step(piece, piece.kept))
+        elif self.masters and not self.in_8_bits:
+            self._step_all()
+        else:
+            for piece in self._pieces():
+                self._put(piece, self._step(piece, piece.kept))
+
+    def _step_all(self) -> None:
+        """One call for all parameters, where everything rests on the device in fp32."""
+        parameters = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        states = [self.begin(parameter) for parameter in parameters]
+        values = [self.masters[parameter] for parameter in parameters]
+        moments = [[state[name] for state in states] for name in MOMENTS]
+        self._adamw(values, [parameter.grad for parameter in parameters], *moments, [state["step"] for state in states])
+        torch._foreach_copy_(parameters, values)
+
+    def _adamw(self, values, grads, first_moments, second_moments, steps) -> None:
+        """torch's own, in place, of a list of tensors each. It counts the steps."""
+        group = self.param_groups[0]
+        knobs = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        knobs |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False, "fused": True}
+        adamw(values, grads, first_moments, second_moments, max_exp_avg_sqs=[], state_steps=steps, **knobs)
 
     def _pieces(self) -> Iterator[Piece]:
         for parameter in self.param_groups[0]["params"]:
@@ -107,21 +125,8 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _step(self, piece: Piece, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """came: what is kept of the piece, on the device. Returns what is to be kept."""
-        group, value = self.param_groups[0], came.get(MASTER, piece.value)
-        moments = [self._decoded(name, came) for name in MOMENTS]
-        adamw(
-            *([x] for x in (value, piece.grad.to(value.dtype), *moments)),
-            max_exp_avg_sqs=[],
-            state_steps=[piece.step],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        value, moments = came.get(MASTER, piece.value), [self._decoded(name, came) for name in MOMENTS]
+        self._adamw([value], [piece.grad.to(value.dtype)], *([moment] for moment in moments), [piece.step])
         made = {}
         for name, moment in zip(MOMENTS, moments, strict=True):
             made |= self._encoded(name, moment, came)

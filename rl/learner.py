@@ -1,7 +1,8 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-FSDP2 shards every decoder layer and the rest; not where one rank learns alone, in fp32 and on its device: there is nothing to
-gather, to reduce or to cast, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step.
+FSDP2 shards every decoder layer and the rest; not where one rank learns alone and on its device: there is nothing to gather or
+to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
+computes with weights that were cast once an update (rl/masters.py).
 Gradients are summed over ranks, never averaged: the losses' denominators are global already.
 Left out: the loss itself, which stands in the scripts and in losses.py.
 """
@@ -15,7 +16,7 @@ from typing import Annotated, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
@@ -28,7 +29,7 @@ from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_expert
 from rl.forward_check import check_policy
 from rl.gated_mlp import keep_less
 from rl.gather import Shards
-from rl.host_masters import move_masters, take_masters
+from rl.masters import keep_in_bf16, set_apart, take_masters
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
 from rl.packed_kernels import check_kernel
@@ -78,7 +79,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
 
     @property
     def masters_on_host(self) -> bool:
-        """Whether the fp32 weights are in host memory, and the device has them in bf16 (rl/host_masters.py)."""
+        """Whether the fp32 weights are in host memory, and the device has them in bf16 (rl/masters.py)."""
         return self.optimizer_offload and self.dtype == "bfloat16"
 
     def check(self) -> None:
@@ -119,20 +120,24 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=trainable)
+    if args.dtype == "bfloat16" and not trainable and not sharded:
+        keep_in_bf16(policy.parameters())
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
 
 
 def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
-    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce, to cast or to move."""
+    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce or to move; with images in
+    bf16 there is, for FSDP casts what comes into each of their layers, too."""
     options = {"mesh": ranks.mesh["data"]}
     if "bfloat16" in (args.dtype, args.grad_dtype):
         computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    if ranks.world_size == 1 and len(options) == 1:
+    alone = ranks.world_size == 1 and not offload and args.grad_dtype == "float32"
+    if alone and (args.dtype == "float32" or not policy.takes_images):
         return False
     if ranks.expert_parallel > 1:
         divide_experts(policy.model, ranks, options)
@@ -190,8 +195,9 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
-        # The fp32 weights by name where they rest in host memory, and the device has them in bf16.
-        self.masters = move_masters(self.policy) if args.masters_on_host else {}
+        # The fp32 weights by name where the policy has them in bf16.
+        apart = args.dtype == "bfloat16" and (args.optimizer_offload or not isinstance(self.policy, FSDPModule))
+        self.masters = set_apart(self.policy, on_host=args.optimizer_offload) if apart else {}
         named = dict(self.policy.model.named_parameters())
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}

@@ -44,13 +44,13 @@ def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor] | None = None
 ) -> torch.optim.Optimizer:
     """AdamW: torch's own, or where moments or gradients are to take less of the device, torch's own a piece at a time. masters:
-    see rl/host_masters.py."""
+    see rl/masters.py."""
     parameters, knobs = list(parameters), (args.lr, (args.adam_beta1, args.adam_beta2), args.weight_decay)
     if args.grad_dtype == "bfloat16":
         for parameter in parameters:
             parameter.grad_dtype = None  # any
             parameter.register_post_accumulate_grad_hook(_to_bf16)
-    elif args.optim == "adamw" and not args.optimizer_offload:
+    elif args.optim == "adamw" and not args.optimizer_offload and not masters:
         lr, betas, weight_decay = knobs
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     return CompactAdamW(parameters, *knobs, args.optimizer_offload, args.optim == "adamw_8bit", masters)

@@ -36,7 +36,8 @@ CAUSES = [
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
     ("rl/optimizer.py", None, "optimizer"),
     ("rl/compact_adamw.py", None, "optimizer"),
-    ("rl/host_masters.py", None, "weights"),
+    ("rl/masters.py", "_to_fp32", "gradients"),
+    ("rl/masters.py", None, "weights"),
     ("rl/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]

@@ -132,7 +132,7 @@ def learn(
             rests = args.optimizer_offload and (name.startswith("exp") or args.masters_on_host)
             assert tensor.device == (host if rests else home)
         kept = {p.dtype for name, p in model.parameters.items() if name not in model.frozen}
-        assert kept == {torch.bfloat16 if args.masters_on_host else torch.float32}
+        assert kept == {torch.bfloat16 if model.masters else torch.float32}
         assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
@@ -269,6 +269,7 @@ CASES = {  # a new kind of model is a line more
     "engine": lambda m: generate(m["qwen2-tied"]),
     "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
     "engine, overlapped": lambda m: generate(m["qwen2-tied"], over_host=True, overlaps=True),
+    "one rank, bf16": lambda m: learn(m["qwen2-tied"], dtype="bfloat16", use_kl_loss=True),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),

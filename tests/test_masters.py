@@ -1,5 +1,5 @@
-"""Fp32 weights in host memory, bf16 on the device: the bits of fp32 weights on the device, on any layout, and in any order that
-the queues of a device allow."""
+"""Fp32 weights apart from those that are computed with, in bf16: the bits of fp32 weights alone, on any layout, and in host
+memory in any order that the queues of a device allow."""
 
 import itertools
 import random
@@ -13,19 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from rl import compact_adamw
+from rl.blocks import local
 from rl.compact_adamw import CompactAdamW
 from rl.overlapped import overlapped
 
 ON_HOST = {"dtype": "bfloat16", "optimizer_offload": True}
 
 
-def test_weights_gradients_and_metrics_are_those_of_fp32_weights_on_the_device(models, ranks):
-    """Routers, tied embeddings and norms among them; gradients of several micro-batches are summed in fp32."""
-    plain, other = make_learner(models["moe"], ranks, dtype="bfloat16"), make_learner(models["moe"], ranks, **ON_HOST)
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_gradients_and_metrics_are_those_of_fp32_weights(models, ranks, on_host):
+    """Which FSDP has where parameters are moved. Routers, tied embeddings and norms among them; gradients of several
+    micro-batches are summed in fp32."""
+    plain = make_learner(models["moe"], ranks, dtype="bfloat16", param_offload=True)
+    other = make_learner(models["moe"], ranks, dtype="bfloat16", optimizer_offload=on_host)
     for seed in range(2):
         assert update(plain, seed) == update(other, seed)
     assert {p.dtype for p in other.parameters.values()} == {torch.bfloat16} != {p.dtype for p in plain.parameters.values()}
-    assert all(torch.equal(p.bfloat16(), other.parameters[name]) for name, p in plain.parameters.items())
+    assert all(torch.equal(local(p).bfloat16(), other.parameters[name]) for name, p in plain.parameters.items())
     for dtype in (torch.float32, torch.bfloat16):  # what is published
         pairs = zip(plain.weights(dtype), other.weights(dtype), strict=True)
         assert all(a[0] == b[0] and torch.equal(a[1].to(dtype), b[1].to(dtype)) for a, b in pairs)
