@@ -28,6 +28,7 @@ from rl.flags import read
 
 BUSY = "training, other core busy"
 SPIN = "import torch; torch.set_num_threads(1); a = torch.randn(400, 400)\nwhile True: a @ a"
+UNTRAINED = {"critic/advantages/max": 1.0, "critic/advantages/min": 0.0, "actor/skipped_steps": 0}  # what warnings look at
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off"}  # every other side is train_async
 
 
@@ -54,7 +55,7 @@ def patched(side: str, median: int, longest: int) -> None:
     import dataclasses
     import importlib
 
-    from rl import dist, process
+    from rl import dist, generator, process
     from rl.embedded_engine import TransformersEngine
     from rl.scripted_engine import ScriptedEngine
 
@@ -70,9 +71,9 @@ def patched(side: str, median: int, longest: int) -> None:
 
     engine_type.add = add_of_a_length
     if side in ("training", BUSY):
-        script.make_engine = lambda *_, **__: Instant()
+        generator.make_engine = lambda *_, **__: Instant()
     if side == "generation":
-        script.learn = lambda args, learner, kl_control, batch, prompts_per_step, run: {}
+        script.learn = lambda *_: dict(UNTRAINED)
     args = read(script.Args, args=sys.argv[4:])
     if name == "train_sync":
         process.run(lambda ranks: script.main(args, ranks))

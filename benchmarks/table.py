@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import tyro
 from common import RESULTS, ROOT, over, ratios, table
 from images import BASES, UNITS
-from trl import CASES, OURS, TRL, TRL_PLAIN, seconds
+from trl import CASES, OURS, TRL, TRL_PLAIN, of_precision, seconds
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
 
 
 HEADLINES = [  # rows of the README: what was measured, and the beginning of what it stands against
-    ("30M parameters, natural lengths up to 256: one step off", "TRL"),
-    ("30M parameters, 256 tokens each: sync", "TRL"),
+    ("30M parameters, natural lengths up to 256: one step off, bf16", "TRL"),
+    ("30M parameters, 256 tokens each: one step off, bf16", "TRL"),
     ("1M parameters, 64 tokens each: sync", "TRL"),
     ("async, long-tailed lengths", "sync"),
     ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare"),
@@ -44,13 +44,13 @@ def against_trl(of: dict) -> list[list[str]]:
         times = {side: [seconds(case, one) for one in its] for side, its in runs.items()}
         unit = "s" if case.shape is None else "s a step"
         for side in OURS:
-            if not times.get(side) or not times.get(TRL):
+            trl, plain = (of_precision(base, side) for base in (TRL, TRL_PLAIN))
+            if not times.get(side) or not times.get(trl):
                 continue
-            form = ".1f" if times[TRL][0] > 10 else ".2f"
-            mine, base = (f"{statistics.median(times[s]):{form}} {unit}" for s in (side, TRL))
-            plain = f"; {over(ratios(times[side], times[TRL_PLAIN]))} of TRL without it" if times.get(TRL_PLAIN) else ""
-            told = "TRL, gradient checkpointing (its default)"
-            rows.append([f"{case.title}: {side}", mine, f"{told}, {base}", over(ratios(times[side], times[TRL])) + plain])
+            form = ".1f" if times[trl][0] > 10 else ".2f"
+            mine, base = (f"{statistics.median(times[s]):{form}} {unit}" for s in (side, trl))
+            more = f"; {over(ratios(times[side], times[plain]))} of TRL without it" if times.get(plain) else ""
+            rows.append([f"{case.title}: {side}", mine, f"{trl}, {base}", over(ratios(times[side], times[trl])) + more])
     return rows
 
 

@@ -10,7 +10,7 @@ likely ones as 3/8 of the budget has tokens. (c) the demo as a user runs it: 80 
 One run is one process group on all the cores; the sides take turns within a round. TRL runs in one process of two threads, and
 so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. "compiled" is `--compile`. A step's seconds
 are those of whole steps, from the end of the one before; the first ones, and the last of split modes (nothing is generated
-beside it), do not count.
+beside it), do not count. A side in bf16 is set beside TRL's in bf16, which is TRL's default, the others beside TRL's in fp32.
 """
 
 import json
@@ -40,13 +40,19 @@ from common import (
 )
 
 TRL, TRL_PLAIN = "TRL, gradient checkpointing (its default)", "TRL without gradient checkpointing"
+TRLS = {  # side -> (gradient checkpointing, bf16), by default both
+    TRL: (True, False),
+    TRL_PLAIN: (False, False),
+    f"{TRL}, bf16": (True, True),
+    f"{TRL_PLAIN}, bf16": (False, True),
+}
 OURS = {  # side -> (mode, flags)
     "sync": ("sync", []),
     "one step off": ("one step off", []),
     "async": ("async", []),
     **{f"{mode}, compiled": (mode, ["--compile"]) for mode in MODES},
     "sync, gradient checkpointing": ("sync", ["--gradient-checkpointing"]),
-    "sync, bf16": ("sync", ["--dtype", "bfloat16"]),
+    **{f"{mode}, bf16": (mode, ["--dtype", "bfloat16"]) for mode in MODES},
     "sync, vLLM": ("sync", ["--engine", "vllm"]),
     "one step off, vLLM": ("one step off", ["--engine", "vllm"]),
     "async, vLLM": ("async", ["--engine", "vllm"]),
@@ -85,7 +91,7 @@ class Args:
     sides: tuple[str, ...] = ()
     """Only these sides; by default all that can run."""
     rounds: int = 3
-    """Rounds of all sides of all cases. One takes about 7 minutes for both a, 35 for both b, 6 for c."""
+    """Rounds of all sides of all cases. One takes about 9 minutes for both a, 45 for both b, 8 for c."""
     add: bool = False
     """Add the rounds to those that the result file has of these cases. Sides, processor and versions must be the same."""
     minutes: float = 150
@@ -95,7 +101,7 @@ class Args:
 
 
 def sides_of(args: Args) -> list[str]:
-    sides = [TRL, TRL_PLAIN] if args.trl_python else []
+    sides = [*TRLS] if args.trl_python else []
     sides += [side for side in OURS if args.vllm_python or "vLLM" not in side]
     return [side for side in sides if not args.sides or side in args.sides]
 
@@ -113,7 +119,7 @@ def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
     return found
 
 
-def run_trl(args: Args, case: Case, model: str, checkpointing: bool, seed: int) -> dict:
+def run_trl(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     from rl.demo import problems
 
     rows = {
@@ -122,7 +128,8 @@ def run_trl(args: Args, case: Case, model: str, checkpointing: bool, seed: int) 
     }
     demo = case.shape is None
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"model": model, "folder": folder, "seed": seed, "checkpointing": checkpointing}
+        settings = {"model": model, "folder": folder, "seed": seed}
+        settings["checkpointing"], settings["bf16"] = TRLS[side]
         settings |= {"tokens": case.tokens, "fixed": case.fixed, "steps": case.warm + case.steps}
         settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES, "train": rows["train"]}
         settings |= {"val": rows["val"] if demo else None, "reward": "exact" if demo else "share_of_digits"}
@@ -177,6 +184,11 @@ def seconds(case: Case, one: dict) -> float:
     return sum(one["steps"]) if case.shape is None else statistics.mean(one["steps"])
 
 
+def of_precision(base: str, side: str) -> str:
+    """TRL's side in the precision of this one."""
+    return f"{base}, bf16" if side.endswith(", bf16") else base
+
+
 def case_table(case: Case, runs: dict[str, list[dict]]) -> str:
     demo, times = case.shape is None, {side: [seconds(case, one) for one in of] for side, of in runs.items() if of}
     bases = {"over TRL": TRL, "over TRL without checkpointing": TRL_PLAIN}
@@ -186,7 +198,8 @@ def case_table(case: Case, runs: dict[str, list[dict]]) -> str:
     for side, of in times.items():
         cells = [side, over(of, ".1f" if max(of) > 20 else ".2f")]
         for base in bases.values():
-            cells.append(over(ratios(of, times[base])) if len(times.get(base, [])) == len(of) else "")
+            beside = times.get(of_precision(base, side), [])
+            cells.append(over(ratios(of, beside)) if len(beside) == len(of) else "")
         tokens = statistics.mean(t for one in runs[side] for t in one["tokens"])
         cells += [f"{tokens:,.0f}", f"{statistics.median(one['peak_gb'] for one in runs[side]):.2f}"]
         if demo:
@@ -229,8 +242,8 @@ def main(args: Args) -> None:
                 seed = min(map(len, runs.values()))
                 for side in sides:
                     model = models[name if case.shape else None]
-                    if side in (TRL, TRL_PLAIN):
-                        one = run_trl(args, case, model, side == TRL, seed)
+                    if side in TRLS:
+                        one = run_trl(args, case, model, side, seed)
                         results[name]["setting"] |= {"trl": one["versions"]["trl"]}
                     else:
                         one = run_ours(args, case, model, side, seed)

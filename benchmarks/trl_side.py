@@ -2,8 +2,9 @@
 
     python -P benchmarks/trl_side.py settings.json result.json       # -P: else `import trl` would find benchmarks/trl.py
 
-Everything is TRL's own and at its defaults, but for what the settings name, fp32 and the CPU. Fixed lengths are made with
-`min_new_tokens`, which keeps the end token from being sampled.
+Everything is TRL's own and at its defaults, but for what the settings name, the precision (its weights are in fp32, and
+computed with in bf16 if the settings say so) and the CPU. Fixed lengths are made with `min_new_tokens`, which keeps the end
+token from being sampled.
 """
 # ruff: noqa: E402
 
@@ -95,7 +96,7 @@ def main(settings: dict) -> dict:
     config = trl.GRPOConfig(
         output_dir=s["folder"],
         use_cpu=True,
-        bf16=False,
+        bf16=s.get("bf16", False),
         seed=s["seed"],
         max_steps=s["steps"],
         per_device_train_batch_size=s["prompts_per_step"] * s["responses"],

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 
+import pytest
 from helpers import ROOT, run_script
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
 # (demo, load, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
+# What overlap.py leaves out of a script is tested below.
 DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
@@ -35,6 +37,8 @@ for part in (gpu.learner, gpu.engine):
 
 runs = {side: [{"steps": [s, s], "tokens": [64.0], "peak_gb": 1.0}] * 2 for side, s in ((trl.TRL, 2.0), ("sync", 1.0))}
 assert "| sync | 1.00 (1.00 - 1.00) | 0.50 (0.50 - 0.50) |" in trl.case_table(trl.CASES["toy"], runs)
+in_bf16 = {f"{trl.TRL}, bf16": runs["sync"], "sync, bf16": runs["sync"]}
+assert "| sync, bf16 | 1.00 (1.00 - 1.00) | 1.00 (1.00 - 1.00) |" in trl.case_table(trl.CASES["toy"], runs | in_bf16)
 found = {"setting": {"processor": "x", "load average": 1}, "runs": runs}
 add = trl.Args(add=True)
 assert trl.begin(add, found, {"processor": "x", "load average": 9}, list(runs)) is found
@@ -71,3 +75,15 @@ def test_the_readmes_three_numbers_stand_in_its_results():
     rows = [re.findall(r"[\d.,]*\d", row) for row in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()]
     for ours, theirs, _ in numbers:
         assert any(ours in row and theirs in row for row in rows), (ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["generation", "training"])
+def test_a_side_of_overlap_leaves_out_just_the_other_half(side, tmp_path):
+    flags = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length", 6, "--output-dir", tmp_path]
+    run_script("benchmarks/overlap.py", "--side", side, "6/6", *flags, ranks=2, timeout=120)
+    (file,) = tmp_path.glob("*/metrics.jsonl")
+    rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["step"]]
+    assert len(rows) == 3 and all(("actor/loss" in row) == (side == "training") for row in rows)
+    if side == "training":  # what its engine says of each token
+        assert all(row["rollout_corr/rollout_log_ppl"] == pytest.approx(2.3) for row in rows)
