@@ -109,4 +109,5 @@ def _last_words(text: str) -> None:
         with open(os.devnull) as nothing:
             subprocess.Popen(["sh", "-c", LAST_WORDS, "sh", str(os.getppid()), text], stdin=nothing, start_new_session=True)
     else:
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"\n{text}\n")  # in one piece: another thread may write between two
+        sys.stderr.flush()

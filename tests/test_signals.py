@@ -2,6 +2,7 @@
 
 import random
 import signal
+import socket
 import subprocess
 import sys
 
@@ -48,6 +49,27 @@ def test_ctrl_c_during_the_imports(ignored):
     lines = [line for line in process.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
     assert process.returncode == 130
     assert lines == ["", "Ctrl-C: stopped; training had not begun"]
+
+
+SPEAKS = """
+import os, signal, sys
+from rl import signals
+signals.take()
+sys.stderr.write("busy\\n")
+os.kill(os.getpid(), signal.SIGINT)
+signal.pause()
+signal.pause()
+"""
+
+
+def test_the_last_words_are_written_in_one_piece():
+    """What other threads write, a progress bar for one, cannot come between. A datagram holds one write."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ours.settimeout(60)
+    process = subprocess.Popen([sys.executable, "-c", SPEAKS], cwd=ROOT, env=environment(), stderr=theirs)
+    said = [ours.recv(1000), ours.recv(1000)]
+    assert process.wait(60) == 130
+    assert said == [b"busy\n", b"\nCtrl-C: stopped; training had not begun\n"]
 
 
 FORKS = """
