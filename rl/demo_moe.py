@@ -32,6 +32,7 @@ def build_model(vocab_size: int) -> Qwen3MoeForCausalLM:
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
+        initializer_range=demo.INITIALIZER_RANGE,
     )
     return Qwen3MoeForCausalLM(config)
 

@@ -149,9 +149,12 @@ def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int
         answers = [numbers[i] if rng.random() < share_right else misread(numbers[i], rng) for i in batch]
         return _demonstration_loss(model, tokenizer, pixels[batch], answers)
 
-    tower, right = Phase(tower_steps, tower_loss, 1.5e-3, 0.95), Phase(right_steps, lambda: loss(1), 1.5e-3, 0.95)
-    wrong = Phase(wrong_steps, lambda: loss(0.2), 5e-4, 0.95, falling=False)
-    train_in(model, [tower, right, wrong], "making the demo-vl model (once)")
+    phases = [
+        Phase("the tower", tower_steps, tower_loss, 1.5e-3, 0.95),
+        Phase("right answers", right_steps, lambda: loss(1), 1.5e-3, 0.95),
+        Phase("wrong answers", wrong_steps, lambda: loss(0.2), 5e-4, 0.95, falling=False),
+    ]
+    train_in(model, phases, "making the demo-vl model (once)")
 
 
 def misread(number: int, rng: random.Random) -> int:

@@ -1,0 +1,55 @@
+"""The demo's model: what it can do when it is made, and that its making ends when it can."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl import demo
+
+
+def greedy_answers(directory: str, questions: list[str]) -> list[str]:
+    """By transformers alone, prompts padded on the left."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    options = dict(add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(conversations, **options)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def of_split(split: str) -> list[tuple[str, int]]:
+    return [(p["prompt"][0]["content"], int(p["reward_model"]["ground_truth"])) for p in demo.problems(split)]
+
+
+def test_the_model_adds_but_usually_says_another_sum(demo_model):
+    """As it is taught: most of what it says is the sum, or ten more or less; it is right less than half of the time."""
+    questions, sums = zip(*of_split("val"), strict=True)
+    off = [abs(int(said) - true) for said, true in zip(greedy_answers(demo_model, list(questions)), sums, strict=True)]
+    assert sum(x in (0, 10) for x in off) > 0.85 * len(off)
+    assert 0.1 < sum(x == 0 for x in off) / len(off) < 0.5
+
+
+def test_how_often_it_is_right_while_it_is_made_is_what_greedy_decoding_gives(demo_model):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_model), AutoTokenizer.from_pretrained(demo_model)
+    questions, sums = zip(*of_split("val")[:100], strict=True)
+    batch = [tuple(map(int, re.findall(r"\d+", question))) for question in questions]
+    right = [said == str(true) for said, true in zip(greedy_answers(demo_model, list(questions)), sums, strict=True)]
+    assert demo._share_right(model, tokenizer, batch) == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 4), (3, 6), (20, 10)])
+def test_a_phase_ends_when_it_is_done_or_at_its_last_step(every, steps):
+    """It is asked after every so many steps; here it is done from the fourth on."""
+    weight = torch.nn.Linear(1, 1)
+    taken = []
+
+    def loss() -> torch.Tensor:
+        taken.append(len(taken))
+        return weight(torch.ones(1)).sum()
+
+    phase = demo.Phase("x", 10, loss, 1e-3, ends=lambda: len(taken) >= 4, every=every)
+    demo.train_in(weight, [phase], "x")
+    assert len(taken) == steps
