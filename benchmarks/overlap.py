@@ -7,7 +7,7 @@ First table: every response of one length, with which training takes about as lo
 train_async.py whose learner does not train, "training" the same with responses that cost nothing to make. The cores of a
 virtual machine are not independent: "training, other core busy" has a process beside it that multiplies matrices, and is what
 overlap can at best reach.
-Second table: log-normal lengths, the longest ten times the median.
+Second table: log-normal lengths, the longest ten times the median; async also further ahead of the learner than by default.
 """
 
 import json
@@ -30,6 +30,8 @@ BUSY = "training, other core busy"
 SPIN = "import torch; torch.set_num_threads(1); a = torch.randn(400, 400)\nwhile True: a @ a"
 UNTRAINED = {"critic/advantages/max": 1.0, "critic/advantages/min": 0.0, "actor/skipped_steps": 0}  # what warnings look at
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off"}  # every other side is train_async
+TAILED = {"sync": (), "one step off": (), "async": ()}  # the sides of the second table, and their flags
+TAILED |= {f"async, {ahead} steps ahead": ("--staleness-threshold", str(ahead)) for ahead in (2, 3)}
 
 
 @dataclass
@@ -122,7 +124,7 @@ def Instant():
 def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> dict:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *torchrun(__file__), "--side", side, f"{median}/{longest}", "--output-dir", out]
-        command += ["--total-training-steps", str(args.steps), "--test-freq", "0", "--max-num-seqs", "128"]
+        command += ["--total-training-steps", str(args.steps), "--test-freq", "0"]
         command += ["--max-response-length", str(longest), *flags]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         neighbour = subprocess.Popen([sys.executable, "-c", SPIN]) if side == BUSY else None
@@ -145,12 +147,12 @@ def main(args: Args) -> None:
 
     model_dir()
     equal: dict[str, list[dict]] = {side: [] for side in ("generation", "training", BUSY, "async")}
-    tailed: dict[str, list[dict]] = {side: [] for side in ("sync", "one step off", "async")}
+    tailed: dict[str, list[dict]] = {side: [] for side in TAILED}
     for repeat in range(args.repeats):
         for side in equal:
             equal[side].append(one_run(side, args, args.length, args.length))
         for side in tailed:
-            tailed[side].append(one_run(side, args, args.median, 10 * args.median))
+            tailed[side].append(one_run(side, args, args.median, 10 * args.median, *TAILED[side]))
         print(f"round {repeat + 1} of {args.repeats}", flush=True)
     rounds = [{side: runs[i]["step"] for side, runs in equal.items()} for i in range(args.repeats)]
     alone = [r["async"] / max(r["generation"], r["training"]) for r in rounds]

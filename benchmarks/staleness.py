@@ -1,6 +1,6 @@
-"""The cost of stale batches, by what the ratio is over: the demo at a constant rate, sync beside async one batch ahead.
+"""The cost of stale batches, by what the ratio is over: the demo at a constant rate, sync beside async one batch and three ahead.
 
-python benchmarks/staleness.py       # about 8 minutes on 2 cores; writes benchmarks/results/staleness.{json,md}
+python benchmarks/staleness.py       # about 10 minutes on 2 cores; writes benchmarks/results/staleness.{json,md}
 """
 
 import sys
@@ -12,6 +12,7 @@ from common import MODES, accuracies, by_seed, over, run_script, setting, table,
 SIDES = {
     "sync": ("sync", ()),
     "async, the generator's log-probs are the old ones (default)": ("async", ()),
+    "async, three batches ahead, `--staleness-threshold 3`": ("async", ("--staleness-threshold", "3")),
     "async, old log-probs recomputed, `--rollout-correction token_tis`": ("async", ("--rollout-correction", "token_tis")),
     "async, old log-probs recomputed, no correction": ("async", ("--use-rollout-log-probs", "False")),
 }
