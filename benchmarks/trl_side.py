@@ -96,7 +96,7 @@ def main(settings: dict) -> dict:
     config = trl.GRPOConfig(
         output_dir=s["folder"],
         use_cpu=True,
-        bf16=s.get("bf16", False),
+        bf16=s["bf16"],
         seed=s["seed"],
         max_steps=s["steps"],
         per_device_train_batch_size=s["prompts_per_step"] * s["responses"],

@@ -1,7 +1,7 @@
 """AdamW that takes less of the device: its moments rest in host memory, in 8 bits, or both, and gradients may be in bf16.
 
 The step itself is torch's fused AdamW in fp32 on the device, a piece of a parameter at a time: the moments of the piece are
-brought there and put back, and so are its fp32 weights where the device has them in bf16 (rl/masters.py). These copies go
+brought there and put back, and so are its fp32 weights where the device has them in bf16 alone (rl/masters.py). These copies go
 under the work on other pieces (rl/overlapped.py). What rests in host memory gives the bits that it would give on the device. 8
 bits do not.
 
@@ -58,7 +58,7 @@ class CompactAdamW(torch.optim.Optimizer):
         in_8_bits: bool,
         masters: dict[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        """masters: the fp32 weights, in host memory, of parameters that are in bf16."""
+        """masters: the fp32 weights of parameters that are in bf16, in host memory or on their device (rl/masters.py)."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
         self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
@@ -110,7 +110,8 @@ class CompactAdamW(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
-            state, step = self.begin(parameter), self.state[parameter]["step"]
+            state = self.begin(parameter)
+            step = state["step"]
             kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
             if parameter in self.masters:
                 kept[MASTER] = local(self.masters[parameter])

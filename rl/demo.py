@@ -146,27 +146,27 @@ def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250) -> None:
-    """Right sums until it can add and then until it has settled, wrong ones until it is seldom right. How many steps that takes
-    is luck, and another processor's: of a fixed number some end at a model that cannot add."""
+def _teach(
+    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250, wrong_steps: int = 40
+) -> None:
+    """Right sums until it can add and then until that has settled, as many steps as it takes: that is luck, and another
+    processor's, and of a fixed number some end at a model that cannot add."""
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
-    probe = pairs[:256]
 
     def loss(share_right: float) -> torch.Tensor:
         batch = [rng.choice(pairs) for _ in range(32)]
         answers = [a + b if share_right == 1 or rng.random() < share_right else wrong_sum(a, b, rng) for a, b in batch]
         return _demonstration_loss(model, tokenizer, batch, answers)
 
+    def can_add() -> bool:
+        return _share_right(model, tokenizer, pairs[:256]) > 0.8
+
     phases = [
-        Phase("right sums", most_steps, lambda: loss(1), 1e-3, 0.98, falling=False, every=20, ends=lambda: accuracy() > 0.8),
+        Phase("right sums", most_steps, lambda: loss(1), 1e-3, 0.98, falling=False, ends=can_add, every=20),
         Phase("right sums, settling", settling_steps, lambda: loss(1), 1e-3, 0.98),
-        Phase("wrong sums", most_steps, lambda: loss(0), 5e-5, 0.98, falling=False, every=3, ends=lambda: accuracy() < 0.38),
+        Phase("wrong sums", wrong_steps, lambda: loss(0.2), 5e-4, 0.98, falling=False),
     ]
-
-    def accuracy() -> float:
-        return _share_right(model, tokenizer, probe)
-
     train_in(model, phases, "making the demo model (once)")
 
 

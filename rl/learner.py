@@ -196,8 +196,8 @@ class Learner:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
         # The fp32 weights by name where the policy has them in bf16.
-        apart = args.dtype == "bfloat16" and (args.optimizer_offload or not isinstance(self.policy, FSDPModule))
-        self.masters = set_apart(self.policy, on_host=args.optimizer_offload) if apart else {}
+        beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
+        self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
         named = dict(self.policy.model.named_parameters())
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}

@@ -96,10 +96,10 @@ def wait_until(condition, job: Job, seconds: float) -> bool:
 def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
     """Kills once; returns whom and when."""
     moment = rng.choices(["starting", "running", "saving"], [1, 5, 4])[0]
+    before = steps_of(run)
     if moment == "starting":
-        time.sleep(rng.uniform(0, 5))
+        wait_until(lambda: steps_of(run) > before, job, rng.uniform(0, 5))
     else:
-        before = steps_of(run)
         if not wait_until(lambda: steps_of(run) > before, job, timeout):
             raise SystemExit(f"no new step for {timeout} s after step {before}: see {job.log}")
         if moment == "running":

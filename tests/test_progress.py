@@ -44,7 +44,7 @@ def test_work_of_unknown_length_says_that_it_goes_on_until_it_ends_or_fails(monk
 
 
 def test_making_the_demo_model_is_not_silent(no_terminal, capsys):
-    demo._teach(demo.build_model(18), demo.build_tokenizer(), most_steps=1, settling_steps=1)
+    demo._teach(demo.build_model(18), demo.build_tokenizer(), 1, 1, 1)
     lines = capsys.readouterr().out.splitlines()
     phases = ("right sums", "right sums, settling", "wrong sums")
     assert lines == [f"making the demo model (once): {phase}: 0 of 1, 0 s" for phase in phases]
