@@ -52,7 +52,8 @@ def test_the_metrics_are_plausible(demo_run):
         assert m["actor/ppo_kl"] == pytest.approx(0, abs=1e-6), "one optimizer step a batch: the ratio is 1"
         assert m["actor/pg_clipfrac"] == 0 and m["actor/skipped_steps"] == 0
         assert m["training/rollout_probs_diff_max"] < 1e-4, "the engine runs the learner's weights"
-        assert 0 < m["actor/grad_norm"] < 100 and 0 < m["actor/entropy"] < math.log(18)
+        assert m["actor/grad_norm"] < 100 and 0 < m["actor/entropy"] < math.log(18)
+        assert (m["actor/grad_norm"] > 0) == (m["critic/advantages/max"] > 0), "no gradient just where no group's scores differ"
         assert m["training/epoch"] == (step * 8 - 1) // 2000
     assert metrics[5]["actor/lr"] == pytest.approx(0.5e-4) and metrics[11]["actor/lr"] == pytest.approx(1e-4)
     assert metrics[36]["actor/lr"] == pytest.approx(0.5e-4) and metrics[60]["actor/lr"] < 1e-6
