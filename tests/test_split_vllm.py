@@ -43,7 +43,7 @@ def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
     flags = (*FLAGS, "--total-training-steps", 20, "--test-freq", 20)
     metrics, _, _ = train("train_one_step_off.py", *flags, out=tmp_path, ranks=2, timeout=280, imported="vllm")
     before, after = (accuracy(metrics)[step] for step in (0, 20))
-    assert after > before + 0.2
+    assert after > before + 0.1
 
 
 @pytest.mark.slow
