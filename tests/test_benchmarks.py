@@ -61,7 +61,8 @@ def test_benchmarks_run_at_toy_size(tmp_path):
 
 
 def test_the_pages_hold_the_tables_that_the_results_make():
-    program = "import sys, json; sys.path.insert(0, 'benchmarks'); import table; print(json.dumps([table.make(), len(table.HEADLINES)]))"
+    program = "import sys, json; sys.path.insert(0, 'benchmarks'); import table\n"
+    program += "print(json.dumps([table.make(), len(table.HEADLINES)]))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     tables, headlines = json.loads(done.stdout)
     for page, table in tables.items():
