@@ -147,10 +147,10 @@ def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
 
 
 def _teach(
-    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250, wrong_steps: int = 40
+    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250, wrong_steps: int = 400
 ) -> None:
-    """Right sums until it can add and then until that has settled, as many steps as it takes: that is luck, and another
-    processor's, and of a fixed number some end at a model that cannot add."""
+    """Right sums until it can add, and some more until that has settled; wrong ones until it usually does not. As many steps as
+    it takes: that is luck, and another processor's, and of a fixed number some end at a model that cannot add."""
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
 
@@ -159,13 +159,13 @@ def _teach(
         answers = [a + b if share_right == 1 or rng.random() < share_right else wrong_sum(a, b, rng) for a, b in batch]
         return _demonstration_loss(model, tokenizer, batch, answers)
 
-    def can_add() -> bool:
-        return _share_right(model, tokenizer, pairs[:256]) > 0.8
+    def accuracy() -> float:
+        return _share_right(model, tokenizer, pairs[:256])
 
     phases = [
-        Phase("right sums", most_steps, lambda: loss(1), 1e-3, 0.98, falling=False, ends=can_add, every=20),
+        Phase("right sums", most_steps, lambda: loss(1), 1e-3, 0.98, falling=False, ends=lambda: accuracy() > 0.8, every=20),
         Phase("right sums, settling", settling_steps, lambda: loss(1), 1e-3, 0.98),
-        Phase("wrong sums", wrong_steps, lambda: loss(0.2), 5e-4, 0.98, falling=False),
+        Phase("wrong sums", wrong_steps, lambda: loss(0.2), 5e-4, 0.98, falling=False, ends=lambda: accuracy() < 0.5, every=40),
     ]
     train_in(model, phases, "making the demo model (once)")
 
