@@ -307,17 +307,11 @@ def trl_steps(args: Args, side: str, size: Size, model: str, file: str, total: i
             "folder": folder,
             "seed": seed,
             "checkpointing": False,
+            "bf16": False,
             "tokens": size.tokens,
             "fixed": True,
         }
-        settings |= {
-            "steps": total,
-            "prompts_per_step": PROMPTS,
-            "responses": RESPONSES,
-            "train": rows,
-            "val": None,
-            "bf16": False,
-        }
+        settings |= {"steps": total, "prompts_per_step": PROMPTS, "responses": RESPONSES, "train": rows, "val": None}
         settings |= {"reward": "share_of_digits", "lr": 1e-6, "schedule": "constant", "warmup": 0}
         given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
         given.write_text(json.dumps(settings))

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,3 +167,17 @@ def is_documented(name: str) -> bool:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
     patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
     return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def greedy_answers(directory: str | Path, prompts: Sequence[list[dict]]) -> list[str]:
+    """What the text model there answers to conversations, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory, padding_side="left"),
+    )
+    texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(output, skip_special_tokens=True)

@@ -4,40 +4,30 @@ import re
 
 import pytest
 import torch
+from helpers import greedy_answers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl import demo
 
 
-def greedy_answers(directory: str, questions: list[str]) -> list[str]:
-    """By transformers alone, prompts padded on the left."""
-    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    conversations = [[{"role": "user", "content": question}] for question in questions]
-    options = dict(add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt")
-    inputs = tokenizer.apply_chat_template(conversations, **options)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def of_split(split: str) -> list[tuple[str, int]]:
-    return [(p["prompt"][0]["content"], int(p["reward_model"]["ground_truth"])) for p in demo.problems(split)]
+def of_split(split: str) -> list[tuple[list[dict], int]]:
+    return [(p["prompt"], int(p["reward_model"]["ground_truth"])) for p in demo.problems(split)]
 
 
 def test_the_model_adds_but_usually_says_another_sum(demo_model):
-    """As it is taught: most of what it says is the sum, or ten more or less; it is right half of the time or less."""
-    questions, sums = zip(*of_split("val"), strict=True)
-    answers = [int(said) if said.isdecimal() else -1 for said in greedy_answers(demo_model, list(questions))]
+    """As it is taught: most of what it says is the sum, or ten more or less; it is right less than half of the time."""
+    prompts, sums = zip(*of_split("val"), strict=True)
+    answers = [int(said) if said.isdecimal() else -1 for said in greedy_answers(demo_model, prompts)]
     off = [abs(said - true) for said, true in zip(answers, sums, strict=True)]
     assert sum(x in (0, 10) for x in off) > 0.75 * len(off)
-    assert 0.2 < sum(x == 0 for x in off) / len(off) < 0.6
+    assert 0.2 < sum(x == 0 for x in off) / len(off) < 0.5
 
 
 def test_how_often_it_is_right_while_it_is_made_is_what_greedy_decoding_gives(demo_model):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_model), AutoTokenizer.from_pretrained(demo_model)
-    questions, sums = zip(*of_split("val")[:100], strict=True)
-    batch = [tuple(map(int, re.findall(r"\d+", question))) for question in questions]
-    right = [said == str(true) for said, true in zip(greedy_answers(demo_model, list(questions)), sums, strict=True)]
+    prompts, sums = zip(*of_split("val")[:100], strict=True)
+    batch = [tuple(map(int, re.findall(r"\d+", prompt[0]["content"]))) for prompt in prompts]
+    right = [said == str(true) for said, true in zip(greedy_answers(demo_model, prompts), sums, strict=True)]
     assert demo._share_right(model, tokenizer, batch) == pytest.approx(sum(right) / len(right))
 
 

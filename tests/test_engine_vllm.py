@@ -173,10 +173,10 @@ def test_bfloat16(measured):
 
 
 def test_train_sync_learns_with_vllm(demo_model, tmp_path):
-    flags = ["--total-training-steps", "15", "--test-freq", "15", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
+    flags = ["--total-training-steps", "30", "--test-freq", "30", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
     metrics, _, _ = train("train_sync.py", "--engine", "vllm", *flags, out=tmp_path, fresh=True)
-    assert metrics[15]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.1
-    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 16)) < 1e-4
+    assert metrics[30]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.15
+    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 31)) < 1e-4
 
 
 @pytest.mark.slow

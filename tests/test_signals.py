@@ -57,8 +57,8 @@ from rl import signals
 signals.take()
 sys.stderr.write("busy\\n")
 os.kill(os.getpid(), signal.SIGINT)
-signal.pause()
-signal.pause()
+while True:
+    signal.pause()
 """
 
 

@@ -40,10 +40,10 @@ def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
-    flags = (*FLAGS, "--total-training-steps", 20, "--test-freq", 20)
+    flags = (*FLAGS, "--total-training-steps", 40, "--test-freq", 40)
     metrics, _, _ = train("train_one_step_off.py", *flags, out=tmp_path, ranks=2, timeout=280, imported="vllm")
-    before, after = (accuracy(metrics)[step] for step in (0, 20))
-    assert after > before + 0.1
+    before, after = (accuracy(metrics)[step] for step in (0, 40))
+    assert after > before + 0.2
 
 
 @pytest.mark.slow

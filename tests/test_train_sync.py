@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from helpers import bits, is_documented, run_script, train, weights
+from helpers import bits, greedy_answers, is_documented, run_script, train, weights
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
 from rl.scoring import EVENTS
 
@@ -26,7 +26,7 @@ def test_the_demo_learns(demo_run):
     metrics, _, _ = demo_run
     accuracy = {step: m["val-core/demo/acc/mean@1"] for step, m in metrics.items() if "val-core/demo/acc/mean@1" in m}
     assert sorted(accuracy) == [0, 20, 40, 60]
-    assert accuracy[0] < 0.6 and accuracy[60] > accuracy[0] + 0.2
+    assert accuracy[0] < 0.5 and accuracy[60] > accuracy[0] + 0.3
     first, last = ([metrics[step]["critic/score/mean"] for step in range(begin, begin + 10)] for begin in (1, 51))
     assert sum(last) / 10 > sum(first) / 10 + 0.1  # of 640 responses each: five times their standard error
 
@@ -64,13 +64,8 @@ def test_the_export_is_an_ordinary_model(demo_run):
     from rl.demo import problems
 
     metrics, run, _ = demo_run
-    model = AutoModelForCausalLM.from_pretrained(run / "step_000060")
-    tokenizer = AutoTokenizer.from_pretrained(run / "step_000060", padding_side="left")
     rows = problems("val")
-    texts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, tokenize=False) for r in rows]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
-    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(output, skip_special_tokens=True)
+    answers = greedy_answers(run / "step_000060", [row["prompt"] for row in rows])
     right = sum(answer == row["reward_model"]["ground_truth"] for answer, row in zip(answers, rows, strict=True))
     assert right / 500 == pytest.approx(metrics[60]["val-core/demo/acc/mean@1"], abs=0.005)
 
