@@ -68,15 +68,16 @@ class Packed:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
         if kernel := packed_attention(query, len(self._row[0])):
             return attend(kernel, self._segments, query, key, value, scaling)
-        if (gqa := query.shape[1] // key.shape[1]) > 1:
-            key, value = key.repeat_interleave(gqa, dim=1), value.repeat_interleave(gqa, dim=1)
+        on_cpu = not is_accelerator(query.device)
+        if (groups := query.shape[1] // key.shape[1]) > 1 and not on_cpu:  # a CPU's kernel takes shared heads as they are
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         buckets, output_index = self._buckets
         outputs = []
         for index, length in buckets:
-            q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H, L, D]
-            if length <= SHORT and query.dtype == torch.bfloat16 and query.requires_grad and not is_accelerator(query.device):
+            q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H or H_kv, L, D]
+            if length <= SHORT and query.dtype == torch.bfloat16 and query.requires_grad and on_cpu:
                 q, k, v = q.float(), k.float(), v.float()
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=on_cpu)
             outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 

@@ -27,8 +27,8 @@ from rl.dist import Ranks, all_reduce_sum
 from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
-from rl.gated_mlp import keep_less
 from rl.gather import Shards
+from rl.lean_layers import keep_less
 from rl.masters import keep_in_bf16, set_apart, take_masters
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
@@ -101,6 +101,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
     if weights and trainable:
         _without_dropout(weights.model)
+        if not args.compile:
+            keep_less(weights.model)
         with weights.by_layer():
             check_policy(Policy(weights.model, Router.of(weights.model, args)).train(), path)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)

@@ -10,6 +10,7 @@ from helpers import make_group, run_script, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import ALONE, assert_taught_the_same, learn_on
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from rl.attention import Packed
@@ -90,6 +91,24 @@ def test_rectangles_only_where_there_is_no_kernel(kind, dtype, segments, size, k
     if kind != "cpu":
         on_cpu(kind)
     assert packed_attention(torch.empty(1, 1, size, dtype=dtype), segments) == kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_computes_with_shared_heads_as_they_are(dtype):
+    """No key or value is copied for each head of queries, which torch's other kernel on a CPU would do."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.__name__.partition(".")[0], [x.shape for x in args if isinstance(x, torch.Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    query, key, value = (torch.randn(20, heads, 8, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
+    with Seen():
+        Packed([5, 9, 6], after=[-1, 0, 0]).attend(0, query, key, value, scaling=0.3).sum().backward()
+    kernels_called = [shapes for name, shapes in seen if name == "_scaled_dot_product_flash_attention_for_cpu"]
+    assert kernels_called == [[(2, 6, 14, 8), (2, 2, 14, 8), (2, 2, 14, 8)]]
+    assert key.grad.shape == key.shape and "repeat_interleave" not in {name for name, _ in seen}
 
 
 def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
