@@ -59,11 +59,12 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     if hasattr(attention, "q_norm"):
         q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
     cos, sin = (of_angle.unsqueeze(2) for of_angle in position_embeddings)  # [B, L, 1, D]
-    q, k, v = (x.transpose(1, 2) for x in (Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v))
+    q, k = Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
+    by_head = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, D]
     window = getattr(attention, "sliding_window", None)
-    out, _ = attention_forward(attention, q, k, v, None, attention.scaling, layout, sliding_window=window)
+    out, _ = attention_forward(attention, *by_head, None, attention.scaling, layout, sliding_window=window)
     x = attention.o_proj(out.flatten(2)).add_(x)
-    if not gated:  # experts
+    if not gated:  # experts, or another activation
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
     gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
     return _down(gate, up, mlp.down_proj.weight) + x

@@ -70,6 +70,14 @@ def test_the_pages_hold_the_tables_that_the_results_make():
     assert len(tables["README.md"].splitlines()) == 2 + headlines, "a headline has no row, or two"
 
 
+def test_what_a_layer_keeps_is_what_the_page_says():
+    program = "import sys; sys.path.insert(0, 'benchmarks'); import kept\n"
+    program += "shape = 'Qwen2.5-0.5B'; print(*(' | '.join(row) for row in kept.rows(shape, kept.measure(shape))), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    page, rows = (ROOT / "docs" / "memory.md").read_text(), done.stdout.splitlines()
+    assert len(rows) == 2 and all(f"| {row} |" in page for row in rows), rows
+
+
 def test_the_readmes_three_numbers_stand_in_its_results():
     numbers = re.findall(r"^- \*\*([\d.,]+).*?([\d.,]+\d)( s)?\.\*\*", (ROOT / "README.md").read_text(), re.M)
     assert len(numbers) == 3
