@@ -314,12 +314,11 @@ def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
         (-log_prob.sum()).backward()
         peak = count.host.at_peak["activations"] + count.host.at_peak["logits"]
         del log_prob, entropy
-    layers, h, i, heads = (
-        SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    # Two norms (normed and weighed), two sums, keys and values for each head and queries, attention's output in both orders and
-    # its normaliser; the MLP's two products, its activation and what it weighs.
-    layer = 2 * (2 * h + 1) + 2 * h + 3 * h + 2 * h + heads + 4 * i
+    layers, h, i = (SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
+    # Two sums and the scales of their norms; queries, keys and values, attention's output in both orders and its normaliser; the
+    # MLP's two products, its activation and what it weighs.
+    layer = 2 * (h + 1) + h + 2 * h * kv_heads // heads + 2 * h + heads + 4 * i
     kept = layers * h if checkpointing else layers * layer
     # The embedding, the last norm, rotations; hidden states, log-probs of all words and of the token, the entropy.
     outside = h + h + 1 + 2 * h // heads + h + SMALL["vocab_size"] + 2
