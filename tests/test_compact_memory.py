@@ -316,7 +316,7 @@ def test_a_micro_batch_holds_what_arithmetic_says(models, ranks, checkpointing):
         del log_prob, entropy
     layers, h, i = (SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
-    # Two sums and the scales of their norms; queries, keys and values, attention's output in both orders and its normaliser; the
+    # Two sums, the scales of their norms; queries, keys and values, attention's output in both orders and its normaliser; the
     # MLP's two products, its activation and what it weighs.
     layer = 2 * (h + 1) + h + 2 * h * kv_heads // heads + 2 * h + heads + 4 * i
     kept = layers * h if checkpointing else layers * layer
