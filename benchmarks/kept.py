@@ -4,8 +4,8 @@
 
 Layers of real sizes with random weights over a packed row: two prompts of 100 tokens, each with eight responses of 200. Each
 storage that is saved for the backward pass counts once, parameters not. On a CPU, thus with what its attention gathers; where a
-device has its own attention over packed rows both sides keep less of that. An MLP in fp32 is kept whole where its products are
-small (`WORTH_IT` in rl/lean_layers.py), which these are not.
+device has its own attention over packed rows both sides keep less of that. Of an MLP more is kept where its products are small
+(`WORTH_IT` in rl/lean_layers.py), which these are not.
 """
 
 from dataclasses import dataclass

@@ -126,12 +126,12 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, _, weight, epsilon):
         scale = _scale(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return _normed(x, weight, scale)
+        return weight * _unit(x, scale)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        return *_norm_backward(grad, x, weight, scale), None
+        return *_norm_backward(grad, x, _unit(x, scale), weight, scale), None
 
 
 class NormedProducts(torch.autograd.Function):
@@ -145,17 +145,18 @@ class NormedProducts(torch.autograd.Function):
         scale = _scale(x, epsilon)
         ctx.save_for_backward(x, norm_weight, scale, *weights)
         ctx.biased = [bias is not None for bias in biases]
-        return tuple(map(functools.partial(F.linear, _normed(x, norm_weight, scale)), weights, biases))
+        return tuple(map(functools.partial(F.linear, norm_weight * _unit(x, scale)), weights, biases))
 
     @staticmethod
     def backward(ctx, *grads):
         x, norm_weight, scale, *weights = ctx.saved_tensors
-        grads, normed = [_rows(grad) for grad in grads], _rows(_normed(x, norm_weight, scale))
+        grads, unit = [_rows(grad) for grad in grads], _unit(x, scale)
+        normed = _rows(norm_weight * unit)
         of_weights = [grad.t().mm(normed) for grad in grads]
         of_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
         del normed
         of_normed = functools.reduce(Tensor.add_, (grad.mm(w) for grad, w in zip(grads[::-1], weights[::-1], strict=True)))
-        of_x = _norm_backward(of_normed.view_as(x), x, norm_weight, scale)
+        of_x = _norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
         return *of_x, None, *of_weights, *of_biases
 
 
@@ -164,14 +165,17 @@ def _scale(x: Tensor, epsilon: float) -> Tensor:
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 
 
-def _normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return weight * (x.float() * scale).to(x.dtype)
+def _unit(x: Tensor, scale: Tensor) -> Tensor:
+    """[..., n]: what the norm's weight weighs"""
+    return (x.float() * scale).to(x.dtype)
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _norm_backward(
+    grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """From the gradient of the norm's output: those of x, by its product with the scale and by the scale itself, and of the
     weight. In half precision the former are one sum, rounded once."""
-    products = grad * (x.float() * scale).to(x.dtype)
+    products = grad * unit
     if x.dim() == 4:  # [B, L, heads, D]; autograd has them, and so sums them, head by head
         products = products.transpose(1, 2).contiguous()
     of_weight = products.sum(tuple(range(x.dim() - 1)))

@@ -60,21 +60,23 @@ def test_benchmarks_run_at_toy_size(tmp_path):
     assert {"learner.json", "learner.md", "ring.json", "ring.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
+def printed(program: str) -> str:
+    """What a program prints that finds the benchmarks' modules."""
+    command = [sys.executable, "-c", "import sys; sys.path.insert(0, 'benchmarks')\n" + program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_pages_hold_the_tables_that_the_results_make():
-    program = "import sys, json; sys.path.insert(0, 'benchmarks'); import table\n"
-    program += "print(json.dumps([table.make(), len(table.HEADLINES)]))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    tables, headlines = json.loads(done.stdout)
+    tables, headlines = json.loads(printed("import json, table; print(json.dumps([table.make(), len(table.HEADLINES)]))"))
     for page, table in tables.items():
         assert table in (ROOT / page).read_text(), "run python benchmarks/table.py"
     assert len(tables["README.md"].splitlines()) == 2 + headlines, "a headline has no row, or two"
 
 
 def test_what_a_layer_keeps_is_what_the_page_says():
-    program = "import sys; sys.path.insert(0, 'benchmarks'); import kept\n"
-    program += "shape = 'Qwen2.5-0.5B'; print(*(' | '.join(row) for row in kept.rows(shape, kept.measure(shape))), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    page, rows = (ROOT / "docs" / "memory.md").read_text(), done.stdout.splitlines()
+    program = "import kept; print(*(' | '.join(row) for row in kept.rows(SHAPE, kept.measure(SHAPE))), sep='\\n')"
+    rows = printed(program.replace("SHAPE", "'Qwen2.5-0.5B'")).splitlines()
+    page = (ROOT / "docs" / "memory.md").read_text()
     assert len(rows) == 2 and all(f"| {row} |" in page for row in rows), rows
 
 

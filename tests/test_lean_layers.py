@@ -1,5 +1,6 @@
 """Decoder layers with their backward passes written out: transformers' values, autograd's gradients, to the bit."""
 
+import contextlib
 import importlib
 
 import numpy as np
@@ -49,20 +50,28 @@ def make_mlp(name: str, **flags):
     return made(LlamaConfig(hidden_size=48, intermediate_size=160, num_attention_heads=4, **flags))
 
 
-def passes(mlp, x: torch.Tensor, grad: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """(its output, the gradients of x and of its weights; elements kept for the backward pass, parameters aside)"""
-    x, kept = x.clone().requires_grad_(), {}
+@contextlib.contextmanager
+def counting(model):
+    """A list that gets, at the end, the bytes that were saved for the backward pass: each storage once, parameters not."""
+    own, kept, size = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}, []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield size
+    size.append(sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own))
+
+
+def passes(mlp, x: torch.Tensor, grad: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """(its output, the gradients of x and of its weights; elements kept for the backward pass, parameters aside)"""
+    x = x.clone().requires_grad_()
+    with counting(mlp) as kept:
         out = mlp(x)
     out.backward(grad)
-    own = {p.data_ptr() for p in mlp.parameters()}
     grads = [x.grad, *(p.grad for p in mlp.parameters() if p.grad is not None)]
-    return [out.detach(), *grads], sum(t.numel() for pointer, t in kept.items() if pointer not in own)
+    return [out.detach(), *grads], kept[0] // x.element_size()
 
 
 def test_all_classes_are_tested():
@@ -110,22 +119,20 @@ def test_small_micro_batches_are_left_alone():
 # ------------------------------------------------------------------------------------------------------ whole layers
 
 
-def make_models(name: str, *kinds: torch.dtype, **flags) -> list:
-    """The same random model of two layers in each precision."""
+def make_models(name: str, dtype: torch.dtype = torch.float32, **flags) -> list:
+    """The same random model of two layers twice."""
     family, of_family = LAYERS[name]
     if "vl" in family:
         flags["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
     config = AutoConfig.for_model(family, **SIZES | of_family | flags, vocab_size=40, num_hidden_layers=2)
-    config._attn_implementation, config._experts_implementation = ATTENTION, "eager"  # which double precision has, too
+    config._attn_implementation = ATTENTION
     torch.manual_seed(0)
-    first = AutoModel.from_config(config)
+    first, second = (AutoModel.from_config(config).to(dtype) for _ in range(2))
     assert type(first.layers[0]).__name__ == name
     for parameter in first.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))  # biases and norms, too
-    models = [AutoModel.from_config(config).to(kind) for kind in kinds]
-    for model in models:
-        model.load_state_dict(first.state_dict())
-    return models
+    second.load_state_dict(first.state_dict())
+    return [first, second]
 
 
 def row() -> tuple[Packed, torch.Tensor]:
@@ -137,18 +144,10 @@ def row() -> tuple[Packed, torch.Tensor]:
 def run(model) -> tuple[torch.Tensor, list[torch.Tensor], int]:
     """(hidden states [34, 48], the gradients of all weights, bytes kept for the backward pass, parameters aside)"""
     layout, ids = row()
-    kept = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with counting(model) as kept:
         out = model(**layout.inputs(ids), use_cache=False, layout=layout)[0][0]
     out.backward(torch.randn(34, 48, generator=torch.Generator().manual_seed(2)).to(out.dtype))
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    size = sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own)
-    return out.detach(), [p.grad for p in model.parameters()], size
+    return out.detach(), [p.grad for p in model.parameters()], kept[0]
 
 
 @pytest.mark.parametrize("worth_it", [0, 2**60])
@@ -156,7 +155,7 @@ def run(model) -> tuple[torch.Tensor, list[torch.Tensor], int]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layers_values_and_gradients_are_transformers_to_the_bit(monkeypatch, name, dtype, worth_it):
     monkeypatch.setattr(lean_layers, "WORTH_IT", worth_it)
-    plain, lean = make_models(name, dtype, dtype)
+    plain, lean = make_models(name, dtype)
     lean_layers.keep_less(lean)
     (expected, by_autograd, all_kept), (found, grads, kept) = run(plain), run(lean)
     assert torch.equal(found, expected)
@@ -169,7 +168,7 @@ def test_a_layers_values_and_gradients_are_transformers_to_the_bit(monkeypatch, 
 
 
 def test_transformers_own_attention_finds_the_layer_as_it_was():
-    plain, lean = make_models("Qwen3DecoderLayer", torch.float32, torch.float32)
+    plain, lean = make_models("Qwen3DecoderLayer")
     lean_layers.keep_less(lean)
     ids = torch.randint(40, (2, 9))
     for model in (plain, lean):
@@ -181,7 +180,7 @@ def test_transformers_own_attention_finds_the_layer_as_it_was():
 def test_a_window_that_is_outgrown_is_refused():
     windows = {"use_sliding_window": True, "sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"]}
     layout, ids = row()
-    (model,) = make_models("Qwen2DecoderLayer", torch.float32, **windows)
+    model, _ = make_models("Qwen2DecoderLayer", **windows)
     lean_layers.keep_less(model)
     model(**layout.inputs(ids), use_cache=False, layout=Packed([12, 12, 10]))
     with pytest.raises(UserError, match=r"attends to 12 tokens \(sliding window\), a sequence has 13"):
