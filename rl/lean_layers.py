@@ -3,7 +3,7 @@
 The forward pass is transformers', bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate; here a
 layer keeps what it was given, the scales of its norms, what attention takes and gives, and the outputs of gate and up. The rest
 is one or two passes over memory and is computed again, by the same operations in the same order: gradients are autograd's, to
-the bit, too.
+the bit, too. Projections are read, not called: a hook on one sees nothing.
 Left out: layers of other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by
 itself.
 """
