@@ -70,4 +70,4 @@ def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
 
 def _transposed_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """True if (W x^T)^T is faster than x W^T: on a CPU, with some tens of rows, up to three times (benchmarks/LOG.md)."""
-    return not is_accelerator(x.device) and 16 <= x.shape[0] <= 64 and weight.numel() >= 2**16
+    return not is_accelerator(x.device) and 16 <= x.shape[0] <= 48 and weight.numel() >= 2**16

@@ -3,7 +3,8 @@
 The forward pass is transformers', bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate; here a
 layer keeps what it was given, the scales of its norms, what attention takes and gives, and the outputs of gate and up. The rest
 is one or two passes over memory and is computed again, by the same operations in the same order: gradients are autograd's, to
-the bit, too. Projections are read, not called: a hook on one sees nothing.
+the bit, too. Modules within a layer are read, not called: where one has a hook, or a projection is not nn.Linear (LoRA), the
+layer is as it was.
 Left out: layers of other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by
 itself.
 """
@@ -27,6 +28,7 @@ LAYERS = {
     "Qwen3MoeDecoderLayer",
     "Qwen3VLTextDecoderLayer",
 }
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3VLTextMLP"}
 
 
@@ -36,7 +38,7 @@ def keep_less(model: nn.Module) -> None:
         if _is_one_of(module, LAYERS):
             module.forward = functools.partial(_layer, module, module.forward, _is_gated(module.mlp))
         elif _is_gated(module):
-            module.forward = functools.partial(_mlp, module)
+            module.forward = functools.partial(_mlp, module, module.forward)
 
 
 def _is_one_of(module: nn.Module, names: set[str]) -> bool:
@@ -49,12 +51,25 @@ def _is_gated(module: nn.Module) -> bool:
     return silu and module.down_proj.bias is None
 
 
+def _unheard(*modules: nn.Module) -> bool:
+    """Whether nobody listens to them. Asked in each pass, because a fork may change a model that is loaded."""
+    return not any(getattr(module, hooks) for module in modules for hooks in HOOKS)
+
+
+def _are_plain(*projections: nn.Module) -> bool:
+    """Whether calling them does what their weights and biases say, and nothing else."""
+    return all(type(projection) is nn.Linear for projection in projections) and _unheard(*projections)
+
+
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
-    """hidden_states [B, L, hidden] -> [B, L, hidden]. Without a layout, thus with transformers' own attention, as it was."""
-    if layout is None:
-        return plain(hidden_states, position_embeddings=position_embeddings, **others)
+    """hidden_states [B, L, hidden] -> [B, L, hidden]. As it was without a layout, thus with transformers' own attention."""
     x, attention, mlp = hidden_states, layer.self_attn, layer.mlp
-    products = _normed_products(x, layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
+    unheard = _unheard(layer.input_layernorm, attention, *attention.children(), layer.post_attention_layernorm, mlp)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    if layout is None or not (unheard and _are_plain(*projections)):
+        others |= {} if layout is None else {"layout": layout}
+        return plain(x, position_embeddings=position_embeddings, **others)
+    products = _normed_products(x, layer.input_layernorm, *projections[:3])
     q, k, v = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)  # [B, L, heads, D]
     if hasattr(attention, "q_norm"):
         q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
@@ -64,14 +79,16 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     window = getattr(attention, "sliding_window", None)
     out, _ = attention_forward(attention, *by_head, None, attention.scaling, layout, sliding_window=window)
     x = attention.o_proj(out.flatten(2)).add_(x)
-    if not gated:  # experts, or another activation
+    if not (gated and _are_plain(mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation, LoRA
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
     gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
     return _down(gate, up, mlp.down_proj.weight) + x
 
 
-def _mlp(module: nn.Module, x: Tensor) -> Tensor:
+def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:
     """x [..., hidden] -> [..., hidden]"""
+    if not _are_plain(module.down_proj):
+        return plain(x)
     return _down(module.gate_proj(x), module.up_proj(x), module.down_proj.weight)
 
 

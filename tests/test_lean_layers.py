@@ -177,6 +177,45 @@ def test_transformers_own_attention_finds_the_layer_as_it_was():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(lean.parameters(), plain.parameters(), strict=True))
 
 
+class Adapted(torch.nn.Linear):
+    """A projection with an adapter of rank one, as LoRA has."""
+
+    def __init__(self, of: torch.nn.Linear):
+        super().__init__(of.in_features, of.out_features, of.bias is not None)
+        self.load_state_dict(of.state_dict())
+        self.first = torch.nn.Parameter(torch.full((1, of.in_features), 0.1))
+        self.second = torch.nn.Parameter(torch.full((of.out_features, 1), 0.1))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.first.t() @ self.second.t()
+
+
+@pytest.mark.parametrize("name", [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")])
+def test_adapters_put_on_a_loaded_model_are_computed_and_trained(however_small, name):
+    plain, lean = make_models("LlamaDecoderLayer")
+    lean_layers.keep_less(lean)
+    for model in (plain, lean):
+        parent, _, leaf = name.rpartition(".")
+        within = model.layers[1].get_submodule(parent)
+        setattr(within, leaf, Adapted(getattr(within, leaf)))
+    (expected, by_autograd, _), (found, grads, _) = run(plain), run(lean)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, grads, by_autograd))
+    assert lean.get_submodule(f"layers.1.{name}").second.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_put_on_a_loaded_model_are_called(however_small, register):
+    model, _ = make_models("Qwen3DecoderLayer")
+    lean_layers.keep_less(model)
+    heard, inner = [], [name for name, _ in model.layers[1].named_modules() if name and "act_fn" not in name]
+    for name in inner:
+        hook = getattr(model.layers[1].get_submodule(name), register)(lambda *_, name=name: heard.append(name))
+        run(model)
+        hook.remove()
+    assert set(heard) == set(inner)
+
+
 def test_a_window_that_is_outgrown_is_refused():
     windows = {"use_sliding_window": True, "sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"]}
     layout, ids = row()
