@@ -51,22 +51,19 @@ def _is_gated(module: nn.Module) -> bool:
     return silu and module.down_proj.bias is None
 
 
-def _unheard(*modules: nn.Module) -> bool:
-    """Whether nobody listens to them. Asked in each pass, because a fork may change a model that is loaded."""
-    return not any(getattr(module, hooks) for module in modules for hooks in HOOKS)
-
-
-def _are_plain(*projections: nn.Module) -> bool:
-    """Whether calling them does what their weights and biases say, and nothing else."""
-    return all(type(projection) is nn.Linear for projection in projections) and _unheard(*projections)
+def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
+    """Whether reading its weights does what calling it would: the projections of it that are read are nn.Linear, and neither it
+    nor a part of it has hooks. Asked in each pass, because a fork may change a model that is loaded."""
+    hooked = any(getattr(part, hooks) for part in (module, *module.children()) for hooks in HOOKS)
+    return not hooked and all(type(projection) is nn.Linear for projection in projections)
 
 
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
     """hidden_states [B, L, hidden] -> [B, L, hidden]. As it was without a layout, thus with transformers' own attention."""
     x, attention, mlp = hidden_states, layer.self_attn, layer.mlp
-    unheard = _unheard(layer.input_layernorm, attention, *attention.children(), layer.post_attention_layernorm, mlp)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    if layout is None or not (unheard and _are_plain(*projections)):
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if layout is None or not (_may_be_read(attention, *projections) and all(map(_may_be_read, norms))):
         others |= {} if layout is None else {"layout": layout}
         return plain(x, position_embeddings=position_embeddings, **others)
     products = _normed_products(x, layer.input_layernorm, *projections[:3])
@@ -79,7 +76,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     window = getattr(attention, "sliding_window", None)
     out, _ = attention_forward(attention, *by_head, None, attention.scaling, layout, sliding_window=window)
     x = attention.o_proj(out.flatten(2)).add_(x)
-    if not (gated and _are_plain(mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation, LoRA
+    if not (gated and _may_be_read(mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation, LoRA
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
     gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
     return _down(gate, up, mlp.down_proj.weight) + x
@@ -87,7 +84,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
 
 def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:
     """x [..., hidden] -> [..., hidden]"""
-    if not _are_plain(module.down_proj):
+    if not _may_be_read(module, module.down_proj):
         return plain(x)
     return _down(module.gate_proj(x), module.up_proj(x), module.down_proj.weight)
 
