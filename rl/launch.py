@@ -224,6 +224,7 @@ def is_alive(pid: int) -> bool:
 
 
 def end_well() -> None:
-    """Tells the others, who may have a checkpoint to finish, that this rank is about to go because it has come to its end."""
+    """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
+    has come to its end, or was told to stop and has."""
     with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
         open_store().set(f"ended/{here().rank}", "")

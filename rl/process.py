@@ -43,6 +43,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
         heartbeat.finish()
+        launch.end_well()
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
     except UserError as error:

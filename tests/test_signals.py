@@ -1,14 +1,16 @@
 """Ctrl-C and SIGTERM at random moments of the three scripts; tests/signals.py by hand sends more of them."""
 
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import signals
-from helpers import ROOT, environment
+from helpers import ROOT, command, environment
 
 
 @pytest.mark.slow
@@ -70,6 +72,22 @@ def test_the_last_words_are_written_in_one_piece():
     said = [ours.recv(1000), ours.recv(1000)]
     assert process.wait(60) == 130
     assert said == [b"busy\n", b"\nCtrl-C: stopped; training had not begun\n"]
+
+
+def test_a_rank_that_leaves_first_does_not_end_the_others(tmp_path):
+    """After SIGTERM a rank that has gone has failed, unless it has come to its end."""
+    start = command("tests/programs/leaves.py", tmp_path / "ready", ranks=2)
+    how = {"cwd": ROOT, "env": environment(), "start_new_session": True, "text": True}
+    process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    while not (tmp_path / "ready").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    try:
+        console = process.communicate(timeout=60)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "all is done\n" in console
 
 
 FORKS = """
