@@ -1,7 +1,6 @@
-"""Runs with images beside what they could be: the learner, the generator over vLLM, and whole steps beside TRL's GRPOTrainer.
+"""Parts of runs with images beside what they could be: the learner, its memory, and the generator over vLLM.
 
     python benchmarks/images.py                                    # writes benchmarks/results/images.{json,md}
-    python benchmarks/images.py --trl-python venv-bench/bin/python --parts learner generator steps
 
 Random models of Qwen3-VL's kind in fp32, 8 prompts with a picture each, 8 responses to a prompt. All sides prepare the pictures
 in every round, from their files, but for the bare learner, which has their pixels.
@@ -10,12 +9,10 @@ in every round, from their files, but for the bare learner, which has their pixe
 - generator: our step loop over vLLM beside vLLM's own engine with its own settings, given the same pixels and seeds.
 - memory: the most that a step of the learner takes above weights and moments, beside what it would if each response had its
   image, and beside a count of what it must hold (images_memory.py).
-- steps: train_sync.py and train_one_step_off.py, with the embedded engine, beside TRL; every response at its full budget. A
-  step's seconds are those of whole steps, the first ones not counted.
+Whole steps beside TRL's GRPOTrainer: trl.py.
 """
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,11 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from common import MODES, RESULTS, ROOT, Rounds, over, ratios, run, run_script, setting, table, words, write
+from common import RESULTS, Rounds, over, ratios, run, setting, table, words, write
 
 PROMPTS = RESPONSES = 8
-STEPS = {"sync": [], "one step off": []}  # mode -> flags
-TRL = "TRL without gradient checkpointing"
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,10 @@ SIZES = {
 
 @dataclass
 class Args:
-    parts: tuple[Literal["learner", "generator", "memory", "steps"], ...] = ("learner", "generator", "memory")
+    parts: tuple[Literal["learner", "generator", "memory"], ...] = ("learner", "generator", "memory")
     """What is measured; what the result file holds of other parts stays."""
     sizes: tuple[Literal[tuple(SIZES)], ...] = ("1M", "30M")
     """Which models, by about how many parameters they have."""
-    trl_python: Path | None = None
-    """Python of the environment with requirements-bench.txt, for the part `steps`; without it TRL is left out."""
     rounds: int = 7
     """Measurements of each side; in `learner` and `generator` the first is not counted."""
     minutes: float = 10
@@ -273,57 +266,10 @@ def rates(sides: dict, make: Callable, tokens: int, args: Args) -> dict[str, lis
     return out
 
 
-def steps(size: Size, model: str, file: str, args: Args, warm: int = 2, counted: int = 4) -> dict[str, list[float]]:
-    """Seconds a step by side, one a round."""
-    out: dict[str, list[float]] = {side: [] for side in ([TRL] if args.trl_python else []) + [*STEPS]}
-    for number in Rounds(args.rounds, args.minutes):
-        for side, of in out.items():
-            total = warm + counted + (side in STEPS and side != "sync")  # a last step beside which nothing is generated
-            act = trl_steps if side == TRL else our_steps
-            of.append(statistics.mean(act(args, side, size, model, file, total, number)[warm : warm + counted]))
-            print(f"{side}: {of[-1]:.2f} s a step", flush=True)
-    return out
-
-
-def our_steps(args: Args, side: str, size: Size, model: str, file: str, total: int, seed: int) -> list[float]:
-    import sys
-
-    flags = ["--model", model, "--train-files", file, "--val-files", file, "--max-prompt-length", "1024"]
-    flags += ["--rollout-n", str(RESPONSES), "--max-response-length", str(size.tokens), "--ignore-eos", "--seed", str(seed)]
-    flags += ["--train-batch-size", str(PROMPTS), "--total-training-steps", str(total), "--test-freq", "0"]
-    flags += ["--lr", "1e-6", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0"]
-    flags += ["--reward", f"{ROOT / 'benchmarks' / 'common.py'}:share_of_digits", *STEPS[side]]
-    _, rows = run_script(sys.executable, MODES[side], *flags)
-    outside = ("timing_s/testing", "timing_s/save_checkpoint")
-    return [row["timing_s/step"] - sum(row.get(name, 0.0) for name in outside) for row in rows if row["step"]]
-
-
-def trl_steps(args: Args, side: str, size: Size, model: str, file: str, total: int, seed: int) -> list[float]:
-    pictures = sorted(Path(file).parent.glob("*.png"))
-    rows = [{"prompt": [{"role": "user", "content": "Number?"}], "images": [str(picture)]} for picture in pictures]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "model": model,
-            "folder": folder,
-            "seed": seed,
-            "checkpointing": False,
-            "bf16": False,
-            "tokens": size.tokens,
-            "fixed": True,
-        }
-        settings |= {"steps": total, "prompts_per_step": PROMPTS, "responses": RESPONSES, "train": rows, "val": None}
-        settings |= {"reward": "share_of_digits", "lr": 1e-6, "schedule": "constant", "warmup": 0}
-        given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
-        given.write_text(json.dumps(settings))
-        trl_side = str(Path(__file__).with_name("trl_side.py"))
-        run([str(args.trl_python), "-P", trl_side, str(given), str(result)], threads=2)
-        return json.loads(result.read_text())["steps"]
-
-
 # -------------------------------------------------------------------------------------------------------- the tables
 
-BASES = {"learner": "bare", "generator": "vLLM's own loop", "memory": "counted", "steps": TRL}
-UNITS = {"learner": ("tokens/s", ",.0f"), "generator": ("response tokens/s", ",.0f"), "steps": ("seconds a step", ".2f")}
+BASES = {"learner": "bare", "generator": "vLLM's own loop", "memory": "counted"}
+UNITS = {"learner": ("tokens/s", ",.0f"), "generator": ("response tokens/s", ",.0f")}
 UNITS["memory"] = ("MB above weights and moments", ",.0f")
 
 
@@ -350,7 +296,7 @@ def main(args: Args) -> None:
                 size, model = SIZES[name], f"{folder}/model"
                 parameters = save(model, size)
                 rows = save_rows(folder, size)
-                act = {"learner": learner, "generator": generator, "memory": memory, "steps": steps}[part]
+                act = {"learner": learner, "generator": generator, "memory": memory}[part]
                 about = f"{parameters / 1e6:.1f}M, pictures of {size.side} x {size.side}, up to {size.tokens} tokens"
                 results[part]["sizes"][name] = {"about": about, "sides": act(size, model, rows, args)}
     text = [

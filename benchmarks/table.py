@@ -43,7 +43,7 @@ def against_trl(of: dict) -> list[list[str]]:
     for name, result in of.items():
         case, runs = CASES[name], result["runs"]
         times = {side: [seconds(case, one) for one in its] for side, its in runs.items()}
-        unit = "s" if case.shape is None else "s a step"
+        unit = "s" if case.is_demo else "s a step"
         for side in OURS:
             trl, plain = (of_precision(base, side) for base in (TRL, TRL_PLAIN))
             if not times.get(side) or not times.get(trl):
@@ -128,8 +128,7 @@ def real_size(of: dict) -> list[list[str]]:
 
 
 def images(of: dict) -> list[list[str]]:
-    out, named = [], {"learner": "the learner", "generator": "the generator", "steps": "a step"}
-    named["memory"] = "the memory of a learner's step"
+    out, named = [], {"learner": "the learner", "generator": "the generator", "memory": "the memory of a learner's step"}
     for part, result in of.items():
         unit, form = UNITS[part]
         for size in result["sizes"].values():

@@ -6,7 +6,8 @@
 
 (a) a random model of 1M parameters, 8 prompts x 8 responses of up to 64 tokens; (b) 30M (hidden 512, 8 layers), up to 256
 tokens; each with every response at its full budget, and with natural lengths: the end token is one of about as many equally
-likely ones as 3/8 of the budget has tokens. (c) the demo as a user runs it: 80 steps, accuracy with it.
+likely ones as 3/8 of the budget has tokens. (c) the demo as a user runs it: 80 steps, accuracy with it. (images) a random
+model of Qwen3-VL's kind with 1.9M parameters, a picture in each prompt, every response at its full budget.
 One run is one process group on all the cores; the sides take turns within a round. TRL runs in one process of two threads, and
 so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. "compiled" is `--compile`. A step's seconds
 are those of whole steps, from the end of the one before; the first ones, and the last of split modes (nothing is generated
@@ -38,6 +39,7 @@ from common import (
     words,
     write,
 )
+from images import SIZES, save, save_rows
 
 TRL, TRL_PLAIN = "TRL, gradient checkpointing (its default)", "TRL without gradient checkpointing"
 TRLS = {  # side -> (gradient checkpointing, bf16), by default both
@@ -66,8 +68,13 @@ class Case:
     tokens: int  # response budget
     warm: int  # steps not counted
     steps: int  # steps counted
-    shape: tuple[int, int] | None = None  # hidden, layers; None is the demo
+    shape: tuple[int, int] | None = None  # hidden, layers
     fixed: bool = False
+    pictures: str = ""  # a size of images.py
+
+    @property
+    def is_demo(self) -> bool:
+        return not (self.shape or self.pictures)
 
 
 CASES = {
@@ -76,6 +83,7 @@ CASES = {
     "b-fixed": Case("30M parameters, 256 tokens each", 256, 1, 2, (512, 8), True),
     "b-ragged": Case("30M parameters, natural lengths up to 256", 256, 1, 2, (512, 8)),
     "c": Case("the demo, 80 steps, the first not counted", 8, 1, 79),
+    "images": Case("1.9M parameters, a picture of 128 x 128 in each prompt, 64 tokens each", 64, 2, 4, None, True, "1M"),
     "toy": Case("a toy, to see that all of it runs", 4, 1, 1, (64, 1)),
 }
 
@@ -91,7 +99,7 @@ class Args:
     sides: tuple[str, ...] = ()
     """Only these sides; by default all that can run."""
     rounds: int = 3
-    """Rounds of all sides of all cases. One takes about 9 minutes for both a, 45 for both b, 8 for c."""
+    """Rounds of all sides of all cases. One takes about 6 minutes for both a, 47 for both b, 3 for c, 5 for images."""
     add: bool = False
     """Add the rounds to those that the result file has of these cases. Sides, processor and versions must be the same."""
     minutes: float = 150
@@ -119,20 +127,44 @@ def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
     return found
 
 
-def run_trl(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
+def make_model(case: Case, folder: str, name: str) -> str:
+    """A case's model; where it has pictures, its rows lie in a folder beside it."""
+    from rl.demo import model_dir
+
+    model = f"{folder}/{name}"
+    if case.is_demo:
+        return model_dir()
+    if case.pictures:
+        save(model, SIZES[case.pictures])
+        Path(rows_of(model)).mkdir()
+        save_rows(rows_of(model), SIZES[case.pictures])
+    else:
+        random_model(model, *case.shape, vocabulary=3 * case.tokens // 8 if case.tokens > 60 else 24)
+    return model
+
+
+def rows_of(model: str) -> str:
+    return f"{model}-rows"
+
+
+def trl_rows(case: Case, model: str, split: str) -> list[dict]:
     from rl.demo import problems
 
-    rows = {
-        split: [{"prompt": p["prompt"], "ground_truth": p["reward_model"]["ground_truth"]} for p in problems(split)]
-        for split in ("train", "val")
-    }
-    demo = case.shape is None
+    if case.pictures:
+        prompt = [{"role": "user", "content": "Number?"}]
+        return [{"prompt": prompt, "images": [str(picture)]} for picture in sorted(Path(rows_of(model)).glob("*.png"))]
+    return [{"prompt": p["prompt"], "ground_truth": p["reward_model"]["ground_truth"]} for p in problems(split)]
+
+
+def run_trl(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
+    demo = case.is_demo
     with tempfile.TemporaryDirectory() as folder:
         settings = {"model": model, "folder": folder, "seed": seed}
         settings["checkpointing"], settings["bf16"] = TRLS[side]
         settings |= {"tokens": case.tokens, "fixed": case.fixed, "steps": case.warm + case.steps}
-        settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES, "train": rows["train"]}
-        settings |= {"val": rows["val"] if demo else None, "reward": "exact" if demo else "share_of_digits"}
+        settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES}
+        settings |= {"train": trl_rows(case, model, "train"), "val": trl_rows(case, model, "val") if demo else None}
+        settings |= {"reward": "exact" if demo else "share_of_digits"}
         settings |= (
             {"lr": 1e-4, "schedule": "cosine", "warmup": 10} if demo else {"lr": 1e-6, "schedule": "constant", "warmup": 0}
         )
@@ -152,18 +184,21 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     mode, flags = OURS[side]
     vllm = "vLLM" in side
     command = torchrun("train_sync.py") if vllm and mode == "sync" else MODES[mode]
-    spare = 1 if mode != "sync" and case.shape else 0  # a last step beside which the generator makes nothing
+    spare = 1 if mode != "sync" and not case.is_demo else 0  # a last step beside which the generator makes nothing
     total = case.warm + case.steps + spare
     flags = [*flags, "--model", model, "--seed", str(seed), "--total-training-steps", str(total)]
     flags += ["--rollout-n", str(RESPONSES), "--max-response-length", str(case.tokens), "--no-val-before-train"]
     flags += ["--ppo-mini-batch-size" if mode == "async" else "--train-batch-size", str(PROMPTS)]
-    if case.shape is None:
+    if case.is_demo:
         flags += ["--test-freq", str(total)]
     else:
         flags += ["--test-freq", "0", "--lr", "1e-6", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0"]
         flags += ["--reward", f"{ROOT / 'benchmarks' / 'common.py'}:share_of_digits"]
     if case.fixed:
         flags += ["--ignore-eos"]
+    if case.pictures:
+        file = f"{rows_of(model)}/rows.parquet"
+        flags += ["--train-files", file, "--val-files", file, "--max-prompt-length", "1024"]
     room = {"VLLM_CPU_KVCACHE_SPACE": "2"} if vllm else {}  # GiB; its default of 1 is too little for two batches of (b)
     done, rows = run_script(str(args.vllm_python) if vllm else sys.executable, command, *flags, **room)
     last = rows[-1]
@@ -173,7 +208,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
         "steps": [row["timing_s/step"] - sum(row.get(name, 0.0) for name in outside) for row in rows],
         "tokens": [row["response_length/mean"] * PROMPTS * RESPONSES for row in rows],
     }
-    if case.shape is None:
+    if case.is_demo:
         out["greedy"] = last["val-core/demo/acc/mean@1"]
         out["sampled"] = statistics.mean(row["critic/score/mean"] for row in rows[-10:])
     return out | {"command_seconds": done.seconds, "peak_gb": done.peak_gb}
@@ -181,7 +216,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
 
 def seconds(case: Case, one: dict) -> float:
     """The time by which a run is compared: its mean step, or the training of the whole demo."""
-    return sum(one["steps"]) if case.shape is None else statistics.mean(one["steps"])
+    return sum(one["steps"]) if case.is_demo else statistics.mean(one["steps"])
 
 
 def of_precision(base: str, side: str) -> str:
@@ -190,7 +225,7 @@ def of_precision(base: str, side: str) -> str:
 
 
 def case_table(case: Case, runs: dict[str, list[dict]]) -> str:
-    demo, times = case.shape is None, {side: [seconds(case, one) for one in of] for side, of in runs.items() if of}
+    demo, times = case.is_demo, {side: [seconds(case, one) for one in of] for side, of in runs.items() if of}
     bases = {"over TRL": TRL, "over TRL without checkpointing": TRL_PLAIN}
     head = ["side", "seconds of training" if demo else "seconds a step", *bases, "response tokens a step", "peak GB"]
     head += ["the whole command, s", "sampled / greedy accuracy"] if demo else []
@@ -221,27 +256,21 @@ def report(args: Args, results: dict) -> None:
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
-
     file, sides = args.out / "trl.json", sides_of(args)
     results = json.loads(file.read_text()) if file.exists() else {}
     if not args.trl_python:
         print("no --trl-python: TRL's sides are left out. requirements-bench.txt says how to get it.", flush=True)
     here = setting("transformers", threads="2 in all")
     with tempfile.TemporaryDirectory() as folder:
-        models = {None: model_dir()}
         for name in args.cases:
-            case = CASES[name]
             results[name] = begin(args, results.get(name), here, sides)
-            if case.shape:
-                models[name] = f"{folder}/{name}"
-                random_model(models[name], *case.shape, vocabulary=3 * case.tokens // 8 if case.tokens > 60 else 24)
+        models = {name: make_model(CASES[name], folder, name) for name in args.cases}
         for _ in Rounds(args.rounds, args.minutes):
             for name in args.cases:
                 case, runs = CASES[name], results[name]["runs"]
                 seed = min(map(len, runs.values()))
                 for side in sides:
-                    model = models[name if case.shape else None]
+                    model = models[name]
                     if side in TRLS:
                         one = run_trl(args, case, model, side, seed)
                         results[name]["setting"] |= {"trl": one["versions"]["trl"]}

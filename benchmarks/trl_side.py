@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/trl.py and images.py, which start it in TRL's own environment: one run, step times as JSON.
+"""TRL's side of benchmarks/trl.py, which starts it in TRL's own environment: one run, step times as JSON.
 
     python -P benchmarks/trl_side.py settings.json result.json       # -P: else `import trl` would find benchmarks/trl.py
 
