@@ -79,10 +79,10 @@ def test_a_rank_that_leaves_first_does_not_end_the_others(tmp_path):
     start = command("tests/programs/leaves.py", tmp_path / "ready", ranks=2)
     how = {"cwd": ROOT, "env": environment(), "start_new_session": True, "text": True}
     process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
-    while not (tmp_path / "ready").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
     try:
+        while not (tmp_path / "ready").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
         console = process.communicate(timeout=60)[0]
     finally:
         if process.poll() is None:
