@@ -183,7 +183,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, own_device, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
-    launch.heed_sigterm(store)
+    launch.heed_sigterm(store, learns=role == "learner")
     sending = tuple(sum(n.learners for n in launch.nodes()[:sender]) for sender in sorted(set(sender_of.values())))
     split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge, sending or (0,))
     return elastic.enter(split, elastic_at, node_timeout) if elastic_at else split

@@ -197,20 +197,32 @@ def job() -> str | None:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
-def heed_sigterm(store: dist.Store) -> None:
+def heed_sigterm(store: dist.Store, learns: bool = True) -> None:
     """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
-    failed, and no step will be finished any more; but a report of a hang will."""
+    failed, and no step will be finished any more; but a report of a hang will. Learners let each other finish what is left to
+    do; a generator (`learns` is False) goes with the first of them."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
     _neighbours.update(processes)
 
     def all_well() -> bool:
-        gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
+        gone = [rank for rank, pid in processes.items() if not is_alive(pid)]
         try:
-            return not gone or (shared := open_store()).check(gone) or shared.check([watchdog.ALARM])
+            return not gone or may_go_on(open_store(), gone)
         except dist.DistError:
             return False
+
+    def may_go_on(shared: dist.Store, gone: list[int]) -> bool:
+        if shared.check([watchdog.ALARM]):
+            return True
+        stopped = [rank for rank in gone if shared.check([f"stopped/{rank}"])]
+        if not all(rank in stopped or shared.check([f"ended/{rank}"]) for rank in gone):
+            return False
+        if stopped and not learns:
+            end_well(stopped=True)
+            return False
+        return True
 
     signals.stop_gently(all_well)
 
@@ -223,8 +235,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def end_well() -> None:
+def end_well(stopped: bool = False) -> None:
     """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
-    has come to its end, or was told to stop and has."""
+    has come to its end, or has `stopped` as it was told to."""
     with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
-        open_store().set(f"ended/{here().rank}", "")
+        open_store().set(f"{'stopped' if stopped else 'ended'}/{here().rank}", "")

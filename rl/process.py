@@ -43,9 +43,9 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
         heartbeat.finish()
-        launch.end_well()
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
+        launch.end_well(stopped=True)
     except UserError as error:
         fail(error, name)
     except Exception as error:

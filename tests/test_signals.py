@@ -74,16 +74,17 @@ def test_the_last_words_are_written_in_one_piece():
     assert said == [b"busy\n", b"\nCtrl-C: stopped; training had not begun\n"]
 
 
-def test_a_rank_that_leaves_first_does_not_end_the_others(tmp_path):
-    """After SIGTERM a rank that has gone has failed, unless it has come to its end."""
-    start = command("tests/programs/leaves.py", tmp_path / "ready", ranks=2)
+@pytest.mark.parametrize("generators", [0, 1, 2])
+def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
+    """After SIGTERM a rank that has gone has failed, unless it has come to its end. Generators go meanwhile."""
+    start = command("tests/programs/leaves.py", tmp_path / "ready", generators, ranks=2 + generators)
     how = {"cwd": ROOT, "env": environment(), "start_new_session": True, "text": True}
     process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     try:
         while not (tmp_path / "ready").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        console = process.communicate(timeout=60)[0]
+        console = process.communicate(timeout=20)[0]  # before the 25 that a rank has at most
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

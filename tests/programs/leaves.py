@@ -1,4 +1,8 @@
-"""Two ranks that have agreed to stop: the second one goes at once, the first has something left to do before its last line."""
+"""Two learners that have agreed to stop, and so many generators: the second learner goes at once, the first has something left
+to do before its last line.
+
+python tests/programs/leaves.py FILE_THAT_TELLS_IT_IS_READY GENERATORS
+"""
 
 import sys
 import time
@@ -7,10 +11,15 @@ from pathlib import Path
 from rl import dist, process
 from rl.errors import Stopped
 
+ready, generators = Path(sys.argv[1]), int(sys.argv[2])
 
-def main(ranks: dist.Ranks) -> None:
+
+def main(joined: dist.Ranks | dist.Split) -> None:
+    if generators and joined.role == "generator":
+        time.sleep(600)
+    ranks = joined.ranks if generators else joined
     if ranks.is_main:
-        Path(sys.argv[1]).touch()
+        ready.touch()
     while not dist.stopping():
         time.sleep(0.05)
     if ranks.is_main:
@@ -18,4 +27,4 @@ def main(ranks: dist.Ranks) -> None:
     raise Stopped("all is done" if ranks.is_main else "")
 
 
-process.run(main)
+process.run(main, join=(lambda: dist.init_split(generators)) if generators else dist.init)
