@@ -199,30 +199,21 @@ def job() -> str | None:
 
 def heed_sigterm(store: dist.Store, learns: bool = True) -> None:
     """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
-    failed, and no step will be finished any more; but a report of a hang will. Learners let each other finish what is left to
-    do; a generator (`learns` is False) goes with the first of them."""
+    failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was told to,
+    the checkpoint is whole: other learners may finish what is their own, and generators (`learns` is False) go."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
     _neighbours.update(processes)
 
     def all_well() -> bool:
-        gone = [rank for rank, pid in processes.items() if not is_alive(pid)]
+        gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
         try:
-            return not gone or may_go_on(open_store(), gone)
+            if not gone or (shared := open_store()).check([watchdog.ALARM]):
+                return True
+            return learns if shared.check(["stopped"]) else shared.check(gone)
         except dist.DistError:
             return False
-
-    def may_go_on(shared: dist.Store, gone: list[int]) -> bool:
-        if shared.check([watchdog.ALARM]):
-            return True
-        stopped = [rank for rank in gone if shared.check([f"stopped/{rank}"])]
-        if not all(rank in stopped or shared.check([f"ended/{rank}"]) for rank in gone):
-            return False
-        if stopped and not learns:
-            end_well(stopped=True)
-            return False
-        return True
 
     signals.stop_gently(all_well)
 
@@ -239,4 +230,4 @@ def end_well(stopped: bool = False) -> None:
     """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
     has come to its end, or has `stopped` as it was told to."""
     with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
-        open_store().set(f"{'stopped' if stopped else 'ended'}/{here().rank}", "")
+        open_store().set("stopped" if stopped else f"ended/{here().rank}", "")
