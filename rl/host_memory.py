@@ -7,9 +7,8 @@ import os
 
 import torch
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's names, M_..., of what mallopt sets
-LARGEST = 2**25  # bytes: larger pieces glibc maps one by one, whatever it is told
-NEVER = 2**31 - 1  # bytes free at the heap's end before any are given back
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's names, M_..., of what mallopt sets
+NEVER = -1  # as TRIM_THRESHOLD
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -20,10 +19,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def keep_freed() -> None:
     """From now on the memory of freed tensors stays with the process. glibc would hand a step's activations back to the kernel,
-    and with the next step each page of them is taken anew and cleared, a fault for every 4 KB: a tenth of a small model's
-    update. Does nothing where malloc is not glibc's, or where the environment says how it shall work."""
+    and with the next step each page of them is taken anew and cleared, a fault for every 4 KB: a tenth of an update. Large
+    pieces, too, come from the heap then, where they stay; mapped one by one they would be gone as soon as they are freed. Does
+    nothing where malloc is not glibc's, or where the environment says how it shall work."""
     said = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and not said:
-        mallopt(MMAP_THRESHOLD, LARGEST)
+        mallopt(MMAP_MAX, 0)
         mallopt(TRIM_THRESHOLD, NEVER)

@@ -33,7 +33,7 @@ from rl.masters import keep_in_bf16, set_apart, take_masters
 from rl.metrics import train_flops_per_token
 from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
 from rl.packed_kernels import check_kernel
-from rl.policy import Policy
+from rl.policy import LOGITS_KEPT, Policy
 from rl.pretrained import empty_model, layers, load_config
 from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
@@ -54,7 +54,8 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Precision of the computation. Master weights are fp32 in any case; so are gradients and the optimizer's moments unless
     --grad-dtype and --optim say otherwise."""
     gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass. Takes less memory and about a third more time."""
+    """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
+    third more time."""
     compile: bool = False
     """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
     seconds, some where its cache on disk is warm. A CPU needs a C++ compiler for it, a GPU Triton."""
@@ -118,7 +119,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
         compile_layers(model, path)
     else:
         keep_less(model)
-    policy = Policy(model, Router.of(model, args)).train(trainable)
+    logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
+    policy = Policy(model, Router.of(model, args), logits_kept).train(trainable)
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=trainable)

@@ -9,15 +9,17 @@ from rl.log_probs import ChunkedLogProbs
 from rl.router import Router
 from rl.vision import takes_images
 
-LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] held at a time: 256 MB in fp32
+LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
+LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB; of further tokens logits are made once more
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward returns what the losses need, without ever holding [tokens, vocabulary]."""
+    """A causal language model whose forward returns what the losses need, and holds [tokens, vocabulary] only where small."""
 
-    def __init__(self, model: nn.Module, router: Router | None = None):
+    def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
         super().__init__()
         self.model, self.router, self.takes_images = model, router, takes_images(model.config)
+        self.logits_kept = logits_kept
         if self.takes_images:
             vision_forward.embed_by_product(model)
 
@@ -32,8 +34,9 @@ class Policy(nn.Module):
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
+        kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
-            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE
+            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
         )
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 

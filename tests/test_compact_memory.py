@@ -19,8 +19,10 @@ from rl.blocks import local
 from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
+from rl.log_probs import ChunkedLogProbs
 from rl.micro_batch import choose_tokens, settled
 from rl.plan.memory_count import MemoryCount
+from rl.policy import LOGITS_KEPT
 from rl.precision import in_words, precisions
 from rl.ranges import check
 
@@ -295,6 +297,20 @@ def test_gradients_are_counted_as_such_where_the_head_goes_in_chunks(models, ran
         gradients(learner, 0)
     assert count.host.live["gradients"] == sum(4 * p.numel() for p in matrices)
     assert count.host.live["logits"] < 4 * learner.policy.model.lm_head.weight.numel()
+
+
+def test_logits_are_kept_but_where_memory_is_to_be_saved_or_nothing_learns(models, ranks, monkeypatch):
+    monkeypatch.setattr("rl.policy.LOGITS_AT_ONCE", 64)
+    kept, apply = [], ChunkedLogProbs.apply
+    monkeypatch.setattr("rl.policy.ChunkedLogProbs.apply", lambda *args: kept.append(args[-1]) or apply(*args))
+    batch = Batch.of([make_group(0, [9, 9])])
+    (micro,) = micro_batches(batch, torch.arange(2), 100, ranks)
+    for flag, expected in ((False, LOGITS_KEPT), (True, 0)):
+        learner = make_learner(models["qwen2-tied"], ranks, gradient_checkpointing=flag)
+        kept.clear()  # what the check at the start did
+        learner.log_probs(micro)
+        learner.log_probs_of("policy", batch, [[micro]])
+        assert kept == [expected, 0]
 
 
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])

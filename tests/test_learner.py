@@ -13,9 +13,9 @@ from helpers import SMALL, make_group, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl import learner as learner_module
+from rl import log_probs as log_probs_module
 from rl.batch import Batch, micro_batches
 from rl.learner import Learner, LearnerArgs
-from rl.log_probs import ChunkedLogProbs
 from rl.optimizer import lr_factor
 
 BUDGETS = [32, 100, 4096]
@@ -155,24 +155,34 @@ def test_chunked_log_probs_equal_whole_ones(compute, models, reference):
     torch.testing.assert_close(data["4096/log_prob"], reference[0]["4096/log_prob"], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("allowed", "kept"), [(0, 0), (5, 0), (16, 12), (24, 23), (100, 23)])  # of 23 tokens, 6 in a chunk
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("use_entropy", [False, True])
-def test_chunks_give_the_gradient_of_autograd(with_bias, use_entropy):
+def test_chunks_give_the_gradient_of_autograd(use_entropy, with_bias, dtype, allowed, kept, monkeypatch):
+    """In a second backward pass of the same graph, too."""
     torch.manual_seed(0)
     n, d, vocabulary = 23, 8, 50
     leaves = [torch.randn(n, d), torch.randn(vocabulary, d), torch.randn(vocabulary) if with_bias else None]
-    leaves = [leaf if leaf is None else leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf if leaf is None else leaf.to(dtype).requires_grad_() for leaf in leaves]
     labels, weight = torch.randint(vocabulary, (n,)), torch.randn(n)
+
+    made, make = [], log_probs_module._logits
+    monkeypatch.setattr(log_probs_module, "IN_CACHE", 4 * vocabulary)
+    monkeypatch.setattr(log_probs_module, "_logits", lambda *args: made.append(len(args[1])) or make(*args))
 
     def gradients(log_prob, entropy):
         loss = ((log_prob + (0.3 * entropy if use_entropy else 0)) * weight).sum()
-        return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+        return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], retain_graph=True)
 
     log_probs = (torch.nn.functional.linear(*leaves).float() / 0.7).log_softmax(-1)
     whole = log_probs.gather(1, labels[:, None]).squeeze(1), -(log_probs.exp() * log_probs).sum(-1)
-    chunked = ChunkedLogProbs.apply(*leaves, labels, 0.7, True, 6 * vocabulary)
+    chunked = log_probs_module.ChunkedLogProbs.apply(*leaves, labels, 0.7, True, 6 * vocabulary, allowed * vocabulary)
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients(*chunked), gradients(*whole), atol=1e-5, rtol=1e-5)
+    expected = gradients(*whole)
+    for tokens in (n + n - kept, n + n - kept + n):  # a second backward pass makes all of them
+        torch.testing.assert_close(gradients(*chunked), expected, atol=1e-5, rtol=1e-5)
+        assert sum(made) == tokens
 
 
 def test_schedule():
