@@ -1,10 +1,11 @@
 """Log-probs and entropy of a large vocabulary, chunked, beside holding the logits: peak memory and time, forward and backward.
 
-    python benchmarks/logprobs.py         # about 10 minutes and 13 GB on 2 cores; writes benchmarks/results/logprobs.{json,md}
+    python benchmarks/logprobs.py         # about 10 minutes and 15 GB on 2 cores; writes benchmarks/results/logprobs.{json,md}
 
 - held: logits [tokens, vocabulary] in one piece, log_softmax, gather, entropy; all of it fp32 and kept for the backward.
-- chunked: `Policy` of rl/policy.py, which holds 256 MB of logits at a time.
-Both end in the sum of the log-probs, whose gradient goes to the hidden states and to the projection; the entropy is a metric,
+- chunked: `Policy` of rl/policy.py, which computes 256 MB of logits at a time and keeps 1 GB for the backward.
+- chunked, none kept: the same where memory is to be saved (--gradient-checkpointing).
+All end in the sum of the log-probs, whose gradient goes to the hidden states and to the projection; the entropy is a metric,
 without gradient. Each measurement is a process of its own; its peak is the resident memory beyond the random projection and
 hidden states, the gradients of both included.
 """
@@ -21,7 +22,7 @@ import torch
 import tyro
 from common import RESULTS, Rounds, over, ratios, setting, table, words, write
 
-SIDES = ("held", "chunked")
+SIDES = ("held", "chunked", "chunked, none kept")
 
 
 @dataclass
@@ -58,8 +59,8 @@ def resident_gb() -> float:
 
 
 def one_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict:
-    """Seconds and the peak beyond the inputs, in GB; the value and a piece of the gradient, to see that both do the same."""
-    from rl.policy import Policy
+    """Seconds and the peak beyond the inputs, in GB; the value and a piece of the gradient, to see that all do the same."""
+    from rl.policy import LOGITS_KEPT, Policy
 
     torch.manual_seed(0)
     head = torch.nn.Linear(hidden, vocabulary, bias=False)
@@ -67,10 +68,10 @@ def one_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict:
         head.weight.normal_(0, 0.02)
     states = torch.randn(tokens, hidden, requires_grad=True)
     labels = torch.randint(vocabulary, (tokens,))
-    policy = Policy(Given(states, head))
+    policy = Policy(Given(states, head), logits_kept=0 if "none" in side else LOGITS_KEPT)
 
     def forward():
-        if side == "chunked":
+        if side != "held":
             return policy({}, None, torch.arange(tokens), labels, 1.0, "metric")
         log_probs = head(states).float().log_softmax(-1)
         with torch.no_grad():
