@@ -6,11 +6,13 @@
 Each size is a process of its own, or eight under torchrun that share the batch and the memory of its records. Counted are the
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
-everything is computed.
+everything is computed. malloc is left as it is, as on an accelerator's host: on a CPU, where freed memory stays
+(rl/host_memory.py), it takes less time and more memory.
 """
 
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -89,7 +91,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
     args = train_sync.Args(rollout_correction="token_tis")
-    groups, divide = shared_groups(size, ranks), lambda: Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks)
+    groups, few = shared_groups(size, ranks), shared_groups("8 x 8 x 10", ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
     def timed(part: str, act: Callable):
@@ -97,6 +99,9 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         result = act()
         seconds[part].append(time.process_time() - started)
         return result
+
+    def make_batch(groups: list[Group]) -> Batch:
+        return Batch.of(groups, Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks))
 
     def rewards_and_advantages(batch: Batch) -> None:
         batch.reward = batch.token_reward()
@@ -107,10 +112,10 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
 
     before = 0
     for number in range(-1, rounds):
-        if number == 0:  # the first round is there to load the code
+        if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        batch = timed("Batch.of", lambda: Batch.of(groups, divide()))
+        batch = timed("Batch.of", lambda those=few if number < 0 else groups: make_batch(those))
         batch.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.old_log_prob = batch.actor_log_prob
         timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))
@@ -138,7 +143,8 @@ def main(args: Args) -> None:
     for size, learners in itertools.product(args.sizes, args.learners):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(learners)] if learners > 1 else []
         command = [sys.executable, *torchrun, __file__, "--alone", size, "--rounds", str(args.rounds)]
-        out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        env = os.environ | {"MALLOC_ARENA_TEST": "8"}  # glibc's own number
+        out = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
         of_ranks = [json.loads(line) for line in out.splitlines()]
         name = size if learners == 1 else f"{size}, one of {learners}"
         results[name] = max(of_ranks, key=lambda r: r["own"])

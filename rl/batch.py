@@ -193,7 +193,8 @@ class Batch:
             own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group)
             here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
             here[own] = lengths[own]
-        masks = [np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in responses]
+        every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
+        masks = (every[: len(r.token_ids)] if r.mask is None else r.mask for r in responses)
         joined = lambda arrays, dtype: torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))  # noqa: E731
         return Batch(
             tickets=[g.ticket for g in groups],
@@ -235,6 +236,14 @@ class Batch:
     def starts(self) -> torch.Tensor:
         """[B]: where each response's tokens begin in the [N] tensors."""
         return self.here.cumsum(0) - self.here
+
+    def by_response(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N] -> its sum over each response's tokens here, [B] float64."""
+        out = torch.zeros(len(self.here), dtype=torch.float64)
+        for piece in pieces(self.seq):
+            those = slice(int(self.seq[piece.start]), int(self.seq[piece.stop - 1]) + 1)
+            out[those] = torch.segment_reduce(x[piece].double(), "sum", lengths=self.here[those])
+        return out
 
     def token_reward(self) -> torch.Tensor:
         """[N]: each response's score on its last token, 0 elsewhere."""

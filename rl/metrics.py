@@ -60,8 +60,7 @@ def train_flops_per_token(config, mean_length: float) -> float:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
-    by_response = torch.segment_reduce(batch.reward, "sum", lengths=batch.here) if len(batch.reward) else batch.score * 0
-    out |= summarize("critic/rewards", batch.over_ranks(by_response))
+    out |= summarize("critic/rewards", batch.over_ranks(batch.by_response(batch.reward)))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored

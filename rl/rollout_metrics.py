@@ -101,14 +101,14 @@ class _Totals:
         counts = torch.unique_consecutive(seq, return_counts=True)[1]  # [b] trained tokens of each response with any
         by_response = lambda x: torch.segment_reduce(x, "sum", lengths=counts)  # noqa: E731
         lr = (lp - roll).clamp_(-20, 20)
-        ratio = lr.exp()
-        sums = by_response(lr).clamp(-20, 20)
-        self._sum(tokens=len(lr), responses=len(counts), kl=-lr, k3_kl=ratio - lr - 1, chi2_token=(2 * lr).exp())
+        ratio, of_response = lr.exp(), by_response(lr)
+        sums = of_response.clamp(-20, 20)
+        self._sum(tokens=len(lr), responses=len(counts), kl=-of_response, k3_kl=ratio - lr - 1, chi2_token=ratio * ratio)
         self._sum(chi2_seq=(2 * sums).exp())
         if rejected is not None:
             lost = by_response(rejected.to(dtype))
             self._sum(rejected=rejected, touched=lost > 0)
-        self._add_weights(ratio, counts, sums if self.level == "sequence" else by_response(lr) / counts)
+        self._add_weights(ratio, counts, sums if self.level == "sequence" else of_response / counts)
         self._add_perplexities(-by_response(lp) / counts, -by_response(roll) / counts)
         self._add_probabilities(lp.exp(), roll.exp(), rejected)
 

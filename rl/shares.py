@@ -161,12 +161,9 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
 
 def groups_of_one(batch: "Batch") -> int:
     """The groups of which one response alone is trained: there is one, or the others could not be scored or were rejected."""
-    import losses  # late: a replay says which
-
     counts = torch.bincount(batch.group)
     if batch.rejected is not None:
-        tokens = batch.over_ranks(losses.sequence_sum(batch.mask.double(), batch.seq, len(batch.lengths)))
-        counts = torch.bincount(batch.group[tokens > 0])
+        counts = torch.bincount(batch.group[batch.over_ranks(batch.by_response(batch.mask)) > 0])
     return int((counts == 1).sum())
 
 
@@ -174,16 +171,15 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
     """The estimator's advantages [N]. inputs: its keywords; tensors among them are [B]."""
     import losses  # late: a replay says which
 
-    if not batch.ranks or estimator.looks_at == "response":
+    if estimator.looks_at == "response":
         return estimator(batch.reward, batch.mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":
         return on_whole(batch, lambda r, m, seq: estimator(r, m, seq, batch.group, **inputs), batch.reward, batch.mask)
     # One token stands for each response: its total, trained if any of its tokens is.
-    count = len(batch.lengths)
-    totals = batch.over_ranks(losses.sequence_sum(batch.reward.double(), batch.seq, count))
-    trained = batch.over_ranks(losses.sequence_sum(batch.mask.double(), batch.seq, count)) > 0
-    of_response = estimator(totals, trained, torch.arange(count), batch.group, **inputs).to(batch.reward.dtype)
-    return torch.where(batch.mask, losses.to_tokens(of_response, batch.seq), 0.0)
+    totals, trained = (batch.over_ranks(batch.by_response(x)) for x in (batch.reward, batch.mask))
+    of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(batch.reward.dtype)
+    advantages = losses.to_tokens(of_response, batch.seq)
+    return advantages if batch.mask.all() else torch.where(batch.mask, advantages, 0.0)
 
 
 def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
