@@ -17,9 +17,9 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """(hidden [n, d], weight [V, d], bias [V] or None, labels [n], temperature, with_entropy, elements, kept) -> (log-prob of
-    the labels [n], entropy [n]) in fp32. About `elements` logits at most are held in fp32 at a time, and as many in a lower
-    precision; beside them at most `kept` until the backward pass."""
+    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n], temperature, with_entropy, elements, kept) ->
+    (log-prob of the labels [n], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many in
+    a lower precision; beside them at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
@@ -74,7 +74,10 @@ class ChunkedLogProbs(torch.autograd.Function):
                     log_probs.div_(ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            grad_weight.addmm_(grad_logits.t(), hidden[chunk], beta=float(chunk.start > 0))
+            if chunk.start:
+                grad_weight.addmm_(grad_logits.t(), hidden[chunk])
+            else:
+                torch.mm(grad_logits.t(), hidden[chunk], out=grad_weight)
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
