@@ -10,6 +10,7 @@ everything is computed. malloc is left as it is, as on an accelerator's host: on
 (rl/host_memory.py), it takes less time and more memory.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -115,7 +116,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        batch = timed("Batch.of", lambda those=few if number < 0 else groups: make_batch(those))
+        batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
         batch.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.old_log_prob = batch.actor_log_prob
         timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))

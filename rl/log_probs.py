@@ -32,8 +32,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         for chunk in _slices(0, len(hidden), ctx.rows):
             keep = chunk.stop <= len(ctx.kept)
             of_chunk = _logits(ctx.kept[chunk] if keep else buffer, hidden[chunk], weight, bias, temperature)  # [c, V]
-            for rows in _slices(chunk.start, chunk.stop, few):
-                logits = of_chunk[rows.start - chunk.start : rows.stop - chunk.start]
+            for rows, logits in zip(_slices(chunk.start, chunk.stop, few), of_chunk.split(few), strict=True):
                 log_probs = torch.log_softmax(logits, -1, out=scratch[: len(logits)])
                 log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
                 scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the denominator
@@ -62,8 +61,8 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_logits = kept[chunk]  # [c, V], log-probs as yet
             else:
                 grad_logits = _logits(buffer, hidden[chunk], weight, bias, ctx.temperature).sub_(scale[chunk, None])
-            for rows in _slices(chunk.start, chunk.stop, few):
-                log_probs, g = grad_logits[rows.start - chunk.start : rows.stop - chunk.start], grad_log_prob[rows, None]
+            for rows, log_probs in zip(_slices(chunk.start, chunk.stop, few), grad_logits.split(few), strict=True):
+                g = grad_log_prob[rows, None]  # [few, 1]
                 if grad_entropy is None:
                     log_probs.exp_().mul_(-g)
                 else:
