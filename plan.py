@@ -44,6 +44,9 @@ class PlanArgs(TimeArgs):
 
 def main(words: list[str]) -> None:
     """words: the command line. Raises UserError for what cannot be planned."""
+    if words in (["--help"], ["-h"]):
+        print(f"{__doc__}\nThe flags: python plan.py {SCRIPTS[0]}.py --help, and so for each script.")
+        return
     name = Path(words[0]).stem if words else ""
     if name not in SCRIPTS:
         raise UserError(

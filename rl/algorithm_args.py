@@ -56,7 +56,8 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True where batches may be stale, unless a correction or a loss compares the two."""
     filter_groups: bool = False
-    """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts."""
+    """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
+    penalty of --overlong-buffer-len does not count."""
     max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
     """Rounds of --filter-groups in a step. What is still missing then is filled with groups without signal."""
 

@@ -26,6 +26,7 @@ from rl.shares import Division, mini_batches
 if TYPE_CHECKING:
     from rl.batch_images import BatchImages
 
+UNPENALISED = "unpenalised_score"  # among a response's further numbers, where there is a penalty on length
 PIECE = 1 << 17  # tokens that are computed on at once, where all are: what a processor's cache holds
 
 
@@ -64,8 +65,9 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if its scores differ: with zero variance all group-wise advantages are 0."""
-        return len({r.score for r in self.scored}) > 1
+        """True if its scores differ, the penalty on length left out: with zero variance all group-wise advantages are 0, and
+        what is right in every response would teach its length alone (DAPO, arXiv 2503.14476, looks at accuracy)."""
+        return len({r.extra.get(UNPENALISED, r.score) for r in self.scored}) > 1
 
     @property
     def oldest(self) -> int:

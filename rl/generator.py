@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 
 from rl import dist
-from rl.batch import Group, Response
+from rl.batch import UNPENALISED, Group, Response
 from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
 from rl.images import ImageError
@@ -216,7 +216,9 @@ class Generator:
             penalty = self._overlong(len(output.token_ids))
             value = 0.0 if score.event and self.args.on_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
-            extra = {**score.extra, **({"overlong_penalty": penalty} if self.args.overlong_buffer_len else {})}
+            extra = dict(score.extra)
+            if self.args.overlong_buffer_len and value is not None:
+                extra |= {UNPENALISED: value, "overlong_penalty": penalty}
             responses.append(_response(output, len(work.prompt.ids), total, extra, score.error))
         if work.greedy:
             greedy = responses.pop()

@@ -28,7 +28,7 @@ def prepare(title: str, tree: Path) -> list[str]:
     *first, (language, last) = section(title)
     assert language == "sh"
     for language, text in first:
-        command = ["git", "apply", "-C1", "--recount", "-"] if language == "diff" else text.split()
+        command = ["git", "apply", "--recount", "-"] if language == "diff" else text.split()
         done = subprocess.run(command, cwd=tree, input=text, text=True, capture_output=True)
         assert done.returncode == 0, f"{title}: {done.stderr}"
     return last.split()

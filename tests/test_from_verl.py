@@ -272,6 +272,12 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),
         ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=token-mean", {"loss-agg-mode": "seq-mean-token-mean"}),
+        ("A.actor.policy_loss.loss_mode=sapo", {"loss-agg-mode": "seq-mean-token-mean"}),
+        ("A.actor.policy_loss.loss_mode=dppo_tv", {"clip-ratio-c": 3.0}),
+        ("A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_c=10000", {"clip-ratio-c": 10000}),
+        ("A.actor.use_dynamic_bsz=False", {"ppo-max-token-len-per-gpu": None}),
+        ("trainer.nnodes=1", {"logger": ["console", "wandb"]}),
+        ("trainer.logger=console", {"logger": ["console"]}),
         ("A.actor.policy_loss.loss_mode=kl_cov", {"loss-args": ["ratio=0.0002", "coef=0.1"]}),
         ("A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2", {"loss-args": ["tau_pos=1.0", "tau_neg=1.2"]}),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl",
@@ -315,6 +321,18 @@ SPLIT = (
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
 )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm.adv_estimator=rloo trainer.project_name=verl_examples",
+        "algorithm.adv_estimator=rloo \\\n  data.train_files=/home/me/verl/data/train.parquet",
+        "algorithm.adv_estimator=rloo custom_reward_function.path='my verl/main_ppo.py'  # as in verl.trainer",
+    ],
+)
+def test_words_alone_may_speak_of_verl(text):
+    assert shown(translate.translate(read_text(text)))["adv-estimator"] == "rloo"
 
 
 def test_fully_async_counts_in_publishes_and_prompts():

@@ -225,6 +225,11 @@ def test_learners_alone_whose_generators_come_and_go(model):
         assert memory_plan.learners_of(args, Machine(2, 8)) == learners
 
 
+def test_help_without_a_script_says_where_the_flags_are(capsys):
+    plan.main(["--help"])
+    assert "python plan.py train_sync.py --help" in capsys.readouterr().out
+
+
 def test_what_cannot_be_planned_is_one_message():
     with pytest.raises(UserError, match=r"name one of train_sync\.py"):
         plan.main(["train.py"])

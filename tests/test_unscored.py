@@ -82,12 +82,13 @@ def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(train
         assert metrics["actor/grad_norm"] >= 0 and metrics["reward/unscored"] == 4 * len(holes)
 
 
-def group_of(args, scores: list[Score]) -> Group:
-    """What the generator makes of a prompt's responses with these scores."""
+def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
+    """What the generator makes of a prompt's responses with these scores: by default all the same response of two tokens."""
     prompt = Prompt([1], "1", "demo", "1", {}, "row 0")
     output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
     greedy = len(scores) > args.rollout_n
-    work = Work(prompt, args.rollout_n, greedy, dict.fromkeys(range(len(scores)), output), dict(enumerate(scores)))
+    outputs = dict(enumerate(outputs or [output] * len(scores)))
+    work = Work(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
     generator.args = args
     return Generator._group(generator, 0, work)
@@ -104,6 +105,20 @@ def test_on_error_chooses_what_becomes_of_them():
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, -0.5, "timeout: slow")
     batch = Batch.of([group_of(zero, scores)])
     assert batch.unscored == 0 and batch.errors == ["timeout: slow"] and batch.score.tolist() == [0.5, -0.5]
+
+
+def test_a_penalty_on_length_is_no_signal():
+    """DAPO's filter looks at what was right: a group of right answers, one of them long, would teach its length alone."""
+    args = train_sync.Args(rollout_n=2, overlong_buffer_len=4, max_response_length=5, overlong_penalty_factor=0.3)
+    outputs = [Output((0, i), [5] * n, [-0.1] * n, [0] * n, "stop") for i, n in enumerate((1, 4))]
+    for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
+        group = group_of(args, list(map(Score, scores)), outputs)
+        short, long = group.responses
+        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.has_signal == has_signal
+        assert Group.from_bytes(group.to_bytes()).has_signal == has_signal
+        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).has_signal == (
+            scores[0] != scores[1]
+        )
 
 
 def test_without_the_greedy_baseline_no_response_is_trained():

@@ -10,6 +10,7 @@ command is read from standard input. Variables of the script can be set before: 
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,11 +53,21 @@ def read(words: list[str], file: Path | None) -> Command:
 
 def read_text(text: str) -> Command:
     """A command or a script; overrides alone are read as if verl's program stood before them."""
-    if "verl" not in text and "main_ppo" not in text:
+    if _is_overrides(text):
         text = "python3 -m verl " + text.replace("\\\n", " ").replace("\n", " ")
     command = read_script(text)
     command.module = "" if command.module == "verl" else command.module
     return command
+
+
+def _is_overrides(text: str) -> bool:
+    """Whether it is key=value words and no more: values may speak of verl, too."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:  # a quote without its other half
+        words = []
+    only = bool(words) and all("=" in word or word.startswith("~") for word in words)
+    return only or ("verl" not in text and "main_ppo" not in text)
 
 
 def report(command: Command) -> str:

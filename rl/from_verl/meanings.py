@@ -92,7 +92,9 @@ def token_budget(run: Run) -> dict[str, object]:
     if run[of + "use_dynamic_bsz"]:
         tokens = run[of + "ppo_max_token_len_per_gpu"]
     else:
-        sequences = run[of + "ppo_micro_batch_size_per_gpu"] or run[of + "ppo_micro_batch_size"] or 1
+        sequences = run[of + "ppo_micro_batch_size_per_gpu"] or run[of + "ppo_micro_batch_size"]
+        if not sequences:
+            return {}
         tokens = -(-sequences * run.full_length // shared_by)
     least = -(-run.full_length // shared_by)
     if tokens < least:
@@ -115,7 +117,7 @@ def estimator(run: Run) -> dict[str, object]:
 
 def aggregation(run: Run) -> dict[str, object]:
     loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
-    if loss in ("gspo", "geo_mean") and mode != "seq-mean-token-mean":
+    if loss in ("gspo", "geo_mean", "sapo") and mode != "seq-mean-token-mean":
         run.note(f"verl's {loss} aggregates as seq-mean-token-mean whatever loss_agg_mode says; it says {mode}.")
         mode = "seq-mean-token-mean"
     return {"--loss-agg-mode": mode}
@@ -147,7 +149,9 @@ def clips(run: Run) -> dict[str, object]:
 
 
 def dual_clip(run: Run) -> dict[str, object]:
-    return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if run.has("A.actor.clip_ratio_c") else None}
+    # dppo_tv's own default, the paper's, never counts in verl: the actor's is in its place
+    counts = run.has("A.actor.clip_ratio_c") or run["A.actor.policy_loss.loss_mode"] == "dppo_tv"
+    return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if counts else None}
 
 
 def kl_loss(run: Run) -> dict[str, object]:
@@ -205,6 +209,8 @@ def filter_groups(run: Run) -> dict[str, object]:
     rounds = run[of + "max_num_gen_batches"]
     if run[of + "metric"] not in (None, "score", "seq_reward", "seq_final_reward"):
         run.lacks(of + "metric", "groups are filtered by their score")
+    elif str(run[of + "metric"]).startswith("seq_") and run["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
+        run.lacks(of + "metric", "groups are filtered by their score without the penalty on length")
     if not rounds or rounds < 0:
         run.note("verl sets no limit to the rounds of filter_groups; here --max-num-gen-batches does.")
         return {"--filter-groups": True}
@@ -377,7 +383,7 @@ def experiment(run: Run) -> dict[str, object]:
 
 
 def logger(run: Run) -> dict[str, object]:
-    names = listed(run["trainer.logger"]) if run.has("trainer.logger") else ["console"]
+    names = listed(run["trainer.logger"])
     if unknown := [name for name in names if name not in LOGGERS]:
         run.lacks("trainer.logger", f"{', '.join(map(str, unknown))}; here {', '.join(LOGGERS)}")
     return {"--logger": [name for name in names if name in LOGGERS] or None}

@@ -96,7 +96,8 @@ TABLE: dict[str, list[Row]] = {
             "A.actor.ppo_micro_batch_size=null",
             "--ppo-max-token-len-per-gpu",
             "micro-batches are always filled by tokens; a micro-batch size becomes so many prompts and responses of full "
-            "length. At least one full sequence together with `--sequence-parallel`",
+            "length; where verl is given none, which it refuses, as many as fit. At least one full sequence together with "
+            "`--sequence-parallel`",
             m.token_budget,
         ),
         to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size=1", "--sequence-parallel",
@@ -203,12 +204,13 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode",
            "`token-mean` in verl; here that of the loss's paper by default. Denominators are global; "
-           "`gspo` and `geo_mean` are `seq-mean-token-mean` in both", m.aggregation),
+           "`gspo`, `geo_mean` and `sapo` are `seq-mean-token-mean` in both", m.aggregation),
         to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2",
            "--clip-ratio-low, --clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's "
            "paper",
            m.clips),
-        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "", m.dual_clip),
+        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv`, too; there 20 here by default, the paper's",
+           m.dual_clip),
         to("A.actor.entropy_coeff=0.0", "--entropy-coeff"),
         to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl",
            "--use-kl-loss, --kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
@@ -226,8 +228,8 @@ TABLE: dict[str, list[Row]] = {
            "--use-rollout-log-probs", "on by default where batches may be stale, as in verl", m.old_log_probs),
         to("algorithm.filter_groups.enable=False algorithm.filter_groups.max_num_gen_batches=0 "
            "algorithm.filter_groups.metric=null",
-           "--filter-groups, --max-num-gen-batches", "by the score, whatever the metric; 0 is no limit in "
-           "verl", m.filter_groups),
+           "--filter-groups, --max-num-gen-batches", "by the score without the penalty on length, whatever the "
+           "metric; 0 is no limit in verl", m.filter_groups),
         missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
         missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
                 "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
