@@ -52,6 +52,17 @@ class LogArgs:
     """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
     each run."""
 
+    def check(self) -> None:
+        """Raises UserError for a directory that no file system can have."""
+        path = Path(self.output_dir, self.experiment_name or "")
+        try:
+            str(path).encode()
+            path.exists()
+        except UnicodeEncodeError:
+            raise UserError(f"--output-dir, --experiment-name: {ascii(str(path))} is not UTF-8. Choose another name.") from None
+        except OSError as error:  # too long a name, or one that may not be looked at
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
+
 
 @dataclass(frozen=True)
 class Origin:

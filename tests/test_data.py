@@ -92,6 +92,18 @@ def test_max_samples_and_prompt_key(tmp_path):
     assert [r.text for r in rows] == ["0+1=", "1+1="] and rows[1].ground_truth == "2"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_text_that_looks_like_a_time_stays_text(name, tmp_path):
+    """pyarrow makes times of a JSON column of dates alone."""
+    dates = ["2021-05-01", "2021-05-02T10:00:00Z", "2021-05-03 11:12:13"]
+    rows = [verl_row("1+1=", date) | {"extra_info": {"of": [{"day": date}]}} for date in dates]
+    file = write(tmp_path / name, *rows)
+    if name == "a.json":
+        file.write_text(json.dumps(rows, indent=1))
+    read = dataset(file)
+    assert [row.ground_truth for row in read] == dates and read[1].extra_info["of"] == [{"day": dates[1]}]
+
+
 def test_what_is_not_taken_is_not_looked_at(tmp_path):
     good, bad = (
         write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2"), verl_row("3", None, source=None)),

@@ -203,3 +203,9 @@ def test_a_penalty_longer_than_the_response_is_refused():
     check(train_sync.Args(overlong_buffer_len=8, max_response_length=8))
     with pytest.raises(UserError, match="--overlong-buffer-len 9 is more than --max-response-length 8"):
         check(train_async.Args(overlong_buffer_len=9, max_response_length=8))
+
+
+@pytest.mark.parametrize("name", ["r" * 400, "\udcff"])
+def test_a_directory_that_no_file_system_has_is_one_message(name, tmp_path):
+    with pytest.raises(UserError, match="--experiment-name: .* (cannot be one|is not UTF-8)"):
+        flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
