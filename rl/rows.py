@@ -49,8 +49,8 @@ def read_table(file: str, split: str):
 
 
 def _as_written(file: str) -> list[dict]:
-    """The rows of a JSON file, whose texts stay texts: pyarrow makes times of a column of nothing but dates, and an answer would
-    be compared with one."""
+    """The rows of a JSON file, whose texts stay texts: pyarrow makes times of a column of nothing but dates, and an answer
+    would be compared with one."""
     text = Path(file).read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text)

@@ -59,7 +59,7 @@ class LogArgs:
             str(path).encode()
             path.exists()
         except UnicodeEncodeError:
-            raise UserError(f"--output-dir, --experiment-name: {ascii(str(path))} is not UTF-8. Choose another name.") from None
+            raise UserError(f"--output-dir, --experiment-name: {str(path)!a} is not UTF-8. Choose another name.") from None
         except OSError as error:  # too long a name, or one that may not be looked at
             raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
 

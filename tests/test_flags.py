@@ -207,5 +207,5 @@ def test_a_penalty_longer_than_the_response_is_refused():
 
 @pytest.mark.parametrize("name", ["r" * 400, "\udcff"])
 def test_a_directory_that_no_file_system_has_is_one_message(name, tmp_path):
-    with pytest.raises(UserError, match="--experiment-name: .* (cannot be one|is not UTF-8)"):
+    with pytest.raises(UserError, match=r"--experiment-name: .* (cannot be one|is not UTF-8)"):
         flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
