@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from filelock import FileLock
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rl.demo_cache import VERSIONS, directory, is_made
 from rl.errors import UserError
 from rl.host_memory import keep_freed
 from rl.progress import track
 
-VERSION = 3  # of the recipe below: another one makes another model, in another folder
+VERSION = VERSIONS["demo"]  # of the recipe below
 LARGEST = 49
 INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size): learns from fewer sums than with the usual 0.02
 NUM_VALIDATION = 500  # of the 2,500 problems; the other 2,000 are for training
@@ -37,11 +38,6 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
-def cache_dir() -> Path:
-    """The directory of the demo's model: $RL_CACHE, else ~/.cache/rl-scripts."""
-    return Path(os.environ.get("RL_CACHE") or Path.home() / ".cache" / "rl-scripts")
 
 
 def problems(split: str) -> list[dict]:
@@ -69,13 +65,13 @@ def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
     """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one beside it that is renamed
     then: a killed process leaves no half-made model. Several processes may ask at once. Raises UserError where nothing can be
     written."""
-    target = cache_dir() / f"{name}-v{version}"
+    target = directory(name, version)
     try:
-        if (target / "config.json").exists():
+        if is_made(target):
             return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not (target / "config.json").exists():
+            if not is_made(target):
                 _make_and_rename(target, version, make)
     except OSError as error:
         raise UserError(

@@ -6,8 +6,9 @@ Four layers of 8 experts, 2 of which a token goes to: as many active parameters 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl import demo
+from rl.demo_cache import VERSIONS
 
-VERSION = demo.VERSION
+VERSION = VERSIONS["demo-moe"]
 
 
 def model_dir() -> str:

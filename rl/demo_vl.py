@@ -18,8 +18,9 @@ from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGen
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rl.demo import SPECIAL, Phase, made_once, tokenizer_of, train_in
+from rl.demo_cache import VERSIONS
 
-VERSION = 2  # of the recipe below: another one makes another model, in another folder
+VERSION = VERSIONS["demo-vl"]  # of the recipe below
 INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size): learns from fewer pictures than with the usual 0.02
 SIZES = {"train": 1000, "val": 250}  # pictures of each split
 SIDE = 64  # of a picture, in pixels

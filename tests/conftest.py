@@ -1,17 +1,19 @@
 """Fixtures, and the processes that the tests' runs are forked from. What tests call stands in helpers.py."""
 
 import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import nodes
 import pytest
-from helpers import CONFIGS, GSM8K, ROOT, environment, save_model
+from helpers import CONFIGS, GSM8K, ROOT, demo, environment, save_model
 
 
 @pytest.fixture(scope="session")
@@ -24,25 +26,19 @@ def models(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def demo_model() -> str:
     """The demo's model."""
-    from rl.demo import model_dir
-
-    return model_dir()
+    return demo("demo")
 
 
 @pytest.fixture(scope="session")
 def demo_moe_model() -> str:
-    """The demo's mixture of experts: made before a job that trains it, whose time limit is not for that."""
-    from rl.demo_moe import model_dir
-
-    return model_dir()
+    """The demo's mixture of experts."""
+    return demo("demo-moe")
 
 
 @pytest.fixture(scope="session")
 def demo_vl_model() -> str:
     """The model of the demo with images."""
-    from rl.demo_vl import model_dir
-
-    return model_dir()
+    return demo("demo-vl")
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +80,69 @@ IMPORTED = {  # by the processes that fork runs (tests/forks.py)
 IMPORTED["plain"] += ["rl.demo", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
 
 
+class Forks:
+    """The processes that fork runs (tests/forks.py), one set for all workers. Each is started when a run first asks for it, by
+    the process that outlives all workers and has an environment that no test has changed."""
+
+    def __init__(self):
+        self.directory = tempfile.mkdtemp(prefix="rl-tests-")
+        self._processes: list[subprocess.Popen] = []
+        self._environment = environment()
+        self._waiting: dict[socket.socket, list[str]] = {}  # listening -> what its process imports
+        for kind, modules in IMPORTED.items():
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"{self.directory}/{kind}")
+            listener.listen()
+            self._waiting[listener] = modules
+        self._ended, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._start_when_asked, name="forks", daemon=True)
+        self._thread.start()
+
+    def _start_when_asked(self) -> None:
+        while True:
+            ready, _, _ = select.select([*self._waiting, self._ended], [], [])
+            if self._ended in ready:
+                return
+            for listener in ready:
+                self._start(listener, self._waiting.pop(listener))
+
+    def _start(self, listener: socket.socket, modules: list[str]) -> None:
+        command = [sys.executable, ROOT / "tests" / "forks.py", str(listener.fileno()), *modules]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
+        started = subprocess.Popen(command, cwd=ROOT, env=self._environment, start_new_session=True, **pipes)
+        self._processes.append(started)
+        listener.close()
+
+    def end(self) -> None:
+        os.close(self._end)
+        self._thread.join()
+        os.close(self._ended)
+        for listener in self._waiting:
+            listener.close()
+        for process in self._processes:
+            process.stdin.close()
+            process.wait()
+        shutil.rmtree(self.directory)
+
+
+WORKERS = 3  # processes of one thread, which wait for each other now and then
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the number
+def pytest_cmdline_main(config) -> None:
+    """Without -n, a whole run has workers; one of named files or tests has none, which would each import everything first."""
+    option = config.option
+    if hasattr(config, "workerinput") or getattr(option, "numprocesses", 0) is not None:
+        return
+    named = config.args_source is pytest.Config.ArgsSource.ARGS and not all(Path(name).is_dir() for name in config.args)
+    option.numprocesses = 0 if named or option.usepdb or option.collectonly else WORKERS
+
+
 def pytest_configure(config) -> None:
-    """Starts the processes that fork runs, one set for all workers, and makes the models that most runs train: no test's time
-    limit pays for them."""
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
-    config.forks, where = [], tempfile.mkdtemp(prefix="rl-tests-")
-    os.environ["RL_TESTS"] = where
-    for kind, modules in IMPORTED.items():
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"{where}/{kind}")
-            listener.listen()
-            command = [sys.executable, ROOT / "tests" / "forks.py", str(listener.fileno()), *modules]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
-            config.forks.append(subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes))
-    make = "from rl import demo, demo_vl; demo.model_dir(); demo_vl.model_dir()"
-    subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True, timeout=900)
+    config.forks = Forks()
+    os.environ["RL_TESTS"] = config.forks.directory
     os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 
 
@@ -113,8 +156,5 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_unconfigure(config) -> None:
-    for process in getattr(config, "forks", []):
-        process.stdin.close()
-        process.wait()
     if hasattr(config, "forks"):
-        shutil.rmtree(os.environ["RL_TESTS"])
+        config.forks.end()

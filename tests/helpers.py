@@ -3,14 +3,18 @@
 torch and transformers are imported where they are used: xdist's controller loads this file too, and runs no test.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from rl import demo_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
@@ -93,10 +97,46 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
 
 
+@contextlib.contextmanager
+def no_time_limit() -> Iterator[None]:
+    """Stop the running test's clock: pytest-timeout's is this timer. What tests share is paid for by none of them."""
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def demo(name: str) -> str:
+    """Return the directory of "demo", "demo-vl" or "demo-moe". Make the model first if this machine does not have it yet."""
+    where = demo_cache.directory(name, demo_cache.VERSIONS[name])
+    if not demo_cache.is_made(where):
+        make = f"from rl.{name.replace('-', '_')} import model_dir; model_dir()"
+        with no_time_limit():
+            subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
+    return str(where)
+
+
+def demo_trained_by(arguments: Sequence[str]) -> str | None:
+    """Return the name of the demo model that a script with these arguments trains, None if it trains another model."""
+    if not any(Path(argument).suffix == ".py" for argument in arguments):
+        return None
+    model = "demo"  # every script's default
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument == "--model":
+            model = following
+        elif argument.startswith("--model="):
+            model = argument.removeprefix("--model=")
+    return model if model in demo_cache.VERSIONS else None
+
+
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
     """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
-    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank."""
+    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank. Makes the
+    demo model that the script trains: the script's own time limit is not for that."""
     arguments = list(map(str, arguments))
+    if name := demo_trained_by(arguments):
+        demo(name)
     if not fresh:
         return [sys.executable, "-S", "tests/forked.py", imported, str(ranks or 0), *arguments]
     alone = [] if "--nnodes" in arguments else ["--standalone"]
