@@ -6,25 +6,29 @@ it can add but usually does not. That is what reinforcement learning can mend: a
 reward to learn from, one that always did would have nothing to learn.
 """
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rl import watchdog
 from rl.demo_cache import VERSIONS, directory, is_made
 from rl.errors import UserError
 from rl.host_memory import keep_freed
+from rl.hub_names import hub_names
 from rl.progress import track
 
 VERSION = VERSIONS["demo"]  # of the recipe below
@@ -63,14 +67,14 @@ def model_dir() -> str:
 
 def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
     """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one beside it that is renamed
-    then: a killed process leaves no half-made model. Several processes may ask at once. Raises UserError where nothing can be
-    written."""
+    then: a killed process leaves no half-made model. Several processes may ask at once, on any rank of a job. Raises UserError
+    where nothing can be written."""
     target = directory(name, version)
     try:
         if is_made(target):
             return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
+        with _locked(target):
             if not is_made(target):
                 _make_and_rename(target, version, make)
     except OSError as error:
@@ -81,7 +85,23 @@ def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
     return str(target)
 
 
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Let one process make the model. To wait for another one that does is no hang: that one's own watchdog watches it."""
+    lock = FileLock(f"{target}.lock")
+    while not lock.is_locked:
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=1)
+        watchdog.progress()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) -> None:
+    for left in target.parent.glob(f"{target.name}-*"):  # by a killed process: nobody else makes one now
+        shutil.rmtree(left, ignore_errors=True)
     state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
@@ -91,6 +111,9 @@ def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) ->
     keep_freed()
     try:
         make(work)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -138,8 +161,24 @@ def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
     _teach(model, tokenizer)
-    model.save_pretrained(directory)
+    save(model, directory)
     tokenizer.save_pretrained(directory)
+
+
+def save(model: PreTrainedModel, directory: str) -> None:
+    """Write the files that model.save_pretrained writes. That method writes none of them on a rank other than the job's first
+    (transformers 5.18 and later), and the rank that makes a demo model may be any."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    parameters = dict(model.named_parameters())  # tied ones once
+    tensors = {}
+    for name, parts in hub_names(model).items():
+        elements = parameters[name].detach().flatten()
+        cut = elements.split([shape.numel() for _, shape in parts])
+        tensors |= {part: of_part.view(shape) for (part, shape), of_part in zip(parts, cut, strict=True)}
+    save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
 
 
 def _teach(
@@ -189,6 +228,7 @@ def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> N
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            watchdog.progress()
             if (step + 1) % phase.every == 0 and phase.ends():
                 break
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rl.demo import SPECIAL, Phase, made_once, tokenizer_of, train_in
+from rl.demo import SPECIAL, Phase, made_once, save, tokenizer_of, train_in
 from rl.demo_cache import VERSIONS
 
 VERSION = VERSIONS["demo-vl"]  # of the recipe below
@@ -130,8 +130,9 @@ def _make(directory: str) -> None:
     tokenizer, processor = build_tokenizer(), build_processor()
     model = build_model(tokenizer)
     _teach(model, tokenizer, processor)
-    for part in (model, tokenizer, processor):
-        part.save_pretrained(directory)
+    save(model, directory)
+    tokenizer.save_pretrained(directory)
+    processor.save_pretrained(directory)
 
 
 def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int = 160, wrong_steps: int = 60) -> None:

@@ -1,0 +1,38 @@
+"""A job of two ranks that makes demo models; nothing is taught.
+
+own DIRECTORY            each rank has a cache of its own, as on a node of its own, and makes all models in it
+late SCRIPT FLAGS ...    both ranks train in one cache; the first rank asks for the model when the second one has made it
+"""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from rl import demo, demo_cache, demo_moe, demo_vl
+
+how, *arguments = sys.argv[1:]
+rank = int(os.environ["RANK"])
+demo._teach = demo_vl._teach = lambda *_: None
+
+if how == "own":
+    torch.distributed.init_process_group("gloo")
+    os.environ["RL_CACHE"] = f"{arguments[0]}/{rank}"
+    for module in (demo, demo_moe, demo_vl):
+        module.model_dir()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+else:
+    made_once = demo.made_once
+
+    def late(name, version, make):
+        while rank == 0 and not demo_cache.directory(name, version).exists():
+            time.sleep(0.05)
+        return made_once(name, version, make)
+
+    demo.made_once = demo_vl.made_once = late
+    sys.argv = arguments
+    runpy.run_path(str(Path(arguments[0]).resolve()), run_name="__main__")

@@ -1,0 +1,103 @@
+"""The demo's models are made by whichever rank asks first, and are the same files."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from helpers import ROOT, run_script
+
+from rl import demo, demo_cache, demo_moe, demo_vl, watchdog
+
+PROGRAM = "tests/programs/demo_by_ranks.py"
+MODELS = {"demo": demo, "demo-moe": demo_moe, "demo-vl": demo_vl}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "made.json"}
+
+
+@pytest.fixture
+def untaught(monkeypatch, tmp_path) -> Path:
+    """A cache of this test's, whose models are made in a moment."""
+    for module in (demo, demo_vl):
+        monkeypatch.setattr(module, "_teach", lambda *_: None)
+    monkeypatch.setenv("RL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_every_rank_can_make_every_model(tmp_path):
+    """The ranks have caches of their own, as nodes have: there is no first rank on the second one."""
+    run_script(PROGRAM, "own", tmp_path, ranks=2, timeout=120)
+    for name, version in demo_cache.VERSIONS.items():
+        first, second = (contents(tmp_path / rank / f"{name}-v{version}") for rank in "01")
+        assert first == second
+        assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= first.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_files_are_those_of_save_pretrained(name, untaught, tmp_path, monkeypatch):
+    def save(model, directory):
+        ours(model, directory)
+        model.save_pretrained(tmp_path / "theirs")
+
+    ours = demo.save
+    for module in (demo, demo_vl):
+        monkeypatch.setattr(module, "save", save)
+    made, theirs = contents(Path(MODELS[name].model_dir())), contents(tmp_path / "theirs")
+    assert theirs.keys() == {"model.safetensors", "config.json", "generation_config.json"}
+    assert {file: made[file] for file in theirs} == theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_job_trains_the_model_that_its_second_rank_has_made(name, tmp_path):
+    flags = ["--model", name, "--total-training-steps", "1", "--no-val-before-train", "--test-freq", "0"]
+    sizes = ["--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "4"]
+    job = [PROGRAM, "late", "train_sync.py", *flags, *sizes, "--output-dir", tmp_path / "runs"]
+    run_script(*job, ranks=2, env={"RL_CACHE": str(tmp_path / "cache")})
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 1
+    assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {f"{name}-v{demo_cache.VERSIONS[name]}"}
+
+
+def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
+    killed = untaught / f"demo-v{demo.VERSION}-k1ll3d"
+    killed.mkdir(parents=True)
+    (killed / "tokenizer.json").touch()
+    other = untaught / "demo-vl-v2-under-way"
+    other.mkdir()
+
+    def fail(directory):
+        (Path(directory) / "config.json").touch()
+        raise RuntimeError("not made")
+
+    with pytest.raises(RuntimeError, match="not made"):
+        demo.made_once("demo", demo.VERSION, fail)
+    assert {path for path in untaught.iterdir() if path.is_dir()} == {other}, "another model is none of its business"
+    assert demo_cache.is_made(Path(demo.model_dir()))
+
+
+def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeypatch):
+    target = demo_cache.directory("demo", demo.VERSION)
+    target.parent.mkdir(parents=True)
+    lock = FileLock(f"{target}.lock", thread_local=False, is_singleton=False)
+    lock.acquire()
+    seen = []
+
+    def progress():
+        seen.append(lock.is_locked)
+        if len(seen) == 2:
+            lock.release()
+
+    monkeypatch.setattr(watchdog, "progress", progress)
+    demo.model_dir()
+    assert seen[:2] == [True, True]
+
+
+def test_no_code_of_a_job_saves_a_model_by_save_pretrained():
+    """It writes on the job's first rank alone. Configurations, tokenizers and processors are written on any."""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "save_pretrained":
+                assert ast.unparse(node.value).split(".")[-1] in {"config", "generation_config", "tokenizer", "processor"}, path
