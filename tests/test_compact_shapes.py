@@ -1,6 +1,7 @@
 """AdamW that takes less of the device steps, saves and restores parameters of every shape."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from rl.compact_adamw import CompactAdamW
+from rl.demo import build_tokenizer
 from rl.tensor_files import TensorFile, pieces
 
 SHAPES = [(1, 64), (1, 256), (1, 257), (1, 63), (64, 1), (300, 1), (1, 1), (1,), (70,), (), (0,), (0, 64), (64, 0), (1, 1, 64)]
@@ -98,8 +100,27 @@ def with_a_row(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("row")
     torch.manual_seed(0)
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**SMALL, **experts)).save_pretrained(path)
+    tokenizer = build_tokenizer()
+    config = Qwen2MoeConfig(**SMALL | {"vocab_size": len(tokenizer)}, **experts)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return str(path)
+
+
+def shards(out: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((out / "run" / "step_000002" / "training").glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_of_such_a_model_saves_its_last_step_and_resumes_bit_for_bit(with_a_row, tmp_path, ranks):
+    """The last save writes the tensors themselves, not copies of them."""
+    flags = ["--model", with_a_row, "--optim", "adamw_8bit", "--lr-scheduler-type", "constant", "--lr-warmup-steps", 0]
+    flags += ["--train-batch-size", 2, "--rollout-n", 2, "--max-response-length", 4, "--test-freq", 0, "--entropy-coeff", 1]
+    for out, totals in ((tmp_path / "whole", (2,)), (tmp_path / "parts", (1, 2))):
+        for total in totals:
+            how = ["--output-dir", out, "--experiment-name", "run", "--total-training-steps", total]
+            run_script("train_sync.py", *how, *flags, ranks=ranks)
+    assert shards(tmp_path / "whole") == shards(tmp_path / "parts") and len(shards(tmp_path / "whole")) == (ranks or 1)
 
 
 @pytest.mark.parametrize("layouts", [(1, 2), (2, 1)])
