@@ -179,11 +179,11 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     if replay.checkpoint:
         kl_control.restore(checkpoint.load(replay.checkpoint, learner)["kl_control"])
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
-    run = TrainingRun(args, job, learner, ranks.world_size, kl_control=kl_control)
+    run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1, kl_control=kl_control)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)
 
-    for step in range(replay.first, replay.last + 1):
+    for step in run.steps():
         run.leave_if_stopped(step - 1)
         batch = run.begin(replay.record.groups(step))
         watched = bad_step.Watch(learner) if replay.stop_at_nan else learner

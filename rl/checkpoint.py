@@ -28,10 +28,11 @@ from rl import dist, launch
 from rl.batch import Group, split_records
 from rl.errors import UserError
 from rl.identity import Identity
-from rl.learner import Learner
+from rl.learner import Learner, LearnerArgs
 from rl.ranges import Range
 from rl.run import Origin
 from rl.shard_files import Files, ShardFiles, digest_of_file, wrong, wrong_anywhere
+from rl.vision import TOWER
 
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
@@ -108,14 +109,29 @@ def _load_tensors(path: Path, learner: Learner) -> None:
     names = json.loads(dist.from_main(json.dumps(read_manifest(path))))
     shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
     saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in [*saved, *wanted]:
-        if saved.get(name) != wanted.get(name):
-            shapes = [of.get(name, "no such tensor") for of in (saved, wanted)]
-            raise UserError(
-                f"{path} does not fit the model: {name} is {shapes[0]} there and {shapes[1]} in --model. Give the --model that "
-                "the run was trained from."
-            )
+    if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
+        first = different[0]
+        shapes = f"{first} is {saved.get(first, 'no such tensor')} there and {wanted.get(first, 'no such tensor')} here"
+        raise UserError(_misfit(path, different, shapes, learner.args))
     shards.read(tensors)
+
+
+def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
+    """Return the message for a checkpoint whose tensors are not the learner's. different: their names."""
+    weights = [name.partition(".")[2] for name in different if name.startswith("model.")]
+    if not weights:  # the moments alone
+        other = "adamw" if args.optim == "adamw_8bit" else "adamw_8bit"
+        return (
+            f"--optim {args.optim} cannot continue from {path}, which was written with --optim {other} ({shapes}). Give "
+            f"--optim {other}, or start from the first step."
+        )
+    if all(name.startswith(TOWER) for name in weights):
+        was, remedy = ("with", "Add it") if not args.freeze_vision_tower else ("without", "Leave it out")
+        return (
+            f"{path} was written {was} --freeze-vision-tower, so it holds other tensors of the vision tower ({shapes}). "
+            f"{remedy}, or start from the first step."
+        )
+    return f"{path} does not fit the model ({shapes}). Give the --model that the run was trained from."
 
 
 def _from_first(file: Path) -> bytes:

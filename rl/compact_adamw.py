@@ -68,7 +68,8 @@ class CompactAdamW(torch.optim.Optimizer):
         if state := self.state[parameter]:
             return state
         value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
-        place = {"device": parameter.device, "dtype": torch.float32}
+        # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
+        place = {"device": parameter.device, "dtype": torch.float32, "memory_format": torch.contiguous_format}
         if self.on_host:
             place |= {"device": "cpu", "pin_memory": is_accelerator(parameter.device)}
         for name in MOMENTS:
@@ -116,6 +117,9 @@ class CompactAdamW(torch.optim.Optimizer):
             if parameter in self.masters:
                 kept[MASTER] = local(self.masters[parameter])
             value, grad = local(parameter.data), local(parameter.grad)
+            if not value.dim():  # a scalar has no rows
+                value, grad = value.view(1), grad.view(1)
+                kept = {name: tensor.view(1) for name, tensor in kept.items()}
             for rows in _pieces(value):
                 yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
             step += 1

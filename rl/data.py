@@ -44,7 +44,8 @@ class DataArgs:
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is used as it is."""
+    """Column that holds the prompt: chat messages, or a string that is used as it is. The tokenizer adds a BOS to a string
+    that has none, if it adds any."""
     image_key: str = "images"
     """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
     "<image>" in the prompt."""
@@ -248,8 +249,18 @@ class PromptDataset(Sequence):
             if chosen:
                 encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_chat)
                 for i, of_text in zip(chosen, encoded["input_ids"], strict=True):
-                    ids[i] = of_text
+                    ids[i] = of_text if is_chat else self._with_one_bos(texts[i].text, of_text)
         return ids
+
+    def _with_one_bos(self, text: str, ids: list[int]) -> list[int]:
+        """The token ids of a plain string, with one BOS where the string begins with its own and the tokenizer adds another,
+        as strings that a chat template has rendered do. Blanks in front of it go, too."""
+        bos, start = self.tokenizer.bos_token, text.lstrip()
+        if not (bos and start.startswith(bos)):
+            return ids
+        both, own = (self.tokenizer(start, add_special_tokens=added)["input_ids"] for added in (True, False))
+        many, few = (_leading(of, self.tokenizer.bos_token_id) for of in (both, own))
+        return both[many - 1 :] if many > few > 0 else ids
 
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
@@ -283,6 +294,11 @@ class PromptDataset(Sequence):
 class Text(NamedTuple):
     text: str
     is_chat: bool  # rendered by the chat template
+
+
+def _leading(ids: list[int], token: int) -> int:
+    """How often `ids` begin with that token."""
+    return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
 
 
 def _is_message(message: Any) -> bool:

@@ -16,8 +16,8 @@ from rl.data import PromptDataset
 from rl.errors import UserError
 from rl.ranges import flag
 
-# The order of the prompts, the form of the moments and the counting of versions hang on these.
-MUST_STAY = {"seed", "shuffle", "optim"}
+# The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
+MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"}
 MAY_CHANGE = {
     # names; what they name is compared by content

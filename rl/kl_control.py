@@ -17,8 +17,13 @@ class KLControl:
             self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.horizon)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
 
-    def state(self) -> float:
-        return self.coef
+    def state(self) -> dict[str, float]:
+        return {"coef": self.coef, "kl_coef": self.args.kl_coef}
 
-    def restore(self, state: float) -> None:
-        self.coef = state
+    def restore(self, state: dict[str, float] | float) -> None:
+        """Take the steered weight back. The flag counts where nothing steers, and where it has changed: steering then begins
+        again from it. Older checkpoints hold the weight alone."""
+        if not isinstance(state, dict):
+            state = {"coef": state, "kl_coef": self.args.kl_coef}
+        if self.args.kl_ctrl_type == "adaptive" and state["kl_coef"] == self.args.kl_coef:
+            self.coef = state["coef"]

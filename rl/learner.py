@@ -31,7 +31,7 @@ from rl.gather import Shards
 from rl.lean_layers import keep_less
 from rl.masters import keep_in_bf16, set_apart, take_masters
 from rl.metrics import train_flops_per_token
-from rl.optimizer import OptimizerArgs, make_optimizer, make_schedule, moments, restore_schedule
+from rl.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
 from rl.packed_kernels import check_kernel
 from rl.policy import LOGITS_KEPT, Policy
 from rl.pretrained import empty_model, layers, load_config
@@ -185,12 +185,11 @@ class Learner:
         args: LearnerArgs,
         ranks: Ranks,
         total_steps: int,
-        updates_per_step: int = 1,
         temperature: float = 1.0,
         with_reference: bool = False,
         trust_remote_code: bool = False,
     ):
-        self.args, self.temperature = args, temperature
+        self.args, self.temperature, self.total_steps = args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
@@ -208,7 +207,7 @@ class Learner:
         self.parameters = self._trained | self.frozen
         masters = {named[name]: master for name, master in self.masters.items()}
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
-        self.schedule = make_schedule(self.optimizer, args, total_steps, updates_per_step)
+        self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
         self.computed = Computed()
         self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/micro_batch.py)
@@ -251,21 +250,24 @@ class Learner:
                 micro.routes = self.policy.router.chosen()
         return out
 
+    def begin_step(self, step: int) -> None:
+        """Take the learning rate of training step `step`, from 1, for all optimizer steps until the next call."""
+        set_learning_rate(self.optimizer, self.args, step, self.total_steps)
+
     def step(self) -> dict[str, float]:
-        """Clips the accumulated gradient, takes the optimizer's step, moves the schedule. A non-finite gradient is dropped,
-        the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
+        """Clips the accumulated gradient and takes the optimizer's step. A non-finite gradient is dropped, the same on all
+        ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
         if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
             norm = clip_grad_norm(self._trained.values(), self.args.grad_clip, self.ranks.device)
         else:
             norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        lr = self.schedule.get_last_lr()[0]
         if torch.isfinite(torch.tensor(norm)):
             self.optimizer.step()
         else:
             self.skipped += 1
-        self.schedule.step()
         self.optimizer.zero_grad()
+        lr = self.optimizer.param_groups[0]["lr"]
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
 
     def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
@@ -327,8 +329,7 @@ class Learner:
     def state(self) -> dict:
         """The rest, the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        of_run = {"schedule": self.schedule.last_epoch, "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
-        return {"adam_step": int(first["step"])} | of_run
+        return {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
 
     def rank_state(self) -> dict:
         """The rest that differs by rank."""
@@ -340,7 +341,6 @@ class Learner:
             of_parameter["step"].fill_(state["adam_step"])
         take_masters(self._trained, self.masters)
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
-        restore_schedule(self.schedule, state["schedule"])
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
 

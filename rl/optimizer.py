@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from rl.compact_adamw import CompactAdamW
 from rl.ranges import Range
@@ -18,7 +17,8 @@ class OptimizerArgs:
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
-    """Training steps over which the rate rises linearly to --lr. All optimizer steps of a training step have one rate."""
+    """Training steps over which the rate rises linearly to --lr: of W steps the first trains with --lr / W, the last with --lr.
+    All optimizer steps of a training step have one rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
     min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
@@ -72,20 +72,16 @@ def moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> 
     return {name: tensor for name, tensor in state.items() if name != "step"}
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, args: OptimizerArgs, total_steps: int, updates_per_step: int) -> LambdaLR:
-    """The learning rate over the run. As in verl it is one for all optimizer steps of a training step."""
-    return LambdaLR(optimizer, lambda update: lr_factor(update // updates_per_step, total_steps, args))
-
-
-def restore_schedule(schedule: LambdaLR, updates: int) -> None:
-    """Brings the schedule and its optimizer to where they were after so many optimizer steps."""
-    lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](updates)
-    schedule.load_state_dict({"last_epoch": updates, "_last_lr": [lr], "lr_lambdas": [None]})
-    schedule.optimizer.param_groups[0]["lr"] = lr
+def set_learning_rate(optimizer: torch.optim.Optimizer, args: OptimizerArgs, step: int, total_steps: int) -> None:
+    """Give the optimizer the learning rate of training step `step`, from 1. As in verl, all optimizer steps of a training step
+    have one rate. The rate depends on the step alone, so a run can resume with a different number of them."""
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * lr_factor(step - 1, total_steps, args)
 
 
 def lr_factor(step: int, total_steps: int, args: OptimizerArgs) -> float:
-    """Linear warm-up to 1 over lr_warmup_steps, then constant or a cosine down to min_lr_ratio at total_steps."""
+    """Return the factor of --lr in training step `step`, from 0: a linear warm-up from 1 / lr_warmup_steps to 1, then constant
+    or a cosine down to min_lr_ratio at total_steps. verl's warm-up is one step behind: its first step has the rate 0."""
     if step < args.lr_warmup_steps:
         return (step + 1) / args.lr_warmup_steps
     if args.lr_scheduler_type == "constant":

@@ -163,8 +163,5 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
-    """The learner of this rank, with its schedule laid out over the whole run."""
-    updates = args.ppo_epochs * args.prompts_per_step // args.prompts_per_update  # a step
-    return Learner(
-        job.path, args, ranks, job.total_steps, updates, args.temperature, args.needs_reference, args.trust_remote_code
-    )
+    """The learner of this rank, with its learning rates laid out over the whole run."""
+    return Learner(job.path, args, ranks, job.total_steps, args.temperature, args.needs_reference, args.trust_remote_code)

@@ -67,6 +67,8 @@ def piece_sizes(elements: int, dtype: torch.dtype) -> list[int]:
 def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The tensor's elements in order, in pieces [n] of at most PIECE_BYTES, on the CPU and in that dtype."""
     flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # a slice of one element counts as contiguous, but its bytes cannot be viewed
+        flat = flat.clone(memory_format=torch.contiguous_format)
     if len(flat):
         for part in flat.split(piece_sizes(len(flat), dtype)):
             yield part.to("cpu", dtype)

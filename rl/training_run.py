@@ -42,19 +42,21 @@ class TrainingRun:
         num_ranks: int,
         samples: Batches | Stream | None = None,
         generator: Generator | None = None,
+        after: int = 0,
         **parts: Part,
     ):
         """Brings the learner, the samples and the parts to where the checkpoint was written, if the run goes on. num_ranks: of
-        the whole job; generator: of this rank, where it learns and generates in turns. A collective of the learners. Raises
-        UserError if the run cannot go on from there."""
+        the whole job; generator: of this rank, where it learns and generates in turns; after: the step that the learner has
+        been brought to already, of a run that resumes nothing itself. A collective of the learners. Raises UserError if the run
+        cannot go on from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
         identity = Identity(args, job.script, job.path, job.prompts)
         if samples:
             samples.introduce(identity)
         resumed = checkpoint.resume(args, identity, learner, job.total_steps)
-        self.done = resumed.step  # the last step that was trained before
-        if self.done:
+        self.done = resumed.step or after  # the last step that was trained before
+        if resumed.step:
             self._take_back(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
         records = args.record and learner.ranks.is_main
@@ -100,7 +102,9 @@ class TrainingRun:
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
-        self._begun, self.learner.computed = self._begun + 1, Computed()
+        self._begun += 1
+        self.learner.begin_step(self._begun)
+        self.learner.computed = Computed()
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if self.recorder:

@@ -1,0 +1,250 @@
+"""A run that resumes, or is replayed, with other flags follows the flags, and its learning rate follows the training steps."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_group, run_script
+from safetensors.torch import load_file
+
+from rl import checkpoint
+from rl.algorithm_args import AlgorithmArgs
+from rl.batch import Batch, micro_batches
+from rl.kl_control import KLControl
+from rl.learner import Learner, LearnerArgs
+from rl.optimizer import OptimizerArgs, lr_factor
+from rl.ranges import flag
+
+STEPS, WARM_UP, LR = 8, 2, 1e-3
+FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", LR, "--test-freq", 0, "--save-freq", 1]
+FLAGS += ["--max-ckpt-to-keep", 0, "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 8]
+FOUR_UPDATES = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2]
+KL = ["--use-kl-in-reward", "--kl-coef", 0.001]
+
+
+def rates(first: int, last: int = STEPS) -> list[float]:
+    """Of those steps: half of the rate, all of it, and the cosine over the six steps that are left."""
+    of_step = [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * done / 6)) for done in range(6))]
+    return [LR * factor for factor in of_step[first - 1 : last]]
+
+
+def logged(run: Path, name: str, first: int) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if row["step"] >= first]
+
+
+def resume(run: Path, out: Path, step: int, *flags) -> tuple[Path, str]:
+    """The run's copy, resumed after that step."""
+    shutil.copytree(run, out / "run")
+    how = ["--output-dir", out, "--experiment-name", "run", "--resume-mode", out / "run" / f"step_{step:06d}"]
+    done = run_script("train_sync.py", *how, *FLAGS, *flags)
+    return out / "run", done.stdout + done.stderr
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    (file,) = (run / f"step_{STEPS:06d}" / "training").glob("*.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def recorded(demo_model, tmp_path_factory) -> Path:
+    """Four updates a step."""
+    out = tmp_path_factory.mktemp("recorded")
+    how = ["--output-dir", out, "--experiment-name", "run", "--record", out / "record"]
+    run_script("train_sync.py", *how, *FLAGS, *FOUR_UPDATES, *KL)
+    assert logged(out / "run", "actor/lr", 1) == pytest.approx(rates(1))
+    return out / "run"
+
+
+@pytest.mark.parametrize(
+    ("first", "flags"),
+    [
+        (5, ["--ppo-epochs", 1]),
+        (3, ["--ppo-epochs", 3]),
+        (2, ["--ppo-epochs", 1, "--kl-coef", 0.5]),
+    ],
+)
+def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, first, flags):
+    run_script("replay.py", recorded, "--from-step", first, "--output-dir", tmp_path, "--experiment-name", "again", *flags)
+    assert logged(tmp_path / "again", "actor/lr", 1) == pytest.approx(rates(first))
+    weight = 0.5 if "--kl-coef" in flags else 0.001
+    assert logged(tmp_path / "again", "actor/reward_kl_penalty_coeff", 1) == [weight] * (STEPS + 1 - first)
+
+
+@pytest.mark.parametrize("flags", [["--ppo-mini-batch-size", 4], ["--ppo-mini-batch-size", 1, "--ppo-epochs", 2]])
+def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
+    """Fewer updates a step than before, and more."""
+    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-coef", 0.25, "--resume-anyway")
+    assert logged(run, "actor/lr", 4) == pytest.approx(rates(4))
+    assert logged(run, "actor/reward_kl_penalty_coeff", 4) == [0.25] * (STEPS - 3)
+    assert "--kl-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said
+
+
+def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path):
+    """It counts updates, and holds the weight of the KL alone."""
+    old = tmp_path / "old"
+    shutil.copytree(recorded, old)
+    path = old / "step_000003"
+    state = json.loads((path / "training" / "state.json").read_text())
+    state["learner"]["schedule"] = 12
+    state["state"]["kl_control"] = 0.001
+    (path / "training" / "state.json").write_text(json.dumps(state))
+    (path / "manifest.json").unlink()
+    checkpoint.write_manifest(path, {})
+    run, _ = resume(old, tmp_path, 3, *FOUR_UPDATES, *KL)
+    assert bits(run) == bits(recorded) and logged(run, "actor/lr", 1) == logged(recorded, "actor/lr", 1)
+
+
+def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
+    """By a replay, too, which compares no flags."""
+    where = ["--from-step", 4, "--output-dir", tmp_path]
+    done = run_script("replay.py", recorded, *where, "--optim", "adamw_8bit", check=False)
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "--model" not in message
+    assert f"--optim adamw_8bit cannot continue from {recorded}/step_000003, which was written with --optim adamw" in message
+    done = run_script("replay.py", recorded, "--optim", "adamw_8bit", "--output-dir", tmp_path, "--stop-at-nan")
+    assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
+
+
+# ------------------------------------------------------------------------------------------------- of the learner by itself
+
+
+CHANGED = {  # another value of every number that the optimizer or the KL's weight depends on
+    "lr": 3e-3,
+    "lr_warmup_steps": 9,
+    "min_lr_ratio": 0.5,
+    "weight_decay": 0.3,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.9,
+    "grad_clip": 0.01,
+    "kl_coef": 0.25,
+    "target_kl": 0.03,
+    "horizon": 50,
+}
+RESTORED_AFTER = 6
+
+
+def test_every_number_is_looked_at():
+    of_optimizer = {field.name for field in dataclasses.fields(OptimizerArgs) if isinstance(field.default, int | float)}
+    assert {*CHANGED} == of_optimizer - {"optimizer_offload"} | {"kl_coef", "target_kl", "horizon"}
+
+
+def update(learner: Learner, seed: int) -> dict[str, float]:
+    batch = Batch.of([make_group(seed, [9, 5])])
+    for micro in micro_batches(batch, torch.arange(2), 100, learner.ranks):
+        log_prob, _ = learner.log_probs(micro)
+        (-log_prob.sum()).backward()
+    return learner.step()
+
+
+def trained(model: str, ranks) -> Learner:
+    learner = Learner(model, LearnerArgs(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, optim="adamw"), ranks, total_steps=12)
+    for step in range(1, RESTORED_AFTER + 1):
+        learner.begin_step(step)
+        update(learner, step)
+    return learner
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", [None, *(name for name in CHANGED if hasattr(LearnerArgs, name))])
+def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
+    """The update after the checkpoint, written out in double precision."""
+    before = trained(models["qwen3"], ranks)
+    args = dataclasses.replace(before.args, optimizer_offload=offload, **({name: CHANGED[name]} if name else {}))
+    learner = Learner(models["qwen3"], args, ranks, total_steps=12)
+    for key, tensor in learner.state_tensors().items():
+        tensor.copy_(before.state_tensors()[key])
+    learner.restore(json.loads(json.dumps(before.state())), None)
+    old = {key: tensor.double().clone() for key, tensor in learner.state_tensors().items()}
+    gradients, step = {}, learner.optimizer.step
+
+    def with_gradients() -> None:
+        gradients.update({key: p.grad.double().clone() for key, p in learner.parameters.items()})
+        step()
+
+    learner.optimizer.step = with_gradients
+    learner.begin_step(RESTORED_AFTER + 1)
+    found = update(learner, 100)
+    warm_up = args.lr_warmup_steps
+    done = (RESTORED_AFTER - warm_up) / (12 - warm_up)
+    cosine = args.min_lr_ratio + (1 - args.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+    lr = args.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
+    assert found["actor/lr"] == pytest.approx(lr, rel=1e-6)
+    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(args.grad_clip, rel=1e-3)
+    first, second, count = args.adam_beta1, args.adam_beta2, RESTORED_AFTER + 1
+    for key, gradient in gradients.items():
+        m = first * old[f"exp_avg.{key}"] + (1 - first) * gradient
+        v = second * old[f"exp_avg_sq.{key}"] + (1 - second) * gradient.square()
+        move = m / (1 - first**count) / ((v / (1 - second**count)).sqrt() + 1e-8)
+        expected = old[f"model.{key}"] * (1 - lr * args.weight_decay) - lr * move
+        torch.testing.assert_close(learner.parameters[key].double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def steered(**flags) -> AlgorithmArgs:
+    return AlgorithmArgs(use_kl_in_reward=True, kl_coef=0.1, **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "coef"),
+    [
+        ({}, 0.12),  # as it was steered to: 0.1 * (1 + 0.2)
+        ({"kl_coef": 0.25}, 0.25),
+        ({"kl_ctrl_type": "fixed"}, 0.1),
+        ({"kl_ctrl_type": "fixed", "kl_coef": 0.25}, 0.25),
+        ({"target_kl": 0.03}, 0.12),
+        ({"horizon": 50}, 0.12),
+    ],
+)
+def test_the_weight_of_the_kl_follows_the_flags(flags, coef):
+    before = KLControl(steered(kl_ctrl_type="adaptive", target_kl=0.01, horizon=10))
+    before.update(kl=1.0, responses=10)
+    args = dataclasses.replace(before.args, **flags)
+    control = KLControl(args)
+    control.restore(json.loads(json.dumps(before.state())))
+    assert control.coef == pytest.approx(coef)
+    control.update(kl=0.0102, responses=10)
+    if args.kl_ctrl_type == "adaptive":
+        error = min(0.2, max(-0.2, 0.0102 / args.target_kl - 1))
+        assert control.coef == pytest.approx(coef * (1 + error * 10 / args.horizon))
+    else:
+        assert control.coef == args.kl_coef
+    again = KLControl(args)
+    again.restore(json.loads(json.dumps(control.state())))
+    assert again.coef == control.coef, "what was steered from the new weight is kept"
+
+
+@pytest.mark.parametrize(("kind", "coef"), [("fixed", 0.1), ("adaptive", 0.7)])
+def test_the_weight_that_an_older_checkpoint_holds(kind, coef):
+    control = KLControl(steered(kl_ctrl_type=kind))
+    control.restore(0.7)
+    assert control.coef == coef
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize(("warm_up", "total", "least"), [(0, 10, 0.0), (1, 10, 0.0), (4, 10, 0.1), (10, 10, 0), (25, 500, 0.2)])
+def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule):
+    """verl's formulas (get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup). After it both are the same."""
+
+    def of_verl(step: int) -> float:
+        if step < warm_up:
+            return step / warm_up
+        if schedule == "constant":
+            return 1.0
+        progress = (step - warm_up) / max(1, total - warm_up)
+        return max(least, math.cos(math.pi * progress) * (1 - least) * 0.5 + (1 + least) * 0.5)
+
+    args = OptimizerArgs(lr_warmup_steps=warm_up, lr_scheduler_type=schedule, min_lr_ratio=least)
+    for step in range(total):
+        later = step + 1 if step < warm_up else step
+        assert lr_factor(step, total, args) == pytest.approx(of_verl(later), abs=1e-6)
+    assert not warm_up or (of_verl(0) == 0 and lr_factor(0, total, args) == 1 / warm_up)
+
+
+def test_the_help_says_where_the_warm_up_begins():
+    done = run_script("train_sync.py", "--help")
+    words = " ".join(done.stdout.replace("│", " ").split())
+    assert flag("lr_warmup_steps") in words and "of W steps the first trains with --lr / W" in words
