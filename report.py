@@ -171,7 +171,7 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
     def add(file: str, title: str, drawn: bool) -> None:
         made.extend([("heading", title), ("image", f"{file}.png", title)]) if drawn else absent.append(title.lower())
 
-    accuracies = sorted({n for g in groups for log in g.logs for row in log.rows for n in row if is_accuracy(n)})
+    accuracies = sorted({n for g in groups for log in g.logs for row in log.validations for n in row if is_accuracy(n)})
     wanted = [("reward", "Reward", REWARD, *smoothing(REWARD, "reward", smooth))]
     wanted += [(f"accuracy_{i}", f"Validation accuracy: {n}", n, "accuracy", 1) for i, n in enumerate(accuracies, 1)]
     for file, title, name, label, width in wanted:

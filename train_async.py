@@ -142,14 +142,16 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine, overlaps=True)
     tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(args, split, job))
-    validated, snapshot, validating = int(split.store.get("validated")), 0, False
+    validated = int(split.store.get("validated"))
+    validating: int | None = None  # the step after which the weights were published that are being validated
+    snapshot = 0
     while True:
         # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
         state = subscriber.in_force(control.read(), busy=bool(generator.working))
         in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
         version = engine.version if in_the_way else state.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        stop, version, fresh, engines = shared.agree([state.stop, version, fresh, state.engines])
+        stop, version, fresh, engines, step = shared.agree([state.stop, version, fresh, state.engines, state.step])
         if stop and version == engine.version:  # also the last weights are taken, and verified
             break
         if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
@@ -163,16 +165,16 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
             outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
                 generator.start_validation(split.share_of(engines, args.rollout_tp))
-                validating = True
+                validating = step
 
         # Fresh tickets, one engine step, and what is finished with it.
         for ticket in fresh:
             generator.start(ticket, tickets.partial(ticket))
         for group in generator.poll(wait=2e-3):
             outbox.send_group(group)
-        if validating and not generator.is_validating:
-            outbox.send_rows(args.step_of(engine.version, job.total_steps), generator.take_rows(), parts=split.generators)
-            validating = False
+        if validating is not None and not generator.is_validating:
+            outbox.send_rows(validating, engine.version, generator.take_rows(), parts=split.generators)
+            validating = None
         outbox.flush()
     outbox.finish(unfinished=generator.tickets)
     generator.pool.close()
@@ -185,7 +187,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(args.version_at(run.done + 1))
-    samples.published(args.version_at(run.done + 1))
+    samples.published(args.version_at(run.done + 1), run.done)
 
     for step in run.steps():
         version = args.version_at(step)
@@ -201,7 +203,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
         if args.publishes_after(step, job.total_steps):
             with run.timer("update_weights"):
                 publisher.publish(version + 1)
-                samples.published(version + 1)
+                samples.published(version + 1, step)
 
         metrics |= staleness_metrics(batch, version) | samples.metrics(run.timer) | run.validations(step)
         metrics |= {"fully_async/count/current_param_version": version}

@@ -164,7 +164,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
             if args.validates(version, job.total_steps) and version > start["validated"]:
                 rows = generator.validate()
                 if split.ranks.is_main:
-                    outbox.send_rows(version, rows)
+                    outbox.send_rows(version, version, rows)
         if k < job.total_steps:
             groups, ticket, metrics = make_batch(args, generator, ticket)
             groups = delivery.to_first(groups)
@@ -181,7 +181,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(run.done)
-    samples.published(run.done)
+    samples.published(run.done, run.done)
 
     for step in run.steps():
         with run.timer("wait"):
@@ -196,7 +196,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
         # Publish: the generators make the batch after the next with the new weights.
         with run.timer("update_weights"):
             publisher.publish(step)
-            samples.published(step)
+            samples.published(step, step)
 
         metrics |= staleness_metrics(batch, version=step - 1) | samples.metrics(run.timer) | run.validations(step)
         run.log(step, batch, metrics, filtered=filtered)

@@ -25,6 +25,7 @@ from rl.relay import Forwarder, Receiver, read_key
 from rl.ring import RecordTooLarge, Ring, RingTimeout
 from rl.scoring import ScoringPool
 from rl.timers import Timers
+from rl.validations import Parts, Validation
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
 FROM, CREW = b"F", b"C"  # where generators come and go: a record of a member, and who has come or gone
@@ -95,6 +96,7 @@ class State:
     stop: bool = False
     again: int = 0  # lists of tickets that start again since generators were lost
     engines: list | None = None  # where generators come and go: those that were at work when this version was published
+    step: int = 0  # after which these weights were published
 
 
 class ControlBlock:
@@ -185,9 +187,9 @@ class Outbox:
             self.send_group(group)
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
 
-    def send_rows(self, step: int, rows: list[dict], parts: int = 1) -> None:
-        """Validation of that step's weights, in so many parts from as many generators."""
-        self._send_json(ROWS, {"step": step, "rows": rows, "parts": parts})
+    def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
+        """A validation of this version of the weights, published after that step: one of `parts`, each by another generator."""
+        self._send_json(ROWS, {"step": step, "version": version, "rows": rows, "parts": parts})
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
         """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the
@@ -271,9 +273,8 @@ class Inbox:
         self.last_words: list[dict] = []
         self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
         self._snapshots: list[dict] = []
-        self.validated = -1  # the newest step whose validation has come whole
-        self._rows: dict[int, list[dict]] = {}  # validations: step -> its parts that have come
-        self._validators: dict[int, list[int | str]] = {}  # where generators come and go: step -> those that divide it
+        self.validations = Parts(lambda: self.crew and self.crew.names)
+        self._early: list[tuple[bytes, int | None]] = []  # records of members that arrived before the news that these joined
 
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
@@ -298,10 +299,15 @@ class Inbox:
         watchdog.progress()
         if kind == CREW:
             self.crew.change(body)
-            self._see_validations()
+            early, self._early = self._early, []
+            for record, its_holder in early:
+                self._sort(FROM, record, its_holder)
+            self.validations.look()
             return
         if kind == FROM:
-            if record := self.crew.open(body, GROUP):
+            if not self.crew.knows(body):
+                self._early.append((body, holder))
+            elif record := self.crew.open(body, GROUP):
                 self._sort(record[:1], record[1:], holder)
             return
         if kind in (GROUP, UNFINISHED):
@@ -314,8 +320,7 @@ class Inbox:
             return
         content = json.loads(body)
         if kind == ROWS:
-            self._rows.setdefault(content["step"], []).append(content)
-            self._see_validations()
+            self.validations.add(content)
         else:
             lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
             lists[kind].append(content)
@@ -324,23 +329,6 @@ class Inbox:
     def _at_work(self) -> set[int | str]:
         """The numbers of all generators."""
         return self.crew.names if self.crew else {*range(self.generators)}
-
-    def _is_whole(self, step: int) -> bool:
-        """Whether all parts of that step's validation have come that will come."""
-        parts = self._rows.get(step, [])
-        if not self.crew:
-            return len(parts) == parts[0]["parts"]
-        published = [at for at in self._validators if at >= step]
-        awaited = {*self._validators[min(published)]} & self._at_work if published else set()
-        return awaited <= {part["rank"] for part in parts}
-
-    def _see_validations(self) -> None:
-        whole = [step for step in {*self._rows, *self._validators} if self._is_whole(step)]
-        self.validated = max([self.validated, *whole])
-
-    def expect_validation(self, step: int, engines: list[int | str]) -> None:
-        """Where generators come and go: those that divide the validation of the weights of that step, if there is one."""
-        self._validators[step] = engines
 
     def have_ended(self) -> bool:
         """Whether every generator has said its last word."""
@@ -365,22 +353,18 @@ class Inbox:
 
     def state(self) -> dict:
         """For a checkpoint: validations, besides `groups`."""
-        whole = [parts for step, parts in self._rows.items() if self._is_whole(step)]
-        return {"validated": self.validated, "rows": whole}
+        return self.validations.state()
 
     def restore(self, state: dict) -> None:
-        self.validated = state["validated"]
-        self._rows = {parts[0]["step"]: parts for parts in state["rows"]}
+        self.validations.restore(state)
 
     def unfinished(self) -> list[int]:
         """Tickets that the generators gave up at their end."""
         return [ticket for last in self.last_words if last["rank"] in self._at_work for ticket in last["unfinished"]]
 
-    def take_validations(self, until: int | None = None) -> list[tuple[int, list[dict]]]:
-        """(step whose weights it was of, rows) of every validation that has come whole since the last call. With `until`, waits
-        for that step's (a collective)."""
-        while until is not None and until > self.validated:
+    def take_validations(self, until: int | None = None) -> list[Validation]:
+        """Every validation that has arrived whole since the last call, in order of step. With `until`, waits for that step's (a
+        collective)."""
+        while until is not None and until > self.validations.newest:
             self.receive()
-        whole = [step for step in self._rows if self._is_whole(step)]
-        validations = [(step, [row for part in self._rows.pop(step) for row in part["rows"]]) for step in whole]
-        return [(step, sorted(rows, key=lambda row: row["index"])) for step, rows in validations if rows]
+        return self.validations.take()

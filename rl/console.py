@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from rl import validations
+
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
 
 
@@ -46,7 +48,7 @@ class ConsoleLog:
         now = time.monotonic()
         first_step, started = self.first = self.first or (step, now)
         if self.bar and validation:
-            self.bar.console.print(f"step {step}: validation accuracy {self.accuracy:.3f}")
+            self.bar.console.print(f"step {metrics.get(validations.STEP, step)}: validation accuracy {self.accuracy:.3f}")
         elif not self.bar and (validation or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY):
             done = step - first_step
             left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if done else ""

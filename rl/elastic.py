@@ -156,6 +156,12 @@ class Crew:
         if self.lobby:
             print(told + (" have joined" if "joined" in news else ""), file=sys.stderr, flush=True)
 
+    def knows(self, record: bytes) -> bool:
+        """Whether the member that sent this record (`sealed`) has joined, or is gone again. A member samples as soon as it has
+        weights, so its first records may arrive before the news that it has joined."""
+        member = int.from_bytes(record[:8], "little")
+        return member in self.members or member in self.gone
+
     def open(self, record: bytes, group: bytes) -> bytes | None:
         """The record of a member that came with its number (`sealed`); None if the member has gone. group: what a record that
         is a group begins with."""

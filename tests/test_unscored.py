@@ -15,6 +15,7 @@ import losses
 import train_sync
 from rl import generations
 from rl.batch import Batch, Group
+from rl.best import Best
 from rl.checkpoint import MANIFEST
 from rl.data import Prompt
 from rl.engine import Output
@@ -22,7 +23,6 @@ from rl.files import Files
 from rl.generator import Generator, Work
 from rl.kl_control import KLControl
 from rl.metrics import validation_metrics
-from rl.saver import Saver
 from rl.scoring import Score
 from rl.timers import Timers
 from rl.training_run import TrainingRun
@@ -158,10 +158,10 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     """Though their mean of 0 would be above every true one of a reward that goes below 0."""
     (record := SimpleNamespace(warned=[])).warn = lambda *told: record.warned.append(told)
     record.log_generations, record.warn_unscored = lambda *_: None, lambda *_: None
-    saver = Saver.__new__(Saver)
-    saver.run_dir, saver.learner = tmp_path, SimpleNamespace(ranks=SimpleNamespace(is_main=True))
-    saver._scores, saver._thread = {}, None
-    run = SimpleNamespace(record=record, saver=saver, args=SimpleNamespace(log_val_generations=0), _with_images=list)
+    recorded = {}
+    record.log_validation = lambda metrics, version, at_step, chooses_best: recorded.update({version: chooses_best})
+    saver = SimpleNamespace(best=Best(tmp_path, is_main=True))
+    run = SimpleNamespace(record=record, saver=saver, args=SimpleNamespace(log_val_generations=0), _with_images=list, _begun=0)
     lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
     for step in range(1, 7):
         (export := tmp_path / f"step_{step:06d}").mkdir()
@@ -174,6 +174,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
         assert metrics["val-aux/reward/unscored"] == len(lost.get(step, ()))
         best = json.loads((tmp_path / "best" / "best.json").read_text())["step"]
         assert best == (6 if step == 6 else 1), step
+    assert recorded == {1: True, 2: False, 3: False, 4: False, 5: True, 6: True}
     assert [count for _, count, _ in record.warned] == [1, 1, 1]
     assert all(f"step {step} " in detail and detail.endswith(" d.") for step, (*_, detail) in enumerate(record.warned, 2))
 

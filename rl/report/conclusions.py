@@ -32,7 +32,7 @@ def count(number: int, noun: str) -> str:
 
 
 def accuracy_names(group: RunGroup) -> list[str]:
-    return sorted({name for log in group.logs for row in log.rows for name in row if is_accuracy(name)})
+    return sorted({name for log in group.logs for row in log.validations for name in row if is_accuracy(name)})
 
 
 def accuracy_at(log: Log, which: int) -> float | None:

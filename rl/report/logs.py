@@ -9,12 +9,13 @@ again after a restart counts once.
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from rl import validations
 from rl.errors import UserError
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
@@ -30,8 +31,10 @@ class Log:
     config: dict
     rows: list[dict[str, float]]
     notes: list[str] = field(default_factory=list)  # what is wrong with the record
+    validations: list[dict[str, float]] = field(default_factory=list)  # in order of step; rows hold the newest of a step only
 
     def __post_init__(self):
+        self.validations = self.validations or validations.merge((), self.rows)
         self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
         self.starts: set[float] = set()  # the first step of each attempt
         self._read_clock()
@@ -85,13 +88,11 @@ class Log:
     def points(self, name: str, axis: str = "step") -> np.ndarray:
         """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
         result came in."""
-        out = []
-        for row in self.rows:
-            step = row.get("training/validated_step", row["step"]) if name.startswith("val-") else row["step"]
-            per_step = self.responses_per_step
-            x = {"step": step, "responses": step * per_step if per_step else None}.get(axis)
+        out, per_step = [], self.responses_per_step
+        for row in self.validations if name.startswith("val-") else self.rows:
+            x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
             if axis == "seconds":
-                x = self.clock.get(row["step"])
+                x = self.clock.get(row.get("at_step", row["step"]))
             if name in row and x is not None:
                 out.append((x, row[name]))
         return np.array(out, dtype=float).reshape(-1, 2)
@@ -189,7 +190,16 @@ def load(path: Path) -> Log:
     ]
     if not rows:
         notes.append("no step was recorded")
-    return Log(path, read_config(directory, notes), [rows[step] for step in sorted(rows)], notes)
+    validated = read_validations(directory, rows.values(), notes) if "tfevents" not in file.name else []
+    return Log(path, read_config(directory, notes), [rows[step] for step in sorted(rows)], notes, validated)
+
+
+def read_validations(directory: Path, rows: Iterable[dict], notes: list[str]) -> list[dict]:
+    """The validations of a run, in order of step. rows: of metrics.jsonl, where older runs have theirs."""
+    file = directory / validations.FILE
+    lines, damaged = read_lines(file) if file.exists() else ([], [])
+    notes += damaged
+    return [{n: v for n, v in row.items() if _is_number(v)} for row in validations.merge(lines, rows)]
 
 
 def read_lines(file: Path) -> tuple[list[dict], list[str]]:
@@ -215,7 +225,10 @@ def read_events(files: list[Path]) -> list[dict]:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for name in events.Tags()["scalars"]:
             for event in events.Scalars(name):
-                rows[event.step] |= {"step": event.step, "time": event.wall_time, name: event.value}
+                row = rows[event.step]
+                row |= {"step": event.step, name: event.value}
+                if not (name.startswith("val-") and "time" in row):  # a validation's result may arrive many steps later
+                    row["time"] = event.wall_time
     return list(rows.values())
 
 

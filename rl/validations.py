@@ -1,0 +1,136 @@
+"""The record of validations: validations.jsonl in the run's directory, one line for each. Needs no torch.
+
+    {"step": 4, "version": 1, "at_step": 6, "time": 1700000000.0, "chooses_best": true, "training/validated_step": 4,
+     "val-aux/reward/unscored": 0, "val-core/demo/acc/mean@1": 0.25}
+
+step: the validated weights are those after this step; version: of these weights; at_step and time: the step that was under way
+when the result arrived, and when that was; chooses_best: false if too few responses could be scored. The rest are the metrics.
+The row of `at_step` in metrics.jsonl repeats the newest validation that arrived during that step.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = "validations.jsonl"
+STEP = "training/validated_step"
+
+
+def is_of_validation(name: str) -> bool:
+    """Whether this metric says something about a validation: it belongs to the step that was validated."""
+    return name.startswith("val-") or name == STEP
+
+
+def score(metrics: dict[str, float | None]) -> float | None:
+    """The number by which validations are compared: the mean accuracy over the data sources; None without any."""
+    values = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
+    values = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(values) / len(values) if values else None
+
+
+def read(run_dir: Path) -> list[dict]:
+    """The validations of a run, in order of step."""
+    return merge(_lines(run_dir / FILE), _lines(run_dir / "metrics.jsonl"))
+
+
+def merge(validations: Iterable[dict], rows: Iterable[dict]) -> list[dict]:
+    """The same from the lines of validations.jsonl and of metrics.jsonl: each step once, in order of step. If a step was
+    validated again, the last line counts. Runs of older versions have their validations in metrics.jsonl alone."""
+    found = {}
+    for row in rows:
+        metrics = {name: value for name, value in row.items() if is_of_validation(name)}
+        if any(name.startswith("val-") for name in metrics):
+            step = metrics.get(STEP, row["step"])
+            found[step] = {"step": step, "at_step": row["step"], "time": row.get("time"), STEP: step} | metrics
+    found |= {validation["step"]: validation for validation in validations}
+    return [found[step] for step in sorted(found)]
+
+
+def scores(validations: Iterable[dict]) -> dict[int, float]:
+    """step -> score of the validations that may choose the best checkpoint."""
+    known = {row["step"]: score(row) for row in validations if row.get("chooses_best", True)}
+    return {step: value for step, value in known.items() if value is not None}
+
+
+def _lines(file: Path) -> list[dict]:
+    """The lines that record a step; others are cut off or damaged."""
+    found = []
+    for line in file.read_bytes().split(b"\n") if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            found.append(row)
+    return found
+
+
+# ------------------------------------------------------------------------------ on the way from several generators
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A whole validation."""
+
+    step: int  # after which these weights were published
+    version: int
+    rows: list[dict]  # one a response, in order of the prompts
+
+    @classmethod
+    def of(cls, parts: list[dict]) -> "Validation":
+        """From what each generator has sent. In a checkpoint of an older version the parts have no version."""
+        rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
+        return cls(parts[0]["step"], parts[0].get("version", parts[0]["step"]), rows)
+
+
+class Parts:
+    """Validations that arrive in parts, one from each generator."""
+
+    def __init__(self, at_work: Callable[[], set[int | str] | None]):
+        """at_work: returns the names of the generators where these come and go, else None."""
+        self.newest = -1  # the newest step whose validation has arrived whole
+        self._at_work = at_work
+        self._parts: dict[int, list[dict]] = {}  # by step
+        self._validators: dict[int, list[int | str]] = {}  # where generators come and go: step -> those that divide it
+
+    def expect(self, step: int, engines: list[int | str]) -> None:
+        """Where generators come and go: those that divide the validation of the weights of that step, if there is one."""
+        if step > self.newest:
+            self._validators[step] = engines
+
+    def add(self, part: dict) -> None:
+        self._parts.setdefault(part["step"], []).append(part)
+        self.look()
+
+    def look(self) -> None:
+        """Looks which are whole; to be called when a generator has come or gone."""
+        whole = [step for step in {*self._parts, *self._validators} if self._is_whole(step)]
+        self.newest = max([self.newest, *whole])
+
+    def take(self) -> list[Validation]:
+        """Those that are whole, in order of step."""
+        whole = sorted(step for step in self._parts if self._is_whole(step))
+        validations = [Validation.of(self._parts.pop(step)) for step in whole]
+        return [validation for validation in validations if validation.rows]
+
+    def skip_recorded(self, steps: Iterable[int]) -> None:
+        """For a run that resumes: validations that its record has, perhaps since the checkpoint, are not taken again."""
+        for step in steps:
+            self._parts.pop(step, None)
+            self.newest = max(self.newest, step)
+
+    def state(self) -> dict:
+        return {"validated": self.newest, "rows": [parts for step, parts in self._parts.items() if self._is_whole(step)]}
+
+    def restore(self, state: dict) -> None:
+        self.newest = state["validated"]
+        self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
+
+    def _is_whole(self, step: int) -> bool:
+        parts, at_work = self._parts.get(step, []), self._at_work()
+        if at_work is None:
+            return len(parts) == parts[0]["parts"]
+        awaited = {*self._validators.get(step, ())} & at_work
+        return awaited <= {part["rank"] for part in parts}

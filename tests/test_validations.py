@@ -1,0 +1,547 @@
+"""Validations: each is in the record once, at the step whose weights it is of, and `best` is the best of the saved steps."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import make_group, run_script, train
+from matplotlib.axes import Axes
+from safetensors.torch import load_file
+from torch.distributed import HashStore
+
+from rl import best as best_module
+from rl import checkpoint, validations
+from rl.best import Best
+from rl.channel import FROM, GROUP, Inbox, SplitArgs
+from rl.dist import Split
+from rl.elastic import Crew, sealed
+from rl.launch import Node
+from rl.report import logs
+from rl.ring import Ring
+from rl.run import LogArgs, Origin, Run, plot_reward
+from rl.schedule import ScheduleArgs
+from rl.setup import RunArgs
+from rl.training_run import TrainingRun
+from rl.validations import Parts
+
+ACCURACY = "val-core/demo/acc/mean@1"
+
+
+def strict(file: Path) -> list[dict]:
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+
+
+def accuracies(run: Path) -> dict[int, float]:
+    """Of a run's validations by step, each of which must be there once, in order of step."""
+    lines = strict(run / "validations.jsonl")
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    (name,) = {name for line in lines for name in line if name.startswith("val-core/") and "/acc/mean@" in name}
+    return {line["step"]: line[name] for line in lines}
+
+
+# ------------------------------------------------------------------------------------------------------- the record
+
+
+def make_run(tmp_path, origin=None, logger=("tensorboard",), **flags) -> Run:
+    args = LogArgs(output_dir=str(tmp_path), logger=logger, **flags)
+    return Run(args, {"device": "cpu"}, total_steps=9, enabled=True, script="script", origin=origin)
+
+
+def log(run: Run, step: int, *arrived: tuple[int, float]) -> None:
+    """A step, with validations (step that was validated, accuracy) that arrived during it."""
+    newest = {}
+    for validated, accuracy in arrived:
+        newest = {ACCURACY: accuracy, "val-aux/reward/unscored": 0, "training/validated_step": validated}
+        run.log_validation(newest, version=validated // 2, at_step=step, chooses_best=True)
+    run.log(step, {"critic/score/mean": step / 10, "training/global_step": step} | newest)
+
+
+def resume(run: Run, tmp_path, step: int, **flags) -> Run:
+    run._lock.close()
+    return make_run(tmp_path, Origin(run.dir, run.dir / f"step_{step:06d}"), **flags)
+
+
+def scalars(run: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(e.step, pytest.approx(e.value)) for e in EventAccumulator(str(run / "tensorboard")).Reload().Scalars(name)]
+
+
+def test_every_validation_is_recorded_at_its_own_step(tmp_path, monkeypatch):
+    """Three that arrive during one step: in the file, on TensorBoard, in the plot and in the report."""
+    run = make_run(tmp_path)
+    log(run, 0, (0, 0.1))
+    for step in (1, 2, 3, 4, 5):
+        log(run, step)
+    log(run, 6, (2, 0.2), (4, math.nan), (6, 0.4))
+    lines = strict(run.dir / "validations.jsonl")
+    assert [(line["step"], line["version"], line["at_step"], line[ACCURACY]) for line in lines] == [
+        (0, 0, 0, 0.1),
+        (2, 1, 6, 0.2),
+        (4, 2, 6, None),
+        (6, 3, 6, 0.4),
+    ]
+    assert all(line["time"] > 1e9 and line["chooses_best"] for line in lines)
+    row = strict(run.dir / "metrics.jsonl")[-1]
+    assert (row["step"], row["training/validated_step"], row[ACCURACY]) == (6, 6, 0.4), "the row keeps the newest"
+    run.finish(tmp_path)
+    shown = scalars(run.dir, ACCURACY)
+    assert [step for step, _ in shown] == [0, 2, 4, 6] and [shown[i][1] for i in (0, 1, 3)] == [0.1, 0.2, 0.4]
+    assert [step for step, _ in scalars(run.dir, "critic/score/mean")] == [*range(7)]
+    drawn, plot = {}, Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axes, x, y, **style: drawn.update({style["label"]: (x, y)}) or plot(axes, x, y, **style)
+    )
+    plot_reward(run.dir / "metrics.jsonl", tmp_path / "plot.png")
+    assert drawn["demo/acc/mean@1"] == ((0, 2, 6), (0.1, 0.2, 0.4))
+    assert drawn["training reward"][0] == tuple(range(7))
+    points = logs.load(run.dir).points
+    assert points(ACCURACY).tolist() == [[0, 0.1], [2, 0.2], [6, 0.4]]
+    assert points(ACCURACY, "seconds")[1, 0] == points("critic/score/mean", "seconds")[6, 0], "on the clock, when it arrived"
+    (run.dir / "metrics.jsonl").unlink()
+    log_of_events = logs.load(run.dir)
+    assert log_of_events.points(ACCURACY)[:, 0].tolist() == [0, 2, 6], "TensorBoard's files say the same"
+    assert log_of_events.steps == 6
+
+
+def test_a_run_that_resumes_forgets_validations_of_later_steps_only(tmp_path):
+    run = make_run(tmp_path)
+    log(run, 0, (0, 0.1))
+    for step in range(1, 7):
+        log(run, step, *[[], [(2, 0.2)], [(4, 0.3)], [(6, 0.4)]][step // 2 if step % 2 == 0 else 0])
+    with open(run.dir / "validations.jsonl", "a") as file:
+        file.write('garbage\n{"step": 8, "cu')
+    run = resume(run, tmp_path, 5)
+    log(run, 6, (6, 0.9))
+    run.finish(tmp_path)
+    assert accuracies(run.dir) == {0: 0.1, 2: 0.2, 4: 0.3, 6: 0.9}
+    assert [line["step"] for line in strict(run.dir / "validations_superseded.jsonl")] == [6]
+    assert (run.dir / "validations_damaged.jsonl").read_text() == "garbage\n"
+    assert [step for step, _ in scalars(run.dir, ACCURACY)] == [0, 2, 4, 6]
+    assert scalars(run.dir, ACCURACY)[-1][1] == 0.9
+
+
+def test_a_run_of_an_older_version_has_its_validations_in_its_rows(tmp_path):
+    rows = [{"step": 0, ACCURACY: 0.1}, {"step": 3, "critic/score/mean": 1.0}, {"step": 5, ACCURACY: 0.2}]
+    rows[2]["training/validated_step"] = 4
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {row["step"]: row[ACCURACY] for row in validations.read(tmp_path)} == {0: 0.1, 4: 0.2}
+    assert logs.load(tmp_path).points(ACCURACY).tolist() == [[0, 0.1], [4, 0.2]]
+    lines = [{"step": 4, ACCURACY: 0.3}, {"step": 6, ACCURACY: 0.5}, {"step": 6, ACCURACY: 0.6}]  # it resumed with this one
+    (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "cut')
+    assert {row["step"]: row[ACCURACY] for row in validations.read(tmp_path)} == {0: 0.1, 4: 0.3, 6: 0.6}
+    loaded = logs.load(tmp_path)
+    assert loaded.points(ACCURACY).tolist() == [[0, 0.1], [4, 0.3], [6, 0.6]]
+    assert any("validations.jsonl line 4" in note for note in loaded.notes)
+
+
+def written_by_wandb(file: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log behind 7 bytes, blocks of 32 KiB, records in pieces of which 1 is a whole one
+    and 4 the last."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.timeout(180)
+def test_weights_and_biases_gets_every_row_at_its_own_step(tmp_path, monkeypatch):
+    """Read from what the offline run has written; also after it resumes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = make_run(tmp_path, logger=("wandb",), wandb_mode="offline")
+    log(run, 0, (0, 0.1))
+    log(run, 1)
+    log(run, 2, (1, 0.2), (2, 0.3))
+    run.finish(tmp_path)
+    run = resume(run, tmp_path, 2, logger=("wandb",), wandb_mode="offline")
+    log(run, 3, (3, 0.4))
+    run.finish(tmp_path)
+    seen, numbers, axes = [], [], {}
+    for file in sorted(run.dir.glob("wandb/offline-run-*/*.wandb")):
+        for data in written_by_wandb(file):
+            (record := Record()).ParseFromString(data)
+            if record.WhichOneof("record_type") == "metric":
+                axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            if record.WhichOneof("record_type") == "history":
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                numbers.append(record.history.step.num)
+                seen.append((row.get("training/validated_step"), row.get(ACCURACY), row.get("training/global_step")))
+    assert seen == [
+        (0, 0.1, None),
+        (None, None, 0),
+        (None, None, 1),
+        (1, 0.2, None),
+        (2, 0.3, None),
+        (None, None, 2),
+        (3, 0.4, None),
+        (None, None, 3),
+    ]
+    assert numbers == sorted({*numbers}), "W&B drops a row whose number is not above the one before"
+    assert axes["val-core/*"] == axes["val-aux/*"] == "training/validated_step"
+    assert axes["critic/*"] == axes["timing_s/*"] == "training/global_step"
+
+
+# ------------------------------------------------------------------------------------------- parts of several ranks
+
+
+def part(step: int, rank, parts: int = 2, index: int = 0) -> dict:
+    return {"step": step, "version": step // 2, "rank": rank, "parts": parts, "rows": [{"index": index}]}
+
+
+def test_parts_are_put_together_in_order_of_step():
+    """The faster of two generators is two validations ahead."""
+    parts = Parts(lambda: None)
+    for step in (2, 4):
+        parts.add(part(step, 0, index=1))
+    assert parts.take() == [] and parts.newest == -1
+    for step in (2, 4):
+        parts.add(part(step, 1, index=0))
+    assert parts.newest == 4
+    assert [(v.step, v.version, v.rows) for v in parts.take()] == [(s, s // 2, [{"index": 0}, {"index": 1}]) for s in (2, 4)]
+    assert parts.take() == []
+
+
+def test_what_the_record_has_is_not_taken_from_a_checkpoint_again():
+    parts = Parts(lambda: None)
+    for step in (2, 4):
+        parts.add(part(step, 0, parts=1))
+    state, parts = json.loads(json.dumps(parts.state())), Parts(lambda: None)
+    parts.restore(state)
+    parts.skip_recorded([0, 2])
+    assert parts.newest == 4 and [v.step for v in parts.take()] == [4]
+    parts.skip_recorded([6])
+    assert parts.newest == 6, "one that was recorded after the checkpoint is not made again"
+
+
+def test_a_validation_waits_for_members_at_work_only():
+    at_work = {"1.0", "2.0"}
+    parts = Parts(lambda: at_work)
+    parts.expect(2, ["1.0", "2.0"])
+    parts.add(part(2, "1.0"))
+    assert parts.take() == []
+    at_work.remove("2.0")
+    parts.look()
+    assert parts.newest == 2 and [v.step for v in parts.take()] == [2]
+    whole = Parts(lambda: at_work)  # one that was whole at a checkpoint needs nobody of the run that resumes
+    whole.restore({"validated": 6, "rows": [[part(6, "1.0")]]})
+    whole.expect(6, ["3.0"])
+    assert [v.step for v in whole.take()] == [6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "done", "step", "awaited"),
+    [
+        (dict(test_freq=1), 0, 4, 3),  # that of step 4 comes again after a restart, of the checkpoint's weights
+        (dict(test_freq=1), 0, 5, None),  # nothing is saved
+        (dict(test_freq=1), 0, 12, 12),
+        (dict(test_freq=3), 0, 8, 6),
+        (dict(test_freq=4, trigger_parameter_sync_step=4), 0, 6, 4),  # a restart would publish the weights of step 6
+        (dict(test_freq=4, trigger_parameter_sync_step=4), 0, 4, 0),
+        (dict(test_freq=4, trigger_parameter_sync_step=4, val_before_train=False), 0, 4, None),
+        (dict(test_freq=1), 4, 6, 5),
+        (dict(test_freq=4), 6, 8, None),  # the run had no --test-freq before it resumed: step 4 never was validated
+        (dict(test_freq=0), 0, 12, None),
+    ],
+)
+def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, done, step, awaited):
+    @dataclass_of(ScheduleArgs, RunArgs)
+    class Args: ...
+
+    args = Args(**flags)
+    args.save_freq = 2
+    run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
+    run._saves_after = lambda step: TrainingRun._saves_after(run, step)
+    assert TrainingRun._awaited_validation(run, step) == awaited
+
+
+def dataclass_of(*bases):
+    from dataclasses import dataclass
+
+    return lambda cls: dataclass(type(cls.__name__, bases, {}))
+
+
+# -------------------------------------------------------------------------------------------------------------- best
+
+
+def save(run: Path, *steps: int) -> None:
+    for step in steps:
+        (export := run / f"step_{step:06d}").mkdir()
+        for name in (checkpoint.MANIFEST, "model.safetensors"):
+            (export / name).write_text(f"{step}")
+
+
+def record(run: Path, scores: dict[int, float]) -> None:
+    lines = [{"step": step, ACCURACY: score} for step, score in scores.items()]
+    (run / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def kept(run: Path) -> tuple[int, float]:
+    found = json.loads((run / "best" / "best.json").read_text())
+    assert found.keys() == {"step", "score"}
+    assert (run / "best" / "model.safetensors").read_text() == f"{found['step']}" and not list(run.glob("best.partial"))
+    return found["step"], found["score"]
+
+
+def test_best_is_linked_before_its_checkpoint_makes_room(tmp_path):
+    """The score of a step arrives when it is saved, and before the next one is."""
+    best = Best(tmp_path, True)
+    for step, score in ((2, 0.4), (4, 0.1), (6, 0.2)):
+        save(tmp_path, step)
+        with best.settled():
+            for older in list(tmp_path.glob("step_*"))[:-1] if step == 2 else tmp_path.glob(f"step_{step - 2:06d}"):
+                shutil.rmtree(older)
+        best._scores[step] = score  # nobody looks before the next save
+    assert kept(tmp_path) == (2, 0.4)
+    best.keep()
+    assert kept(tmp_path) == (2, 0.4), "0.2 is not better"
+
+
+def test_a_branch_forgets_a_best_of_a_later_step(tmp_path):
+    save(tmp_path, 2, 4)
+    record(tmp_path, {2: 0.3, 4: 0.2, 6: 0.9})
+    first = Best(tmp_path, True)
+    save(tmp_path, 6)
+    for step, score in ((2, 0.3), (4, 0.2), (6, 0.9)):
+        first.scored(step, score)
+    assert kept(tmp_path) == (6, 0.9)
+    (tmp_path / "step_000006").rename(tmp_path / "step_000006.superseded")
+    record(tmp_path, {2: 0.3, 4: 0.2})
+    Best(tmp_path, True).resume(after=4)
+    assert kept(tmp_path) == (2, 0.3)
+    assert (tmp_path / "best.superseded" / "model.safetensors").read_text() == "6", "renamed, not deleted"
+    again = Best(tmp_path, True)
+    again.resume(after=4)
+    save(tmp_path, 6)
+    again.scored(6, 0.31)
+    assert kept(tmp_path) == (6, 0.31)
+
+
+def test_a_branch_leaves_no_best_where_nothing_was_validated(tmp_path):
+    save(tmp_path, 2, 4)
+    Best(tmp_path, True).scored(4, 0.9)
+    (tmp_path / "step_000004").rename(tmp_path / "step_000004.superseded")
+    Best(tmp_path, True).resume(after=2)
+    assert not (tmp_path / "best").exists()
+
+
+def test_scores_come_back_from_the_record(tmp_path):
+    """A kill between the rename of a checkpoint and `best`; one of a validation that may not choose."""
+    save(tmp_path, 2, 4, 6)
+    lines = [{"step": 2, ACCURACY: 0.2}, {"step": 4, ACCURACY: 0.6}, {"step": 6, ACCURACY: 0.9, "chooses_best": False}]
+    (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Best(tmp_path, True).resume(after=6)
+    assert kept(tmp_path) == (4, 0.6)
+
+
+def test_a_kill_while_best_is_replaced_loses_neither(tmp_path):
+    save(tmp_path, 2)
+    Best(tmp_path, True).scored(2, 0.5)
+    (tmp_path / "best").rename(tmp_path / "best.partial")  # whole, and the old one has been moved away
+    shutil.rmtree(tmp_path / "step_000002")
+    Best(tmp_path, True).resume(after=2)
+    assert kept(tmp_path) == (2, 0.5)
+
+
+def test_a_score_that_arrives_while_best_is_linked_counts(tmp_path, monkeypatch):
+    """Where a file system has no links gigabytes are copied meanwhile."""
+    save(tmp_path, 10, 20, 30)
+    best, linking, go_on = Best(tmp_path, True), threading.Event(), threading.Event()
+    best._scores = {10: 0.1, 20: 0.2}
+    link = best_module._link_or_copy
+
+    def slow(*files):
+        linking.set()
+        go_on.wait(60)
+        link(*files)
+
+    monkeypatch.setattr(best_module, "_link_or_copy", slow)
+    threads = [threading.Thread(target=best.keep), threading.Thread(target=best.scored, args=(30, 0.9))]
+    threads[0].start()
+    assert linking.wait(60)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert kept(tmp_path) == (30, 0.9)
+
+
+def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
+    save(tmp_path, 2, 4)
+    best, link = Best(tmp_path, True), os.link
+    best.scored(2, 0.1)
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(os, "link", full)
+    best.scored(4, 0.9)
+    best.keep()
+    said = capfd.readouterr().err
+    assert said.count("warning: step 4 validated best (0.9)") == 1 and "No space left on device" in said, said
+    assert kept(tmp_path) == (2, 0.1), "the one before stays"
+    monkeypatch.setattr(os, "link", link)
+    best.keep()
+    assert kept(tmp_path) == (4, 0.9) and not capfd.readouterr().err
+
+
+def test_without_links_the_files_are_copied(tmp_path, monkeypatch, capfd):
+    def none_here(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", none_here)
+    save(tmp_path, 2)
+    Best(tmp_path, True).scored(2, 0.1)
+    assert kept(tmp_path) == (2, 0.1) and not capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ members' news
+
+
+def test_a_members_first_group_may_arrive_before_the_news_that_it_has_joined(ranks):
+    """Its ticket is held by a living member, so nobody else would ever start it."""
+    lobby, store = SimpleNamespace(news=deque(), links=None), HashStore()
+    crew = Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
+    split = Split("learner", ranks, 1, 0, [Node("here", 0, 1, 0)], 0, store, None, elastic=crew)
+    inbox = Inbox(SplitArgs(ring_mb=8), split)
+    ring = Ring.attach(store.get(f"ring/{split.place}").decode())
+    for member, ticket in ((1, 7), (2, 8)):
+        ring.put(FROM + sealed(GROUP, member), make_group(ticket, [3, 4]).to_bytes())
+    inbox.receive(0.01)
+    assert not inbox.groups
+    lobby.news.append({"member": 1, "host": "there", "joined": ["1.0"]})
+    inbox.receive(0.01)
+    assert [group.ticket for group in inbox.groups] == [7] and crew.came == {1: 1}
+    lobby.news += [{"member": 2, "host": "there", "joined": ["2.0"]}, {"member": 2, "host": "there", "gone": "it has left"}]
+    ring.put(FROM + sealed(GROUP, 2), make_group(9, [3, 4]).to_bytes())
+    inbox.receive(0.01)
+    assert [group.ticket for group in inbox.groups] == [7, 8], "8 arrived from a member at work, 9 from one that was given up"
+    assert crew.gone == {2: 1}
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0", "--max-response-length", "4"]
+LATE = [*SMALL, "--lr", "0.02", "--max-ckpt-to-keep", "1"]  # a learning rate that spoils the model at once
+
+
+def best_is_best(run: Path, saved: tuple[int, ...]) -> None:
+    """The model is spoilt step by step, so the best one was saved first, and its checkpoint has made room."""
+    scores = accuracies(run)
+    of_saved = {step: scores[step] for step in saved}
+    first = min(saved)
+    assert of_saved[first] == max(of_saved.values()) > of_saved[saved[-1]], f"this shows nothing: {of_saved}"
+    assert json.loads((run / "best" / "best.json").read_text()) == {"step": first, "score": of_saved[first]}
+    assert [path.name for path in run.glob("step_*")] == [f"step_{saved[-1]:06d}"]
+    ours, last = (load_file(path / "model.safetensors") for path in (run / "best", run / f"step_{saved[-1]:06d}"))
+    assert any(not ours[name].equal(last[name]) for name in ours)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "flags", "validated", "saved"),
+    [
+        ("train_async", ["--test-freq", "1", "--val-n", "2"], range(7), (2, 4, 6)),
+        ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), (2, 4, 6)),
+        ("train_one_step_off", ["--test-freq", "1"], range(7), (2, 4, 6)),
+        ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), (2, 4, 6)),
+    ],
+)
+def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
+    script, flags, validated, saved, demo_model, tmp_path
+):
+    flags = [*flags, *LATE, "--total-training-steps", "6", "--save-freq", "2"]
+    late = {"ranks": 2, "env": {"SCRIPT": script}}
+    metrics, run, _ = train("tests/programs/late_validations.py", *flags, out=tmp_path, **late)
+    assert [*accuracies(run)] == [*validated]
+    together = [m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m]
+    assert len(together) < len(validated), "none arrived together: this shows nothing"
+    assert all(
+        line["version"] * (2 if "--trigger-parameter-sync-step" in flags else 1) == line["step"]
+        for line in strict(run / "validations.jsonl")
+    )
+    best_is_best(run, saved)
+
+
+def test_sync_records_its_validations_too(demo_model, tmp_path):
+    flags = [*LATE, "--total-training-steps", "4", "--save-freq", "2", "--test-freq", "2"]
+    metrics, run, _ = train("train_sync.py", *flags, out=tmp_path)
+    assert accuracies(run) == {step: metrics[step][ACCURACY] for step in (0, 2, 4)}
+    best_is_best(run, (2, 4))
+
+
+def named(script: str, out: Path, *flags, **how):
+    return run_script(script, "--output-dir", out, "--experiment-name", "run", *SMALL, *flags, **how)
+
+
+@pytest.mark.timeout(300)
+def test_a_branch_has_a_best_of_its_own(demo_model, tmp_path):
+    flags = ("--test-freq", "2", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
+    named("train_sync.py", tmp_path, *flags, "--lr", "1e-4")
+    run = tmp_path / "run"
+    shutil.rmtree(run / "best")  # as if step 4 had been better by far
+    shutil.copytree(run / "step_000004", run / "best", ignore=shutil.ignore_patterns("training", "manifest.json"))
+    (run / "best" / "best.json").write_text('{"step": 4, "score": 0.99}')
+    old = accuracies(run)
+    named("train_sync.py", tmp_path, *flags, "--lr", "0.02", "--resume-anyway", "--resume-mode", run / "step_000002")
+    new = accuracies(run)
+    assert {**new, 4: old[4]} == old and new[4] < new[2], "the branch spoils the model"
+    assert json.loads((run / "best" / "best.json").read_text()) == {"step": 2, "score": new[2]}
+    assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [4]
+
+
+@pytest.mark.timeout(300)
+def test_weights_that_are_published_within_a_period_are_validated_under_their_own_step(demo_model, tmp_path):
+    """A run resumes after step 3 of periods of two steps: what goes out as version 1 then are the weights of step 3."""
+    flags = ("--trigger-parameter-sync-step", "2", "--save-freq", "1", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
+    flags += ("--lr", "3e-3")
+    named("train_async.py", tmp_path, *flags, "--test-freq", "0", ranks=2)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "step_000004")
+    named("train_async.py", tmp_path, *flags, "--test-freq", "2", ranks=2)  # what was not validated yet is due
+    assert [(line["step"], line["version"]) for line in strict(run / "validations.jsonl")] == [(3, 1), (4, 2)]
+    found, best = accuracies(run), json.loads((run / "best" / "best.json").read_text())
+    assert best["score"] == found[best["step"]] == max(found.values())
+    alone = {}
+    for step in (2, 3):
+        out = tmp_path / f"alone{step}"
+        named("train_sync.py", out, "--model", run / f"step_{step:06d}", "--total-training-steps", "1", "--test-freq", "1")
+        alone[step] = accuracies(out / "run")[0]
+    assert found[3] == alone[3]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", ["train_async.py", "train_one_step_off.py"])
+def test_a_killed_run_that_resumes_has_each_validation_once(script, demo_model, tmp_path):
+    flags = ("--test-freq", "1", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
+    named(script, tmp_path, *flags, ranks=2)
+    run = tmp_path / "run"
+    whole = accuracies(run)
+    assert [*whole] == [0, 1, 2, 3, 4]
+    shutil.rmtree(run / "step_000004")  # as a kill before that save leaves it
+    done = named(script, tmp_path, *flags, ranks=2)
+    assert "goes on after step 2 of 4" in done.stdout or "after step 2/4" in done.stdout
+    again = accuracies(run)
+    assert [*again] == [0, 1, 2, 3, 4] and {s: again[s] for s in (0, 1, 2)} == {s: whole[s] for s in (0, 1, 2)}
+    assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [3, 4]
+    assert json.loads((run / "best" / "best.json").read_text())["score"] == max(again[2], again[4])
