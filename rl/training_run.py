@@ -8,6 +8,7 @@ from typing import NoReturn, Protocol
 from rl import checkpoint, delivery, dist
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
+from rl.fates import Fates
 from rl.generator import Generator
 from rl.health import Health
 from rl.identity import Identity
@@ -20,6 +21,7 @@ from rl.run import Run
 from rl.saver import Saver
 from rl.setup import CommonArgs, Job
 from rl.shares import Division
+from rl.source_counts import SourceCounts
 from rl.stream import Batches, Stream
 from rl.timers import gather_ledgers
 from rl.waste import Computed
@@ -72,6 +74,7 @@ class TrainingRun:
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
+        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
         self.timer = self.record.timer
         self._begun = self.done  # the last step that has
         if self.recorder:
@@ -132,8 +135,8 @@ class TrainingRun:
         with self.timer("testing"):
             for validated_step, rows in self.samples.inbox.take_validations(until):
                 metrics = self.validated(validated_step, rows)
-        if metrics:
-            self.record.say(self.samples.meter.summary())
+        if metrics and (news := self.samples.meter.news()):
+            self.record.say(news)
         return metrics
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], **gone: list[int]) -> None:
@@ -141,7 +144,8 @@ class TrainingRun:
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
-        metrics |= self.health.of_step(step, batch, metrics)
+        fates = Fates.of(batch)
+        metrics |= self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
         self.record.log_tickets(step, batch.tickets, **gone)
         self.record.log(step, metrics)
