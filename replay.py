@@ -28,7 +28,7 @@ from types import ModuleType
 
 import torch
 
-from rl import bad_step, checkpoint, dist, flags, process  # nothing here imports losses: `load_script` says which
+from rl import bad_step, checkpoint, dist, flag_needs, flags, process  # nothing here imports losses: `load_script` says which
 from rl.data import DataArgs
 from rl.engine import EngineArgs
 from rl.errors import UserError
@@ -97,6 +97,8 @@ def read(words: Sequence[str]) -> Replay:
     was = {name: tuple(value) if isinstance(value, list) else value for name, value in start["flags"].items()}
     was = {field.name: was.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
     args = flags.read(script.Args, __doc__, rest, was)
+    left_out = sorted(flag_needs.given(script.Args, rest) & flag_needs.NOT_REPLAYED)
+    flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
     changed = {name: (was[name], value) for name, value in asdict(args).items() if value != was[name]}
     if made := [name for name in changed if name in SAMPLED]:
         raise UserError(f"{', '.join(map(flag, made))}: what made the samples stays as it was in a replay. Leave it out.")
@@ -178,7 +180,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
     if replay.checkpoint:
         kl_control.restore(checkpoint.load(replay.checkpoint, learner)["kl_control"])
-    job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
+    job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=job.notes | notes(replay))
     run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1, kl_control=kl_control)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)

@@ -152,8 +152,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         with run.timer("testing"):
             rows = generator.validate()
         run.record.log(0, run.validated(0, rows))
-    if not run.done:
-        next_ticket.ticket = generator.begin(args.surplus)
+    generator.begin(next_ticket.begin(args.to_start(len(next_ticket.under_way))))
 
     for step in run.steps():
         with run.timer("gen"):

@@ -7,15 +7,18 @@ from typing import Annotated, Literal
 import losses
 from rl.batch import Batch
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import Range, Unavailable
 from rl.rollout_correction import RolloutCorrectionArgs
+
+NO_CRITIC = "needs a critic, which these scripts do not train. losses.gae is there for one."
+ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "value" not in estimator.inputs)
 
 
 @dataclass
 class AlgorithmArgs(RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
-    adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
+    adv_estimator: Annotated[Literal[ESTIMATORS], Unavailable("gae", NO_CRITIC)] = "grpo"
     """Estimator that turns scores into advantages; each is a function in losses.py."""
     gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """Discount of later rewards, for reinforce_pp."""
@@ -135,10 +138,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
             raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
         estimator = losses.ADVANTAGES[self.adv_estimator]
         if "value" in estimator.inputs:
-            raise UserError(
-                f"--adv-estimator {self.adv_estimator} needs a critic, which these scripts do not train. losses.gae is there "
-                "for one."
-            )
+            raise UserError(f"--adv-estimator {self.adv_estimator} {NO_CRITIC}")
         if estimator.group_of_one == "zero" and self.rollout_n == 1:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "

@@ -4,7 +4,20 @@ BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than 
 
 
 def advice(generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float) -> str:
-    """Who waited, and the split of the job's ranks that would balance them, in one sentence.
+    """Who waited, and the split of the job's ranks that would balance them, in one sentence. The arguments are those of
+    `verdict`."""
+    return verdict(generators, learners, nodes, generators_idle, learners_idle)[1]
+
+
+def has_choice(generators: int, learners: int, nodes: int | None) -> bool:
+    """Whether the ranks can be split in more than one way. nodes: as in `verdict`."""
+    return generators + learners > 2 * (nodes or 1)
+
+
+def verdict(
+    generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float
+) -> tuple[str | int, str]:
+    """What the advice is, "balanced", "turns" or the best number of generators, and the sentence.
 
     generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle: share
     of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
@@ -12,17 +25,18 @@ def advice(generators: int, learners: int, nodes: int | None, generators_idle: f
     """
     told = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:
-        return f"{told}: balanced"
+        return "balanced", f"{told}: balanced"
     if min(generators_idle, learners_idle) > OVERLAPPING:
-        return f"{told}: they take turns, and no other split helps; a higher --staleness-threshold or fewer validations may"
+        more = "a higher --staleness-threshold or fewer validations may"
+        return "turns", f"{told}: they take turns, and no other split helps; {more}"
     ranks = generators + learners
     work = generators * (1 - generators_idle), learners * (1 - learners_idle)
     exact = ranks * work[0] / sum(work)  # generators, if ranks could be divided
     best = (nodes or 1) * min(ranks // (nodes or 1) - 1, max(1, round(exact / (nodes or 1))))
     rough = f"{exact:.1f} to {ranks - exact:.1f}"
     if best == generators:
-        return f"{told}: {generators} to {learners} is the best split of {ranks} ranks ({rough} would balance exactly)"
+        return best, f"{told}: {generators} to {learners} is the best split of {ranks} ranks ({rough} would balance exactly)"
     better = f"{told}: {best} to {ranks - best} would balance {ranks} ranks better ({rough} exactly)"
     if nodes is None:
-        return f"{better}: change --generators on some of the nodes"
-    return f"{better}: --generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")
+        return best, f"{better}: change --generators on some of the nodes"
+    return best, f"{better}: --generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")

@@ -180,6 +180,9 @@ class Batch:
     rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
     chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
     images: "BatchImages | None" = None  # of its prompts, for a model that takes images
+    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-error zero)
+    sources: list[str] = field(default_factory=list)  # of its groups: their data sources
+    sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
 
     @staticmethod
     def of(groups: list[Group], division: Division | None = None) -> "Batch":
@@ -218,6 +221,9 @@ class Batch:
             division=division if is_part else None,
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
+            failed=torch.tensor([r.error is not None for _, _, r in pairs], dtype=torch.bool),
+            sources=[g.data_source for g in groups],
+            sizes=[len(g.responses) for g in groups],
         )
 
     def check_scored(self) -> None:

@@ -156,7 +156,8 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
     """The run, its checkpoints from the newest on, and whether the one was asked for."""
     runs = []
     if launch.restarts():  # this job's own run, wherever it began
-        configs = sorted(output_dir.glob("*/config*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        configs = [config for parent in _parents(args, output_dir, experiment_name) for config in parent.glob("*/config*.json")]
+        configs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == launch.job()][:1]
     if not runs and args.resume_mode == "disable":
         return None
@@ -171,6 +172,13 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
                 print(f"warning: {run_dir}/config.json is missing or damaged; the run goes on", file=sys.stderr, flush=True)
             return run_dir, _steps(run_dir), False
     return None
+
+
+def _parents(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> set[Path]:
+    """Where the directory of this job's own run may be: names may be nested, and --resume-mode may lead elsewhere."""
+    named = (output_dir / (experiment_name or "run")).parent
+    of_path = set() if args.resume_mode in ("auto", "disable") else {Path(args.resume_mode).resolve().parent.parent}
+    return {output_dir, named} | of_path
 
 
 def _steps(run_dir: Path) -> list[Path]:

@@ -39,7 +39,7 @@ class ConsoleLog:
         if validation:
             self.accuracy = sum(validation) / len(validation)
         parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation {:.3f}", self.accuracy)]
-        parts += [("{:,.0f} tokens/s", metrics.get("perf/throughput"))]
+        parts += [("{}", _rates(metrics))]
         parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
         parts += [("generators {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
         text = "  ".join(form.format(value) for form, value in parts if value is not None)
@@ -64,6 +64,18 @@ class ConsoleLog:
     def close(self) -> None:
         if self.bar:
             self.bar.stop()
+
+
+def _rates(metrics: dict[str, float]) -> str | None:
+    """Tokens per second of a rank (perf/throughput), and of all ranks if there are several."""
+    per_rank = metrics.get("perf/throughput")
+    if per_rank is None:
+        return None
+    seconds = metrics.get("perf/time_per_step")
+    of_all = metrics["perf/total_num_tokens"] / seconds if seconds else per_rank
+    if of_all < 1.5 * per_rank:  # one rank
+        return f"{per_rank:,.0f} tokens/s"
+    return f"{per_rank:,.0f} tokens/s per rank, {of_all:,.0f} all"
 
 
 def outlive_output() -> None:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,24 @@ class PromptDataset(Sequence):
                     raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
                 found.setdefault(source, where)
         return found
+
+    def source(self, index: int) -> str:
+        """The data_source of a prompt, without the rest of its row."""
+        which, number = self._locate(self.rows[index])
+        if "data_source" not in self.tables[which].column_names:
+            return GSM8K
+        return self.tables[which].select_columns("data_source").with_format("arrow")[number]["data_source"][0].as_py()
+
+    def source_sizes(self) -> Counter[str]:
+        """Every data_source -> its rows, also those whose prompts were left out."""
+        sizes: Counter[str] = Counter()
+        for table in self.tables:
+            if "data_source" not in table.column_names:
+                sizes[GSM8K] += len(table)
+                continue
+            counted = pc.value_counts(_column(table, "data_source").combine_chunks())
+            sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
+        return sizes
 
     def _measure(self, description: str) -> list[int]:
         """The rows whose prompts fit or may be cut. A prompt that cannot be used is an error here rather than in the middle of

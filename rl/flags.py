@@ -1,8 +1,9 @@
 """The command line: flags with their ranges, in groups, and one message for what cannot work.
 
 A flag is a field of a dataclass. Each component has a dataclass of its own, and a script's Args inherits them all. A number's
-range stands in its type, and relations between flags in a method `check` of the dataclass (rl/ranges.py). All are checked
-before anything is loaded. A boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+range is in its type, and what flags refuse of each other in a method `check` of the dataclass (rl/ranges.py). All are checked
+before anything is loaded. A flag that can have no effect is a warning (rl/flag_needs.py). A boolean flag can be written
+--shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast
@@ -21,9 +22,9 @@ from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from rl import process
+from rl import flag_needs, process
 from rl.errors import UserError
-from rl.ranges import check, flag, ranges
+from rl.ranges import check, flag, ranges, refuse_known
 
 Flags = TypeVar("Flags")
 
@@ -45,6 +46,7 @@ def read(
     """`parse` for other callers: raises UserError. args: the command line; by default this process's. defaults: of fields,
     instead of the class's own."""
     args = _spell_out_booleans(flags, sys.argv[1:] if args is None else args)
+    refuse_known(flags, args)
     errors, is_first = io.StringIO(), os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(sys.stdout if is_first else io.StringIO()):
         try:
@@ -57,6 +59,7 @@ def read(
     values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
     parsed = flags(**values)
     check(parsed)
+    flag_needs.warn(flag_needs.without_effect(parsed, flag_needs.given(flags, args)).values())
     return parsed
 
 

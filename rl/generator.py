@@ -155,11 +155,10 @@ class Generator:
                 self._rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
         return groups
 
-    def begin(self, surplus: int) -> int:
-        """Starts so many tickets, over all engines, beside those that `generate` will be given; returns the next ticket."""
-        for ticket in range(self.shared.index, surplus, self.shared.engines):
+    def begin(self, tickets: Sequence[int]) -> None:
+        """Starts this engine's share of tickets besides those that `generate` will be given."""
+        for ticket in tickets[self.shared.index :: self.shared.engines]:
             self.start(ticket)
-        return surplus
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end

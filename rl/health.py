@@ -9,8 +9,30 @@ from collections import Counter
 import losses
 from rl import shares
 from rl.batch import Batch
+from rl.fates import EQUAL, OTHER, REJECTED, TRUNCATED, UNSCORED, Fates, causes
 from rl.run import Run
 from rl.setup import CommonArgs, Job
+
+MUCH_REJECTED = 0.8  # of a step's tokens, from which on a warning says so
+FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights, below which a warning says so
+# Why a step has no signal, and what to do.
+CAUSES = {
+    REJECTED: (
+        "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
+        "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)",
+    ),
+    UNSCORED: (
+        "too few responses could be scored",
+        "Correct the reward function, or what it needs: the warning of --on-error has its last error",
+    ),
+    TRUNCATED: (
+        "every response ran into --max-response-length, and all score the same",
+        "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
+    ),
+    EQUAL: ("all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
+    OTHER: ("scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
+}
+CHIEF = {REJECTED: ": rejection", UNSCORED: ": not scored", TRUNCATED: ": cut off", EQUAL: ": equal scores", OTHER: ""}
 
 
 class Health:
@@ -32,9 +54,9 @@ class Health:
             detail = f"--truncation {self.args.truncation} cuts off {lost}."
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
-    def of_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> dict[str, int]:
-        """Warns of what the step shows; returns warnings/*. A collective."""
-        args, responses = self.args, len(batch.lengths)
+    def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
+        """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""
+        args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
         if args.top_p < 1 or args.top_k > 0:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
@@ -43,9 +65,9 @@ class Health:
             detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"
             detail += "." if args.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
             self._warn("single_response_groups", "groups with one trained response", alone, detail)
-        if not (metrics["critic/advantages/max"] > 0 or metrics["critic/advantages/min"] < 0):
-            detail = f"In step {step} no group's scores differ: prompts may be too easy or too hard, or the reward broken."
-            self._warn("no_signal_steps", "steps without any signal", 1, detail)
+        if not fates.has_signal:
+            self._warn_of_no_signal(step, batch, fates)
+        self._warn_of_correction(step, metrics, fates)
         if responses and bool(batch.truncated.all()) and not args.ignore_eos:
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
             self._warn("endless_steps", "steps in which every response ran into --max-response-length", 1, detail)
@@ -53,6 +75,33 @@ class Health:
         detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32."
         self._warn("skipped_updates", "optimizer steps skipped", new, detail)
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
+
+    def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
+        """Names the cause; of several the most frequent one decides the remedy."""
+        found = causes(self.args, batch, fates).most_common()
+        grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
+        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][0] for cause, count in found]
+        chief = found[0][0]
+        detail = f"In step {step}, {'; '.join(parts)}. {CAUSES[chief][1]}."
+        self.counts["no_signal_steps"] += 1
+        if chief != OTHER:
+            self.counts[f"no_signal/{chief}"] += 1
+        self.record.warn(f"steps without any signal{CHIEF[chief]}", 1, detail)
+
+    def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
+        """Warns where little is left of a step behind the rollout correction."""
+        if fates.rejected_share >= MUCH_REJECTED:
+            detail = (
+                f"In step {step} {fates.rejected_share:.0%} of the tokens, {int(fates.rejected.sum())} responses as a whole. "
+            )
+            detail += f"{CAUSES[REJECTED][1]}."
+            self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
+        effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
+        if effective < FEW_EFFECTIVE:
+            detail = f"In step {step} it is {effective:.0%}: few tokens decide, for the batch is far from the policy. Lower "
+            detail += "--staleness-threshold or --lr. Or generator and learner do not compute the same: see "
+            detail += "training/rollout_probs_diff_mean."
+            self._warn("few_effective", "steps whose importance weights have a small effective sample size", 1, detail)
 
     def _warn(self, kind: str, what: str, count: int, detail: str) -> None:
         self.counts[kind] += count

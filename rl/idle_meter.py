@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from rl.balance import advice
+from rl.balance import has_choice, verdict
 from rl.dist import Split
 from rl.metrics import event_metrics
 from rl.timers import Timers
@@ -18,6 +18,7 @@ class IdleMeter:
         self._events: dict[int, dict] = {}  # of each generator's scoring
         self._events_before: Counter[str] = Counter()  # of the run that goes on here
         self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
+        self._advised: str | int | None = None  # in the last `news`
 
     def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
         """Metrics of what was reported since the last call; empties the list."""
@@ -64,13 +65,35 @@ class IdleMeter:
             self._elapsed[role] += elapsed
         self._started.add((role, rank))
 
+    def news(self) -> str:
+        """The summary if its advice differs from that of the last call; nothing if too few steps say it, or if the ranks can be
+        split in one way only."""
+        advised, text = self._verdict()
+        if advised in (None, self._advised):
+            return ""
+        self._advised = advised
+        return text if self._has_choice() else ""
+
+    def last_words(self) -> list[str]:
+        """The summary at the end of a run, without a verdict on the split where there is only one; none of too few steps."""
+        advised, text = self._verdict()
+        return [] if advised is None else [text if self._has_choice() or advised == "turns" else text.partition(":")[0]]
+
     def summary(self) -> str:
         """Which side has waited, and the split of the job's ranks that would balance them."""
+        return self._verdict()[1]
+
+    def _verdict(self) -> tuple[str | int | None, str]:
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
-            return "too few steps to say who waits for whom"
+            return None, "too few steps to say who waits for whom"
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
         if self.split.elastic:  # how many generate is not the job's to say
-            return advice(1, 1, None, *idle).partition(":")[0]
+            return "elastic", verdict(1, 1, None, *idle)[1].partition(":")[0]
+        return verdict(self.split.generators, self.split.learners, self._nodes_alike(), *idle)
+
+    def _nodes_alike(self) -> int | None:
         nodes = self.split.nodes
-        alike = len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
-        return advice(self.split.generators, self.split.learners, alike, *idle)
+        return len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
+
+    def _has_choice(self) -> bool:
+        return bool(self.split.elastic) or has_choice(self.split.generators, self.split.learners, self._nodes_alike())

@@ -84,7 +84,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
         return self.optimizer_offload and self.dtype == "bfloat16"
 
     def check(self) -> None:
-        """Raises UserError for flags that would do nothing."""
+        """Raises UserError for flags of which only one can hold, or that cannot do what they are for."""
         if self.optimizer_offload and self.param_offload:
             raise UserError(
                 "--optimizer-offload: --param-offload keeps the moments in host memory already. Leave one of them out."

@@ -36,3 +36,14 @@ class OverSampleArgs(BatchArgs):
     @property
     def trains_stale(self) -> bool:
         return self.surplus > 0
+
+    def to_start(self, under_way: int) -> int:
+        """Prompts to start before the first step, so that the surplus is under way. under_way: how many a resumed run has.
+        Raises UserError if they are more than the surplus: no step would wait for them."""
+        if under_way > self.surplus:
+            raise UserError(
+                f"--over-sample {self.over_sample:g} lets {self.surplus} prompts be under way beyond a step's, and the resumed "
+                f"run has {under_way}. Give at least --over-sample {under_way / self.train_batch_size:g}, or start a new run "
+                "with another --experiment-name."
+            )
+        return self.surplus - under_way

@@ -1,4 +1,4 @@
-"""A run's record: metrics.jsonl always, and the console, TensorBoard and Weights & Biases as asked for.
+"""A run's record: metrics.jsonl and the console always, TensorBoard and Weights & Biases if asked for.
 
 Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, flushed at once, so that
 a crash loses nothing; NaN and infinities are written as null, which every JSON reader takes.
@@ -44,7 +44,7 @@ class LogArgs:
     output_dir: str = "runs"
     """Directory in which each run makes its own."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """Destinations of metrics besides metrics.jsonl."""
+    """Further destinations of the metrics. metrics.jsonl and the console get them in any case, also if console is not named."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
@@ -114,7 +114,7 @@ class Run:
         rows = wandb_log.rows_logged(self.dir, METRICS, validations.FILE)
         self._wandb = wandb_log.WandB(args, self._files, rows) if "wandb" in args.logger else None
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
-        self._console = ConsoleLog(total_steps) if "console" in args.logger else None  # last: the others may print
+        self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
             self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
         elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
@@ -131,8 +131,7 @@ class Run:
         if not self.enabled:
             return
         self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
-        if self._console:
-            self._console.show(step, metrics)
+        self._console.show(step, metrics)
         own = metrics
         if validations.STEP in metrics:  # `log_validation` has given that to the loggers
             own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
@@ -171,7 +170,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Prints a line for the user, above the progress bar if there is one."""
-        if self.enabled and self._console:
+        if self.enabled:
             self._console.say(text)
 
     def warn(self, what: str, count: int, detail: str) -> None:
@@ -192,8 +191,7 @@ class Run:
         """Draws the reward plot, closes everything, and says where things are."""
         if not self.enabled:
             return
-        if self._console:
-            self._console.close()
+        self._console.close()
         if self._wandb:
             self._wandb.finish()
         self._files.close()

@@ -33,6 +33,12 @@ class NextTicket:
         self.ticket = 0
         self.under_way: list[int] = []  # before it
 
+    def begin(self, count: int) -> range:
+        """Moves on by `count` tickets, which are under way from now on; returns them."""
+        started = range(self.ticket, self.ticket + count)
+        self.ticket, self.under_way = started.stop, [*self.under_way, *started]
+        return started
+
     def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
         """Moves on to `ticket`; returns those before it that are neither among the groups of a batch nor under way, since the
         last call."""

@@ -3,6 +3,7 @@
 Left out: joining the process groups (rl/dist.py), and the flags of a component, which stand with it.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl import flag_needs
 from rl.algorithm_args import AlgorithmArgs
 from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder, demo_files
@@ -156,10 +158,21 @@ def set_up(args: CommonArgs, file: str) -> Job:
     train_files, val_files = (demo_files(args.model, files) for files in (args.train_files, args.val_files))
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep)
     val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
-    check_sources(prompts.sources() | (val_prompts.sources() if val_prompts else {}), args)
+    sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
+    check_sources(sources, args)
+    has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
+    facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources)
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))
-    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps)
+    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps, _idle_flags(args, facts))
+
+
+def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str]]:
+    """Warns of given flags without effect, of those that only the facts show; returns all, for the run's config.json."""
+    given = flag_needs.given(type(args), sys.argv[1:])
+    idle, said = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `said` by rl/flags.py
+    flag_needs.warn(line for name, line in idle.items() if name not in said)
+    return {"flags_without_effect": list(idle.values())} if idle else {}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:

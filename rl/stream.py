@@ -42,7 +42,7 @@ class _Samples:
                 self.inbox.receive()
         self.meter.read(self.inbox.reports)
         self.inbox.reports.clear()
-        return [self.meter.summary()]
+        return self.meter.last_words()
 
     def ask(self, step: int) -> None:
         """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""

@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol
 from rl import checkpoint, delivery, dist, validations
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
+from rl.fates import Fates
 from rl.generator import Generator
 from rl.health import Health
 from rl.identity import Identity
@@ -21,6 +22,7 @@ from rl.run import Run
 from rl.saver import Saver
 from rl.setup import CommonArgs, Job
 from rl.shares import Division
+from rl.source_counts import SourceCounts
 from rl.stream import Batches, Stream
 from rl.timers import gather_ledgers
 from rl.waste import Computed
@@ -78,6 +80,7 @@ class TrainingRun:
             samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
+        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
         self.timer = self.record.timer
         self._begun = self.done  # the last step that has
         if self.recorder:
@@ -137,8 +140,8 @@ class TrainingRun:
         checkpoint it waits for those that a resumed run could not make again, after the last step for all. A collective."""
         with self.timer("testing"):
             metrics = self._take_validations(self._awaited_validation(step))
-        if metrics:
-            self.record.say(self.samples.meter.summary())
+        if metrics and (news := self.samples.meter.news()):
+            self.record.say(news)
         return metrics
 
     def _take_validations(self, until: int | None = None) -> dict[str, float]:
@@ -167,7 +170,8 @@ class TrainingRun:
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
-        metrics |= self.health.of_step(step, batch, metrics)
+        fates = Fates.of(batch)
+        metrics |= self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
         self.record.log_tickets(step, batch.tickets, **gone)
         self.record.log(step, metrics)

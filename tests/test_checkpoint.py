@@ -380,3 +380,47 @@ def test_groups_survive_the_file(tmp_path):
     file = tmp_path / "groups"
     file.write_bytes(join_records([group.to_bytes() for group in groups]))
     assert [g.to_bytes() for g in checkpoint.read_groups(file)] == [g.to_bytes() for g in groups]
+
+
+DIES_ONCE = """
+import os, signal
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    log = Path(__file__).with_name("calls")
+    with open(log, "ab") as file:
+        file.write(b".")
+    died = Path(__file__).with_name("died")
+    if log.stat().st_size > 14 and not died.exists():  # in the fourth step of four responses
+        died.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.parametrize("name", ["flat", "nested/name", "a/b/c"])
+def test_a_restarted_job_finds_its_own_run_whatever_its_name(name, tmp_path):
+    """With --resume-mode disable too: a job is one run, however often torchrun starts its ranks."""
+    (tmp_path / "reward.py").write_text(DIES_ONCE)
+    flags = ["--total-training-steps", 5, "--save-freq", 1, "--test-freq", 0, "--train-batch-size", 2, "--rollout-n", 2]
+    flags += ["--experiment-name", name, "--resume-mode", "disable", "--reward", f"{tmp_path / 'reward.py'}:score"]
+    (tmp_path / "runs" / name).mkdir(parents=True)  # of an earlier run: this one is name-2
+    (tmp_path / "runs" / name / "config.json").write_text("{}")
+    line = ["--max-restarts", 1, "--monitor-interval", 0.1, "train_sync.py", *flags, "--output-dir", tmp_path / "runs"]
+    run_script(*line, ranks=1, env={"SPARE_RANKS": "1"})
+    run = tmp_path / "runs" / f"{name}-2"
+    assert (tmp_path / "died").exists() and not (tmp_path / "runs" / f"{name}-3").exists()
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5] and len([*run.glob("config_from_*.json")]) == 1
+
+
+def test_a_restarted_job_finds_the_run_that_it_went_on_with(tmp_path, monkeypatch):
+    """--resume-mode PATH leads out of --output-dir: after a restart the run's newest checkpoint counts, not that path again."""
+    run = tmp_path / "elsewhere" / "x"
+    for step in (2, 4):
+        (run / f"step_{step:06d}").mkdir(parents=True)
+    (run / "config_from_000003.json").write_text(json.dumps({"job": "mine"}))
+    monkeypatch.setattr(checkpoint.launch, "restarts", lambda: 1)
+    monkeypatch.setattr(checkpoint.launch, "job", lambda: "mine")
+    args = checkpoint.CheckpointArgs(resume_mode=str(run / "step_000002"))
+    found, steps, is_asked = checkpoint._find(args, tmp_path / "runs", None)
+    assert (found, steps[0].name, is_asked) == (run, "step_000004", False)

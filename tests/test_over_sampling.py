@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers import train
+from helpers import run_script, train
 
 FLAGS = ["--model", "demo", "--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "16"]
 FLAGS += ["--over-sample", "0.75", "--temperature", "2"]  # hot: responses of uneven lengths
@@ -47,6 +47,44 @@ def test_a_run_that_goes_on_takes_up_what_was_under_way(whole, tmp_path):
     assert trained(directory) == trained(whole[1])
     again, before = ((run / "step_000006" / "model.safetensors").read_bytes() for run in (directory, whole[1]))
     assert again == before
+
+
+def resumed(whole, tmp_path, *flags, **how):
+    """The run again from step 3, with other flags."""
+    directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
+    for later in ("step_000004", "step_000005", "step_000006"):
+        shutil.rmtree(directory / later)
+    name = ["--experiment-name", directory.name, "--resume-anyway"]
+    return directory, run_script("train_sync.py", *FLAGS, "--output-dir", tmp_path, *name, *flags, **how)
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_run_starts_a_larger_surplus(whole, tmp_path, ranks):
+    """3 prompts are under way, and from step 4 on 6: each is trained once, and later steps have tokens of older weights."""
+    directory, _ = resumed(whole, tmp_path, "--over-sample", "1.5", ranks=ranks)
+    steps = trained(directory)
+    assert steps[:3] == trained(whole[1])[:3]
+    tickets = [ticket for step in steps for ticket in step]
+    assert len({*tickets}) == len(tickets) == 24 and {*tickets} <= {*range(24 + 6)}
+    last = json.loads((directory / "step_000006" / "training" / "state.json").read_text())["state"]["next_ticket"]
+    assert last["ticket"] == 24 + 6 and {*last["under_way"], *tickets} == {*range(30)}
+
+
+def test_a_resumed_run_that_had_no_surplus_starts_one(tmp_path):
+    name = ["--experiment-name", "x", "--output-dir", tmp_path]
+    run_script("train_sync.py", *FLAGS, *name, "--over-sample", "0", "--total-training-steps", "2")
+    run_script("train_sync.py", *FLAGS, *name, "--over-sample", "1", "--resume-anyway")
+    rows = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
+    age = {row["step"]: row["staleness/max"] for row in rows if "staleness/max" in row}
+    assert set(age) == {3, 4, 5, 6} and age[3] == 0 < max(age.values())
+    tickets = [ticket for step in trained(tmp_path / "x") for ticket in step]
+    assert len({*tickets}) == len(tickets) == 24 and {*tickets} <= {*range(24 + 4)}
+
+
+def test_a_resumed_run_cannot_have_a_smaller_surplus_than_it_has_under_way(whole, tmp_path):
+    _, done = resumed(whole, tmp_path, "--over-sample", "0.25", check=False)
+    assert done.returncode == 1 and "--over-sample 0.25 lets 1 prompts be under way" in done.stderr
+    assert "the resumed run has 3. Give at least --over-sample 0.75" in done.stderr
 
 
 @pytest.mark.slow

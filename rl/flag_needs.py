@@ -1,0 +1,223 @@
+"""Which flag needs which other flag, or which kind of model, engine or data, to have an effect: one table, and one policy.
+
+What cannot be done, and flags that contradict each other, are refused: each dataclass of flags has a method `check` for that. A
+flag that is given and cannot have an effect with the others is one line of a warning at the start, and config.json has the same
+line. It is not refused: command lines that come from verl carry many, such as --kl-loss-coef 0.001 --no-use-kl-loss.
+"""
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl import launch
+from rl.device import kind
+from rl.ranges import flag
+from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known once the model and the data have been read."""
+
+    takes_images: bool
+    has_experts: bool
+    engine: str  # "vllm" or "transformers"
+    on_accelerator: bool
+    graders: frozenset[Callable]  # built-in ones of the data sources
+
+    @staticmethod
+    def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str]) -> "Facts":
+        """args: a script's flags."""
+        on_accelerator, engine = kind() != "cpu", args.engine
+        if engine == "auto":
+            engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
+        names = [] if args.reward else [verifier_name(source) for source in sources]
+        graders = frozenset(BUILT_IN[name] for name in names if name)
+        return Facts(takes_images, has_experts, engine, on_accelerator, graders)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a flag needs to have an effect."""
+
+    words: str | Callable[[Any], str]  # behind "--kl-coef does nothing": of the script's flags
+    is_met: Callable[..., bool]  # of the script's flags, and with `later` of the Facts, too
+    unless: tuple = ()  # values that ask for nothing but what happens without the need
+    later: bool = False  # the Facts say whether it is met
+
+
+def _with(name: str, unless: tuple = ()) -> Need:
+    """The flag `name` has to be on."""
+    return Need(f"without {flag(name)}", lambda args: bool(getattr(args, name)), unless)
+
+
+def _accelerator(where: str = "", unless: tuple = (False,)) -> Need:
+    return Need(f"on a CPU{where}", lambda args, facts: facts.on_accelerator, unless, later=True)
+
+
+def _vllm(unless: tuple = ()) -> tuple[Need, ...]:
+    given = Need("with --engine transformers", lambda args: args.engine != "transformers", unless)
+    chosen = lambda args, facts: facts.engine == "vllm" or args.engine == "transformers"  # noqa: E731
+    return given, Need("with the embedded engine, which --engine auto takes here", chosen, unless, later=True)
+
+
+def _clip(knob: str) -> Need:
+    """The policy loss has to have this clip."""
+
+    def takers() -> list[str]:
+        import losses  # late: a replay says which
+
+        return [name for name, loss in losses.POLICY_LOSSES.items() if knob in loss.knobs | loss.choice_knobs]
+
+    words = lambda args: f"with --loss-mode {args.loss_mode} (taken by {', '.join(takers())})"  # noqa: E731
+    return Need(words, lambda args: args.loss_mode in takers())
+
+
+def _discount() -> Need:
+    def takers() -> list[str]:
+        import losses  # late: a replay says which
+
+        return [name for name, estimator in losses.ADVANTAGES.items() if "gamma" in estimator.knobs and not estimator.inputs]
+
+    words = lambda args: f"with --adv-estimator {args.adv_estimator} (taken by {', '.join(takers())})"  # noqa: E731
+    return Need(words, lambda args: args.adv_estimator in takers())
+
+
+def _nodes(args) -> int:
+    here = launch.here()
+    return getattr(args, "nnodes", -(-here.world_size // here.local_world_size))  # plan.py has a flag for it
+
+
+def _ranks(args) -> int:
+    return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
+
+
+def _has_run_to_resume(args) -> bool:
+    return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
+
+
+KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
+ADAPTIVE = Need("without --kl-ctrl-type adaptive", lambda args: args.kl_ctrl_type == "adaptive")
+WEIGHTS = Need("without --rollout-is", lambda args: args.weight_level is not None, (False,))
+REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
+REFERENCE = Need("without --use-kl-loss or --use-kl-in-reward", lambda args: args.needs_reference, (False,))
+NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)
+VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0, (False, -1, 0))
+WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
+IMAGES = Need("with a model that takes no images", lambda args, facts: facts.takes_images, later=True)
+EXPERTS = Need("with a model without experts", lambda args, facts: facts.has_experts, ("auto",), later=True)
+PROCESSES = Need(
+    "with graders that run in the rank itself, without --reward",
+    lambda args, facts: bool(args.reward or facts.graders - HARMLESS),
+    later=True,
+)
+STALE = Need(
+    "without --staleness-threshold above 0 or --trigger-parameter-sync-step above 1", lambda args: args.trains_stale, ("off",)
+)
+ALREADY_THERE = _accelerator(", where all of it is in host memory")
+
+# Flags that are not here have an effect by themselves, or are refused where they cannot have one.
+NEEDS: dict[str, tuple[Need, ...]] = {
+    # the algorithm
+    "gamma": (_discount(),),
+    "clip_ratio_low": (_clip("clip_low"),),
+    "clip_ratio_high": (_clip("clip_high"),),
+    "clip_ratio_c": (_clip("clip_c"),),
+    "kl_loss_coef": (_with("use_kl_loss", unless=(0,)),),
+    "kl_loss_type": (KL_LOSS,),
+    "kl_penalty": (KL_REWARD,),
+    "kl_ctrl_type": (KL_REWARD,),
+    "kl_coef": (_with("use_kl_in_reward", unless=(0,)),),
+    "target_kl": (KL_REWARD, ADAPTIVE),
+    "horizon": (KL_REWARD, ADAPTIVE),
+    "max_num_gen_batches": (_with("filter_groups"),),
+    "rollout_is_threshold": (WEIGHTS,),
+    "rollout_is_batch_normalize": (WEIGHTS,),
+    "rollout_rs_threshold": (REJECTION,),
+    # the run, its data and its validation
+    "total_epochs": (NO_STEPS,),
+    "total_rollout_steps": (NO_STEPS,),
+    **dict.fromkeys(("val_before_train", "val_files", "val_max_samples", "log_val_generations"), (VALIDATION,)),
+    **dict.fromkeys(("val_n", "val_temperature"), (dataclasses.replace(VALIDATION, unless=()),)),
+    "val_top_p": (
+        dataclasses.replace(VALIDATION, unless=()),
+        Need("with --val-temperature 0, which is greedy", lambda args: args.val_temperature > 0, (1,)),
+    ),
+    "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
+    **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
+    # rewards
+    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (PROCESSES,)),
+    "format_score": (
+        Need("with --reward", lambda args: not args.reward, (0,)),
+        Need("without data of gsm8k", lambda args, facts: args.reward or gsm8k in facts.graders, (0,), later=True),
+    ),
+    "overlong_penalty_factor": (_with("overlong_buffer_len"),),
+    # the engine
+    "gpu_memory_utilization": _vllm(),
+    "enable_chunked_prefill": (*_vllm(unless=(False,)), _accelerator()),
+    "enforce_eager": (*_vllm(unless=(False,)), _accelerator(", which is always eager", unless=(True,))),
+    "load_format": _vllm(),
+    "free_cache_engine": (
+        *_vllm(),
+        _accelerator(),
+        Need("on ranks that only generate", lambda args: not hasattr(args, "generators"), (False,)),
+    ),
+    # the learner
+    "ref_offload": (REFERENCE, ALREADY_THERE),
+    **dict.fromkeys(("param_offload", "activation_offload", "optimizer_offload"), (ALREADY_THERE,)),
+    "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
+    "moe_router_dtype": (EXPERTS,),
+    # the record, the job and the schedule
+    **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
+    "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
+    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
+    "partial_rollout": (STALE,),
+    "stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
+    "cluster_key": (Need("on one node", lambda args: _nodes(args) > 1 or getattr(args, "elastic_generators", None)),),
+    # plan.py
+    "calibrate_seconds": (_with("calibrate"),),
+    "flat_groups": (_with("filter_groups", unless=(0,)),),
+    "from_run": (
+        Need("with --calibrate or --service-times", lambda args: not (args.calibrate or args.service_times is not None)),
+    ),
+}
+# Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record", "resume_mode", "resume_anyway"}
+NOT_REPLAYED |= {"generators", "ring_mb", "publish", "cluster_key"}
+
+
+def given(flags: type, words: Sequence[str]) -> set[str]:
+    """The fields of the dataclass whose flags are on the command line."""
+    fields = {field.name for field in dataclasses.fields(flags)}
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return fields & (names | {name.removeprefix("no_") for name in names})
+
+
+def without_effect(args, names: Iterable[str], facts: Facts | None = None) -> dict[str, str]:
+    """Those of the flags `names` that cannot have an effect, each with a sentence (no full stop) that says so. What only the
+    facts show is left out without them."""
+    found = {}
+    for name in [field.name for field in dataclasses.fields(args) if field.name in NEEDS and field.name in {*names}]:
+        needs = [need for need in NEEDS[name] if (facts or not need.later) and getattr(args, name) not in need.unless]
+        missing = [need for need in needs if not _is_met(need, args, facts)]
+        words = [need.words if isinstance(need.words, str) else need.words(args) for need in missing]
+        if words:
+            found[name] = f"{flag(name)} does nothing {' and '.join(words)}"
+    return found
+
+
+def _is_met(need: Need, args, facts: Facts | None) -> bool:
+    try:
+        return bool(need.is_met(args, facts) if need.later else need.is_met(args))
+    except AttributeError:  # a fork has left the other flag out
+        return True
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Prints the sentences as one line, on the job's first rank."""
+    lines = list(lines)
+    if lines and launch.here().rank == 0:
+        print(f"warning: {'; '.join(lines)}.", file=sys.stderr, flush=True)

@@ -1,0 +1,264 @@
+"""Flags that have no effect with the others: one warning names each, with what it lacks; with that there is no word.
+
+CASES is written by hand, apart from the table of rl/flag_needs.py: for each flag a command line that lacks what the flag needs,
+and one that has it. A new flag has to be entered here, too: in CASES, or in ALWAYS with its component.
+"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from helpers import ROOT, run_script, train
+
+import losses
+import plan
+import train_async
+import train_one_step_off
+import train_sync
+from rl import flag_needs, flags, verifiers
+from rl.algorithm_args import AlgorithmArgs
+from rl.errors import UserError
+from rl.flag_needs import Facts
+
+SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
+PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
+CPU = Facts(takes_images=False, has_experts=False, engine="transformers", on_accelerator=False, graders=frozenset())
+DEVICE = dataclasses.replace(CPU, on_accelerator=True)
+VLLM_ON_CPU, VLLM = dataclasses.replace(CPU, engine="vllm"), dataclasses.replace(DEVICE, engine="vllm")
+IMAGES, EXPERTS = dataclasses.replace(CPU, takes_images=True), dataclasses.replace(CPU, has_experts=True)
+SAFE = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k}))
+MATH = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k, verifiers.math_verify}))
+
+# flag with a value: what it lacks here, as the warning says it; what it has there; the script. What is lacked or had is another
+# flag, or a fact of the model and the machine.
+CASES = [
+    ("--gamma 0.9", "--adv-estimator grpo", "--adv-estimator reinforce_pp"),
+    ("--gamma 0.9", "--adv-estimator remax", "--adv-estimator reinforce_plus_plus"),
+    ("--clip-ratio-low 0.1", "--loss-mode sapo", "--loss-mode gspo"),
+    ("--clip-ratio-low 0.1", "--loss-mode kl_cov", "--loss-mode clip_cov"),
+    ("--clip-ratio-high 0.1", "--loss-mode reinforce", "--loss-mode cispo"),
+    ("--clip-ratio-high 0.1", "--loss-mode gpg", "--loss-mode geo_mean"),
+    ("--clip-ratio-c 10", "--loss-mode gspo", "--loss-mode vanilla"),
+    ("--clip-ratio-c 10", "--loss-mode clip_cov", "--loss-mode dppo_tv"),
+    ("--kl-loss-coef 0.1", "", "--use-kl-loss"),
+    ("--kl-loss-coef 0.001", "--no-use-kl-loss", "--use-kl-loss True"),
+    ("--kl-loss-type k1", "", "--use-kl-loss"),
+    ("--kl-penalty k2", "--use-kl-loss", "--use-kl-in-reward"),
+    ("--kl-ctrl-type adaptive", "", "--use-kl-in-reward"),
+    ("--kl-ctrl-type fixed", "", "--use-kl-in-reward"),
+    ("--kl-coef 0.1", "", "--use-kl-in-reward"),
+    ("--target-kl 0.2", "--kl-ctrl-type adaptive", "--kl-ctrl-type adaptive --use-kl-in-reward"),
+    ("--target-kl 0.2", "--use-kl-in-reward", "--kl-ctrl-type adaptive --use-kl-in-reward"),
+    ("--horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
+    ("--max-num-gen-batches 3", "", "--filter-groups"),
+    ("--rollout-is-threshold 3", "", "--rollout-is token"),
+    ("--rollout-is-threshold 3", "--rollout-correction geometric_rs", "--rollout-correction token_tis"),
+    ("--rollout-is-batch-normalize", "--rollout-correction geometric_rs", "--rollout-is sequence"),
+    ("--rollout-rs-threshold 0.1", "", "--rollout-rs token_k2"),
+    ("--rollout-rs-threshold 0.9_1.1", "--rollout-correction token_tis", "--rollout-correction geometric_rs"),
+    ("--total-epochs 3", "--total-training-steps 9", ""),
+    ("--total-rollout-steps 3", "--total-training-steps 9", "--total-epochs 1"),
+    ("--val-before-train", "--test-freq 0", "--test-freq 5"),
+    ("--val-files a", "--test-freq -1", "--test-freq 5"),
+    ("--val-max-samples 8", "--test-freq 0", "--test-freq 5"),
+    ("--log-val-generations 8", "--test-freq 0", "--test-freq 5"),
+    ("--val-n 8", "--test-freq 0", ""),
+    ("--val-temperature 1", "--test-freq -1", ""),
+    ("--val-top-p 0.7", "--test-freq 0", "--val-temperature 1"),
+    ("--val-top-p 0.7", "", "--val-temperature 1"),
+    ("--truncation left", "--filter-overlong-prompts", ""),
+    ("--image-key pictures", CPU, IMAGES),
+    ("--min-pixels 64", CPU, IMAGES),
+    ("--max-pixels 64", CPU, IMAGES),
+    ("--reward-timeout 5", SAFE, MATH),
+    ("--reward-cpu-limit 5", SAFE, MATH),
+    ("--reward-workers 5", SAFE, MATH),
+    ("--reward-memory-limit-gb 5", SAFE, MATH),
+    ("--format-score 0.1", CPU, SAFE),
+    ("--overlong-penalty-factor 2", "", "--overlong-buffer-len 4"),
+    ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
+    ("--gpu-memory-utilization 0.8", CPU, VLLM),
+    ("--enable-chunked-prefill", "--engine transformers", "--engine vllm"),
+    ("--enable-chunked-prefill", VLLM_ON_CPU, VLLM),
+    ("--enforce-eager", "--engine transformers", "--engine vllm"),
+    ("--no-enforce-eager", VLLM_ON_CPU, VLLM),
+    ("--load-format dummy", "--engine transformers", "--engine vllm"),
+    ("--load-format dummy", DEVICE, VLLM),
+    ("--free-cache-engine", "--engine transformers", "--engine vllm"),
+    ("--free-cache-engine", VLLM_ON_CPU, VLLM),
+    ("--ref-offload", "", "--use-kl-in-reward"),
+    ("--ref-offload --use-kl-loss", CPU, DEVICE),
+    ("--param-offload", CPU, DEVICE),
+    ("--activation-offload --gradient-checkpointing", CPU, DEVICE),
+    ("--optimizer-offload", CPU, DEVICE),
+    ("--min-lr-ratio 0.1", "--lr-scheduler-type constant", "--lr-scheduler-type cosine"),
+    ("--moe-router-dtype float32", CPU, EXPERTS),
+    ("--project-name x", "--logger console tensorboard", "--logger wandb"),
+    ("--wandb-mode offline", "", "--logger console wandb"),
+    ("--resume-anyway", "", "--experiment-name x"),
+    ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
+    ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
+    ("--partial-rollout keep", "--staleness-threshold 0", "--trigger-parameter-sync-step 2", "async"),
+    ("--stale wait", "", "--max-staleness 2", "async"),
+    ("--calibrate-seconds 5", "", "--calibrate", "plan"),
+    ("--flat-groups 0.5", "", "--filter-groups", "plan"),
+    ("--from-run a", "--service-times b", "", "plan"),
+    ("--from-run a", "--calibrate", "", "plan"),
+]
+BY_MACHINE = {"node_timeout", "cluster_key"}  # tests of their own
+BY_SCRIPT = {"free_cache_engine"}
+ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
+    "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
+    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args entropy_coeff use_kl_loss use_kl_in_reward "
+    "use_rollout_log_probs filter_groups",
+    "RolloutCorrectionArgs": "rollout_correction rollout_is rollout_rs",
+    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
+    "RewardArgs": "reward on_error overlong_buffer_len",
+    "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
+    "rollout_dtype rollout_tp",
+    "LearnerArgs": "dtype gradient_checkpointing compile ppo_max_token_len_per_gpu sequence_parallel expert_parallel "
+    "ppo_epochs freeze_vision_tower",
+    "OptimizerArgs": "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
+    "RouterArgs": "router_replay",
+    "LogArgs": "experiment_name output_dir logger record",
+    "CheckpointArgs": "save_freq max_ckpt_to_keep resume_mode",
+    "WatchdogArgs": "hang_timeout",
+    "BatchArgs": "train_batch_size ppo_mini_batch_size",
+    "OverSampleArgs": "over_sample",
+    "SplitArgs": "generators ring_mb publish",
+    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
+    "elastic_generators",
+    "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
+    "TimeArgs": "calibrate service_times prompt_tokens plot",
+}
+
+
+def look(words: str, facts: Facts | None, script: str = "sync") -> dict[str, str]:
+    args = (SCRIPTS | {"plan": PLAN})[script]
+    parsed = flags.read(args, args=words.split())
+    return flag_needs.without_effect(parsed, flag_needs.given(args, words.split()), facts)
+
+
+def combined(case: tuple, which: int) -> dict[str, str]:
+    given, other, script = case[0], case[which], [*case, "sync"][3]
+    return look(given, other, script) if isinstance(other, Facts) else look(f"{given} {other}", None, script)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1] if isinstance(case[1], str) else ''}")
+def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
+    name = case[0].split()[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
+    lacking = combined(case, 1)
+    assert lacking.pop(name).startswith(f"--{name.replace('_', '-')} does nothing ")
+    assert not lacking or {"target_kl": {"kl_ctrl_type"}}.get(name) == set(lacking), "and no other"
+    said = capfd.readouterr().err
+    if isinstance(case[1], str):
+        assert said.count("\n") == 1 and said.startswith("warning: --"), "one line, when the command line is read"
+    assert combined(case, 2) == {} and capfd.readouterr().err == ""
+
+
+def test_a_new_flag_has_to_be_classified():
+    """Every flag of every script, and of plan.py, is in CASES or in ALWAYS, and in one of them alone."""
+    in_cases = {name for case in CASES for name in flag_needs.given(PLAN, case[0].split()[:1])} | BY_MACHINE | BY_SCRIPT
+    assert in_cases == set(flag_needs.NEEDS)
+    for args in (*SCRIPTS.values(), plan.PlanArgs):
+        for part in args.__mro__:
+            own = {name for name in vars(part).get("__annotations__", {})} - in_cases
+            assert own == {*ALWAYS.get(part.__name__, "").split()}, part.__name__
+
+
+def test_the_clips_are_those_that_each_loss_takes():
+    """By the losses' signatures, as they are read in the documentation's table of clips."""
+    table = re.findall(r"^\| (`[^|]*) \| (?:yes|no) \| [^|]* \| ([^|]*) \|", (ROOT / "docs/algorithms.md").read_text(), re.M)
+    clips = {name: set(re.findall(r"(\w+)=", taken)) for names, taken in table for name in re.findall(r"`(\w+)`", names)}
+    assert set(clips) == set(losses.POLICY_LOSSES)
+    for mode, takes in clips.items():
+        idle = look(f"--loss-mode {mode} --clip-ratio-low 0.1 --clip-ratio-high 0.1 --clip-ratio-c 2", None)
+        assert {name.removeprefix("clip_ratio_") for name in idle} == {"low", "high", "c"} - takes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--kl-coef 0 --kl-loss-coef 0.0 --no-use-kl-loss",
+        "--test-freq 0 --no-val-before-train --val-max-samples -1 --log-val-generations 0",
+        "--engine transformers --no-enforce-eager --no-enable-chunked-prefill",
+        "--filter-overlong-prompts --truncation error",
+        "--no-ref-offload --no-rollout-is-batch-normalize --wandb-mode disabled",
+    ],
+)
+def test_to_turn_off_what_is_off_is_no_mistake(words, capfd):
+    assert not look(words, None) and not capfd.readouterr().err
+
+
+def test_defaults_that_were_not_given_are_no_mistake(capfd):
+    for script in SCRIPTS:
+        assert not look("", CPU, script)
+    assert not capfd.readouterr().err
+
+
+def test_how_a_flag_is_written_does_not_matter(capfd):
+    for words in (["--kl-coef", "1"], ["--kl_coef", "1"], ["--kl-coef=1"], ["--kl_coef=1"]):
+        assert [*flag_needs.given(train_sync.Args, words)] == ["kl_coef"]
+    assert flag_needs.given(train_sync.Args, ["--no-val-before-train", "--lr", "1"]) == {"val_before_train", "lr"}
+
+
+def test_the_free_cache_of_an_engine_that_never_sleeps():
+    assert look("--free-cache-engine", VLLM, "async") and look("--free-cache-engine", VLLM, "one_step_off")
+    assert not look("--no-free-cache-engine", VLLM, "async") and not look("--free-cache-engine", VLLM)
+
+
+def test_what_hangs_on_the_size_of_the_job(monkeypatch, tmp_path):
+    (tmp_path / "key").write_bytes(b"k" * 64)
+    words = f"--node-timeout 5 --cluster-key {tmp_path / 'key'}"
+    for ranks, nodes, expected in ((1, 1, {"node_timeout", "cluster_key"}), (4, 1, {"cluster_key"}), (4, 2, set())):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
+        assert set(look(words, None, "async")) == expected
+        assert not look(f"{words} --nnodes 2 --nproc-per-node 2", None, "plan"), "planned for other ranks than these"
+    assert "cluster_key" not in look(f"{words} --elastic-generators a:1", None, "async")
+
+
+def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():
+    @dataclasses.dataclass
+    class Args:
+        kl_coef: float = 0.0
+        clip_ratio_c: float = 3.0
+
+    assert flag_needs.without_effect(Args(), ["kl_coef", "clip_ratio_c"], CPU) == {}
+
+
+def test_a_run_says_it_once_in_one_line_and_in_its_config(tmp_path):
+    words = "--kl-coef 0.1 --loss-mode gspo --clip-ratio-c 10 --reward-workers 2 --optimizer-offload --total-training-steps 1"
+    words += " --test-freq 0 --train-batch-size 2 --ppo-mini-batch-size 2 --rollout-n 2"
+    _, directory, done = train("train_sync.py", *words.split(), out=tmp_path, ranks=2)
+    warnings = [line for line in done.stderr.splitlines() if "does nothing" in line]
+    assert len(warnings) == 2, "one as the flags are read, one when the model and the data are"
+    assert "; --kl-coef does nothing without --use-kl-in-reward." in warnings[0] and "--clip-ratio-c" in warnings[0]
+    assert "--reward-workers" in warnings[1] and "--optimizer-offload does nothing on a CPU" in warnings[1]
+    noted = json.loads((directory / "config.json").read_text())["flags_without_effect"]
+    assert len(noted) == 4 and all("does nothing" in line for line in noted)
+
+
+# ------------------------------------------------------------------------------------------------ a word that is not offered
+
+
+@pytest.mark.parametrize("words", [["--adv-estimator", "gae"], ["--adv_estimator", "gae"], ["--adv-estimator=gae"]])
+def test_gae_is_refused_with_the_reason(words):
+    with pytest.raises(UserError, match=r"^--adv-estimator gae needs a critic, which these scripts do not train\. losses\.gae"):
+        flags.read(train_async.Args, args=words)
+
+
+def test_gae_is_not_offered(capsys):
+    with pytest.raises(SystemExit):
+        flags.read(train_sync.Args, args=["--help"])
+    text = capsys.readouterr().out
+    assert "grpo_passk" in text and not re.search(r"\bgae\b", text)
+    assert "gae" in losses.ADVANTAGES, "the function is for a critic of the user's"
+    with pytest.raises(UserError, match="needs a critic"):
+        AlgorithmArgs.check(train_sync.Args(adv_estimator="gae"))
+
+
+def test_plan_says_it_too():
+    words = "train_sync.py --model demo --kl-coef 0.1 --device H100-80GB"
+    assert "--kl-coef does nothing without --use-kl-in-reward" in run_script("plan.py", *words.split()).stderr
