@@ -22,7 +22,8 @@ def agree(answer: str, truth: str, any_root: bool = False) -> bool:
     it is whole. False if one of them is not understood."""
     try:
         tree = parse(answer)
-        return _agree(_spread(simplified_roots(tree) if any_root else tree), _truth(truth))
+        ways = [tree, simplified_roots(tree)] if any_root else [tree]
+        return any(_agree(_spread(way), _truth(truth)) for way in ways)
     except NotUnderstood:
         return False
 

@@ -18,8 +18,12 @@ TIMES = {r"\cdot", r"\times", "*"}
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in"}
 SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lvert": "|", r"\rvert": "|", r"\div": "/", r"\lbrace": r"\{"}
 SPELLINGS |= {r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\vert": "|"}
-FUNCTIONS = set(r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \ln \log \exp \gcd \det \max \min".split())
-NAMES = set(r"\pi \theta \alpha \beta \gamma \delta \epsilon \varepsilon \lambda \mu \nu \rho \sigma \tau \phi \varphi \psi".split())
+FUNCTIONS = set(
+    r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \ln \log \exp \gcd \det \max \min".split()
+)
+NAMES = set(
+    r"\pi \theta \alpha \beta \gamma \delta \epsilon \varepsilon \lambda \mu \nu \rho \sigma \tau \phi \varphi \psi".split()
+)
 NAMES |= set(r"\omega \Delta \Omega \infty \emptyset \ell \circ".split())
 MARKS = set(r"\overline \vec \hat \bar \mathbf \mathbb \mathcal \overrightarrow \bm \widehat".split())  # on a name
 STOPS = {",", ";", "+", "-", "/", "&", r"\\", r"\cup", r"\cap", r"\setminus", r"\pm", r"\mp", ""} | TIMES | RELATIONS | CLOSING
@@ -170,8 +174,9 @@ class _Parser:
                 value = ("factorial" if mark == "!" else "prime", value)
         return value
 
-    def argument(self) -> tuple:
-        r"""What stands in braces, or the one thing behind \frac, \sqrt, ^ or _."""
+    def argument(self, digit: bool = False) -> tuple:
+        r"""What stands in braces, or the one thing behind \frac, \sqrt, ^ or _; digit: of a number its first digit, as in
+        \frac12."""
         if self.next == "{":
             self.take()
             value = self.sum()
@@ -181,7 +186,7 @@ class _Parser:
             self.take()
             return ("negative", self.base())
         token = self.next
-        if NUMERAL.fullmatch(token) and len(token) > 1 and token.isdigit():  # \frac12, x^23: one digit each
+        if digit and len(token) > 1 and token.isdecimal():
             self.tokens[self.at] = token[1:]
             return ("number", Fraction(token[0]))
         return self.base()
@@ -202,7 +207,7 @@ class _Parser:
             return ("name", token)
         if token in (r"\frac", r"\binom", r"\dbinom", r"\tbinom"):
             kind = "quotient" if token == r"\frac" else "binomial"
-            return (kind, self.argument(), self.argument())
+            return (kind, self.argument(digit=True), self.argument(digit=True))
         if token == r"\sqrt":
             return self.root()
         if token in FUNCTIONS:

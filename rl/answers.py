@@ -19,6 +19,8 @@ def _words(text: str) -> set[str]:
 
 
 BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+WORD = re.compile(r"[^\s$]+")
 LONGEST = 400  # characters of an answer; the longest truth of MATH has about 160
 LONGEST_TRUTH = 4000
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
@@ -31,7 +33,9 @@ NOT_JUST_UNITS = _words(
     "quarter twice double squared cubed factorial times plus minus divided over power root negative mod modulo except unless "
     "if pi isn aren doesn don can cannot undefined unknown"
 )
-UNITS = "cm|mm|km|ft|mi|inch(?:es)?|feet|foot|miles?|yards?|(?:centi|milli|kilo)?meters?|units?|square|cubic|sq|degrees?|radians?"
+UNITS = (
+    "cm|mm|km|ft|mi|inch(?:es)?|feet|foot|miles?|yards?|(?:centi|milli|kilo)?meters?|units?|square|cubic|sq|degrees?|radians?"
+)
 UNIT_LETTERS = "mgshlLNJWVAKCF"
 SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "-": "MINUS SIGN, EN DASH, EM DASH, HYPHEN, NON-BREAKING HYPHEN, SMALL HYPHEN-MINUS",
@@ -73,7 +77,7 @@ def boxed(text: str) -> str | None:
     for mark in BOX.finditer(text):
         if mark.start() < end:
             continue  # a box in a box
-        if not parts or not re.fullmatch(r"[\s$,;]*(?:and|or)?[\s$,;]*", text[end : mark.start()]):
+        if not parts or text[end : mark.start()].strip("$,; \t\r\n\f\v") not in ("", "and", "or"):
             parts = []
         content, end = _braces(text, mark.end())
         if content is None:
@@ -85,13 +89,13 @@ def boxed(text: str) -> str | None:
 def _braces(text: str, start: int) -> tuple[str | None, int]:
     """The content of the braces that open at `start`, or the word that stands there, and where it ends; None if it does not."""
     if text[start : start + 1] != "{":
-        word = re.match(r"[^\s$]+", text[start:])
-        return (word[0].rstrip(".,;:") if word else None), start + (word.end() if word else 0)
+        word = WORD.match(text, start)
+        return (word[0].rstrip(".,;:"), word.end()) if word else (None, start)
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+    for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start + 1 : start + brace.start()], start + brace.end()
+            return text[start + 1 : brace.start()], brace.end()
     return None, len(text)
 
 
@@ -140,7 +144,7 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"\\frac\s*(\\[a-z]+|\w)\s*(\\[a-z]+|\w)(?![a-z])", r"\\frac{\1}{\2}", text)
     if not re.search(r"sin|cos|tan|cot|sec|csc", text):
-        text = re.sub(r"\^\s*\{?\s*\\(circ|degree)\s*\}?|\\degrees?(?![A-Za-z])", "", text)
+        text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))|\\degrees?(?![A-Za-z])", "", text)
     text = re.sub(r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating_decimal, _without_units(text))
     text = re.sub(r"(?<![A-Za-z\d.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![A-Za-z\d])", r"\1\\times 10^{\2}", text)
     text = _bare(re.sub(r"\s+", " ", text))
@@ -207,7 +211,7 @@ def _bare(text: str) -> str:
             text = text[:-1]
         elif text.startswith("}"):  # of \textbf{Answer:} 5
             text = text[1:]
-        elif re.fullmatch(r"\{[^{}]*\}", text):
+        elif text.startswith("{") and _braces(text, 0) == (text[1:-1], len(text)):
             text = text[1:-1]
     return re.sub("[, ]", "", text) if re.fullmatch(r"[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d*)?", text) else text
 
