@@ -131,8 +131,10 @@ def _term(tree: tuple) -> tuple:
     factors = _Factors(tree)
     coefficient = factors.coefficient()
     above, below = (tuple(sorted(others, key=repr)) for others in factors.others)
-    if len(above) == 1 and not below and above[0][0] == "sum" and isinstance(coefficient, Fraction):
-        if coefficient.numerator == 1 and (shared := _shared(above[0], factors.sign * coefficient)):
+    of_one_sum = len(above) == 1 and not below and above[0][0] == "sum"
+    if of_one_sum and isinstance(coefficient, Fraction) and coefficient.numerator == 1:
+        shared = _shared(above[0], factors.sign * coefficient)
+        if shared:
             return shared
     if (factors.sign, coefficient, len(above), below) == (1, ONE, 1, ()) and not factors.numbers[0]:
         return above[0]
@@ -346,7 +348,7 @@ def _rational(one: Value) -> Fraction | None:
 
 def _rooted(index: Value, radicand: Value) -> Value | None:
     degree, number = _rational(index), _rational(radicand)
-    if degree is None or number is None or degree.denominator > 1 or not 1 < degree <= 40 or number < 0 and degree != 2:
+    if degree is None or number is None or degree.denominator > 1 or not 1 < degree <= 40 or (number < 0 and degree != 2):
         return None
     if not number:
         return radicand

@@ -18,14 +18,18 @@ TIMES = {r"\cdot", r"\times", "*"}
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in"}
 SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lvert": "|", r"\rvert": "|", r"\div": "/", r"\lbrace": r"\{"}
 SPELLINGS |= {r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\vert": "|"}
-FUNCTIONS = set(
-    r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \ln \log \exp \gcd \det \max \min".split()
+
+
+def _commands(names: str) -> set[str]:
+    return {"\\" + name for name in names.split()}
+
+
+FUNCTIONS = _commands("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp gcd det max min")
+NAMES = _commands(
+    "pi theta alpha beta gamma delta epsilon varepsilon lambda mu nu rho sigma tau phi varphi psi omega Delta Omega "
+    "infty emptyset ell circ"
 )
-NAMES = set(
-    r"\pi \theta \alpha \beta \gamma \delta \epsilon \varepsilon \lambda \mu \nu \rho \sigma \tau \phi \varphi \psi".split()
-)
-NAMES |= set(r"\omega \Delta \Omega \infty \emptyset \ell \circ".split())
-MARKS = set(r"\overline \vec \hat \bar \mathbf \mathbb \mathcal \overrightarrow \bm \widehat".split())  # on a name
+MARKS = _commands("overline vec hat bar mathbf mathbb mathcal overrightarrow bm widehat")  # on a name
 STOPS = {",", ";", "+", "-", "/", "&", r"\\", r"\cup", r"\cap", r"\setminus", r"\pm", r"\mp", ""} | TIMES | RELATIONS | CLOSING
 WORDS = {"and": ",", "or": ","}
 LONGEST_PRODUCT = 3  # letters side by side; more are a word

@@ -64,6 +64,7 @@ SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "": "ANGLE, END OF PROOF",
 }
 LATEX = {unicodedata.lookup(name): latex for latex, names in SIGNS.items() for name in names.split(", ")}
+DEGREE = r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))|\\degrees?(?![A-Za-z])"
 DECORATION = r"\\(left|right|displaystyle|mathstrut|blacksquare|square|checkmark|qed|bigcirc)(?![A-Za-z])"
 
 # ---------------------------------------------------------------------------------------------- finding the answer
@@ -124,8 +125,8 @@ def last_number(text: str) -> Fraction | None:
 
 
 def canonical(answer: str, longest: int = LONGEST) -> str:
-    """The answer without what is written around it, in LaTeX with one spelling for each thing. Empty for one that is longer than
-    any answer is."""
+    """The answer without what is written around it, in LaTeX with one spelling for each thing. Empty for a longer text than any
+    answer is."""
     text = answer.strip()
     if len(text) > longest:
         return ""
@@ -136,7 +137,7 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
         text = boxed(text) or ""
     text = re.sub(r"(?:\s*</?\|?\w+\|?>)+\s*$", "", text)  # an end token, or a closing tag
     text = text.replace("{,}", ",").replace(r"\$", "").translate(dict.fromkeys(map(ord, CURRENCIES)))
-    text = re.sub(r"(?<=\d),?(?:\\[!,;: ]|~)+(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
+    text = re.sub(r"(?<=\d)(?:,?(?:\\[!,;: ]|~)+|,\s*\\!\s*)(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = _only_formula(text)
@@ -144,7 +145,7 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"\\frac\s*(\\[a-z]+|\w)\s*(\\[a-z]+|\w)(?![a-z])", r"\\frac{\1}{\2}", text)
     if not re.search(r"sin|cos|tan|cot|sec|csc", text):
-        text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))|\\degrees?(?![A-Za-z])", "", text)
+        text = re.sub(DEGREE, "", text)
     text = re.sub(r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating_decimal, _without_units(text))
     text = re.sub(r"(?<![A-Za-z\d.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![A-Za-z\d])", r"\1\\times 10^{\2}", text)
     text = _bare(re.sub(r"\s+", " ", text))
@@ -251,13 +252,13 @@ def quantity(text: str) -> Fraction | None:
 
 
 def same(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""True if both are the same number, word or mathematical object in the same form (rl/answer_compare.py). Nothing is computed
-    for the answer: 2+3 is not 5. any_root: \sqrt{884} is 2\sqrt{221}, though."""
+    r"""True if both are the same number, word or mathematical object in the same form (rl/answer_compare.py). Nothing is
+    computed for the answer: 2+3 is not 5. any_root: \sqrt{884} is 2\sqrt{221}, though."""
     b = canonical(truth, LONGEST_TRUTH)
     a = canonical(answer, max(LONGEST, 2 * len(b)))
     if not a or not b:
         return False
-    if _spelling(a) == _spelling(b):
+    if _spelling(b) in (_spelling(a), _spelling(re.sub(r"^[A-Za-z]\s*=", "", a))):
         return True
     given, value = number(a), number(b)
     if value is not None and given is None:
@@ -266,7 +267,7 @@ def same(answer: str, truth: str, any_root: bool = False) -> bool:
         return given in _percentages(value, a, b)
     if a.endswith("%") and given is not None and agree(_fraction(given / 100), b):
         return True
-    a, b = (re.sub(rf"\s*\\?%$|(?<=[\d}})i])(?:\s*\b(?:{UNITS})\b)+(?:\s*\^\s*\{{?[23]\}}?)?$", "", text) for text in (a, b))
+    a, b = (re.sub(rf"\s*\\?%$|(?<=[\w}})])(?:\s*\b(?:{UNITS})\b)+(?:\s*\^\s*\{{?[23]\}}?)?$", "", text) for text in (a, b))
     agreed = agree(a, b, any_root)
     if not agreed and re.search(r"\d,\d{3}(?!\d)", a) and "," not in b:
         agreed = agree(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", a), b, any_root)  # 1,000\pi
@@ -287,6 +288,6 @@ def _percentages(value: Fraction, answer: str, truth: str) -> set[Fraction]:
 
 def _spelling(text: str) -> str:
     """The answer to compare letter by letter; a choice is the same with and without parentheses."""
-    text = re.sub(r"\s+|\\?%$", "", text)
+    text = re.sub(rf"\s+|\\?%$|{DEGREE}", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text
