@@ -7,10 +7,11 @@ Around an answer may stand Markdown, a full stop, a currency, units and plain wo
 value ("not 25", "25 thousand") or leaves a choice ("25 or 30").
 """
 
-import logging
 import re
 import unicodedata
 from fractions import Fraction
+
+from rl.answer_compare import agree
 
 
 def _words(text: str) -> set[str]:
@@ -18,7 +19,10 @@ def _words(text: str) -> set[str]:
 
 
 BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
-LONGEST = 2000  # characters of an answer; the longest truth of MATH has about 160
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+WORD = re.compile(r"[^\s$]+")
+LONGEST = 400  # characters of an answer; the longest truth of MATH has about 160
+LONGEST_TRUTH = 4000
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 EXPONENT = r"(?:[eE][+-]?\d{1,3}(?![\d.]))?"
 CURRENCIES = "£€¥₹¢"
@@ -29,7 +33,9 @@ NOT_JUST_UNITS = _words(
     "quarter twice double squared cubed factorial times plus minus divided over power root negative mod modulo except unless "
     "if pi isn aren doesn don can cannot undefined unknown"
 )
-RELATION = re.compile(r"\\(?:approx|sim(?:eq)?|l(?:eq?|t)|g(?:eq?|t)|neq?)(?![A-Za-z])|[<>]")
+UNITS = (
+    "cm|mm|km|ft|mi|inch(?:es)?|feet|foot|miles?|yards?|(?:centi|milli|kilo)?meters?|units?|square|cubic|sq|degrees?|radians?"
+)
 UNIT_LETTERS = "mgshlLNJWVAKCF"
 SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "-": "MINUS SIGN, EN DASH, EM DASH, HYPHEN, NON-BREAKING HYPHEN, SMALL HYPHEN-MINUS",
@@ -58,6 +64,7 @@ SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "": "ANGLE, END OF PROOF",
 }
 LATEX = {unicodedata.lookup(name): latex for latex, names in SIGNS.items() for name in names.split(", ")}
+DEGREE = r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))|\\degrees?(?![A-Za-z])"
 DECORATION = r"\\(left|right|displaystyle|mathstrut|blacksquare|square|checkmark|qed|bigcirc)(?![A-Za-z])"
 
 # ---------------------------------------------------------------------------------------------- finding the answer
@@ -71,7 +78,7 @@ def boxed(text: str) -> str | None:
     for mark in BOX.finditer(text):
         if mark.start() < end:
             continue  # a box in a box
-        if not parts or not re.fullmatch(r"[\s$,;]*(?:and|or)?[\s$,;]*", text[end : mark.start()]):
+        if not parts or text[end : mark.start()].strip("$,; \t\r\n\f\v") not in ("", "and", "or"):
             parts = []
         content, end = _braces(text, mark.end())
         if content is None:
@@ -83,13 +90,13 @@ def boxed(text: str) -> str | None:
 def _braces(text: str, start: int) -> tuple[str | None, int]:
     """The content of the braces that open at `start`, or the word that stands there, and where it ends; None if it does not."""
     if text[start : start + 1] != "{":
-        word = re.match(r"[^\s$]+", text[start:])
-        return (word[0].rstrip(".,;:") if word else None), start + (word.end() if word else 0)
+        word = WORD.match(text, start)
+        return (word[0].rstrip(".,;:"), word.end()) if word else (None, start)
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+    for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start + 1 : start + brace.start()], start + brace.end()
+            return text[start + 1 : brace.start()], brace.end()
     return None, len(text)
 
 
@@ -117,24 +124,32 @@ def last_number(text: str) -> Fraction | None:
 # --------------------------------------------------------------------------------------------------- one notation
 
 
-def canonical(answer: str) -> str:
-    """The answer without what is written around it, in LaTeX with one spelling for each thing."""
-    text = _without_unicode(answer.strip()[:LONGEST])
+def canonical(answer: str, longest: int = LONGEST) -> str:
+    """The answer without what is written around it, in LaTeX with one spelling for each thing. Empty for a longer text than any
+    answer is."""
+    text = answer.strip()
+    if len(text) > longest:
+        return ""
+    text = _without_unicode(text)
+    if len(text) > 2 * longest:
+        return ""
     if BOX.search(text):
         text = boxed(text) or ""
     text = re.sub(r"(?:\s*</?\|?\w+\|?>)+\s*$", "", text)  # an end token, or a closing tag
     text = text.replace("{,}", ",").replace(r"\$", "").translate(dict.fromkeys(map(ord, CURRENCIES)))
-    text = re.sub(r"(?<=\d),?(?:\\[!,;: ]|~)+(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
+    text = re.sub(r"(?<=\d)(?:,?(?:\\[!,;: ]|~)+|,\s*\\!\s*)(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
+    text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = _only_formula(text)
     text = re.sub(DECORATION, "", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"\\frac\s*(\\[a-z]+|\w)\s*(\\[a-z]+|\w)(?![a-z])", r"\\frac{\1}{\2}", text)
     if not re.search(r"sin|cos|tan|cot|sec|csc", text):
-        text = re.sub(r"\^\s*\{?\s*\\(circ|degree)\s*\}?|\\degrees?(?![A-Za-z])", "", text)
+        text = re.sub(DEGREE, "", text)
     text = re.sub(r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating_decimal, _without_units(text))
     text = re.sub(r"(?<![A-Za-z\d.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![A-Za-z\d])", r"\1\\times 10^{\2}", text)
-    return _bare(re.sub(r"\s+", " ", text))
+    text = _bare(re.sub(r"\s+", " ", text))
+    return re.sub(r"^([+-]?[1-9](?:\.\d*)?)\s*\\(?:times|cdot)\s*10\s*\^\s*\{?([+-]?\d{1,3})\}?$", r"\1\\times 10^{\2}", text)
 
 
 def _without_unicode(text: str) -> str:
@@ -166,11 +181,11 @@ def _only_formula(text: str) -> str:
 
 def _without_units(text: str) -> str:
     r"""Without \text{...} and its like; where they stand behind a number, as units, without what they hold, too."""
-    group = r"\\(?:text(?:bf|it|rm|sf)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname|rm|bf)\s*\{([^{}]*)\}"
+    group = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname|rm|bf)\s*\{([^{}]*)\}"
     before = None
     while text != before:  # from the inside out
         before = text
-        unit = re.search(rf"(?<=[\d}})\]%])\s*{group}(?:\s*\^\s*\{{?[23]\}}?)?", text)
+        unit = re.search(rf"(?:(?<=[\d}})\]%])|(?<=\\pi))\s*{group}(?:\s*\^\s*\{{?[23]\}}?)?", text)
         if unit and not NOT_JUST_UNITS & _words(unit[1]) and not re.search(rf"\d|^\s*[^{UNIT_LETTERS}\s]?\s*$", unit[1]):
             text = text[: unit.start()] + " " + text[unit.end() :]
         else:
@@ -182,7 +197,7 @@ def _repeating_decimal(found: re.Match) -> str:
     whole, fixed, repeated = found.groups()
     shift = 10 ** len(fixed)
     value = Fraction(int(whole + fixed), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return _fraction(value)
 
 
 def _bare(text: str) -> str:
@@ -197,7 +212,7 @@ def _bare(text: str) -> str:
             text = text[:-1]
         elif text.startswith("}"):  # of \textbf{Answer:} 5
             text = text[1:]
-        elif re.fullmatch(r"\{[^{}]*\}", text):
+        elif text.startswith("{") and _braces(text, 0) == (text[1:-1], len(text)):
             text = text[1:-1]
     return re.sub("[, ]", "", text) if re.fullmatch(r"[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d*)?", text) else text
 
@@ -236,41 +251,43 @@ def quantity(text: str) -> Fraction | None:
     return number(value[0])
 
 
-def same(answer: str, truth: str) -> bool:
-    """True if both are the same number, word or mathematical object. Decimals must agree to 12 places: an approximation of an
-    irrational number is not that number."""
-    a, b = canonical(answer), canonical(truth)
+def same(answer: str, truth: str, any_root: bool = False) -> bool:
+    r"""True if both are the same number, word or mathematical object in the same form (rl/answer_compare.py). Nothing is
+    computed for the answer: 2+3 is not 5. any_root: \sqrt{884} is 2\sqrt{221}, though."""
+    b = canonical(truth, LONGEST_TRUTH)
+    a = canonical(answer, max(LONGEST, 2 * len(b)))
     if not a or not b:
         return False
-    if _spelling(a) == _spelling(b):
+    if _spelling(b) in (_spelling(a), _spelling(re.sub(r"^[A-Za-z]\s*=", "", a))):
         return True
     given, value = number(a), number(b)
-    if value is not None and RELATION.search(a):
-        return False  # math-verify would compare the right-hand sides
-    if (given is None) != (value is None) and re.search(r"\d,\s+\d", a + b):
-        return False  # it would take "1, 234" for a number
-    if value is not None:
-        given = quantity(a) if given is None else given
-        if given is not None and given == value:
-            return True
-        if given is not None and "%" not in a + b:
-            return False
-    return _same_mathematics(a, b)
+    if value is not None and given is None:
+        given = quantity(a)
+    if given is not None and value is not None:
+        return given in _percentages(value, a, b)
+    if a.endswith("%") and given is not None and agree(_fraction(given / 100), b):
+        return True
+    a, b = (re.sub(rf"\s*\\?%$|(?<=[\w}})])(?:\s*\b(?:{UNITS})\b)+(?:\s*\^\s*\{{?[23]\}}?)?$", "", text) for text in (a, b))
+    agreed = agree(a, b, any_root)
+    if not agreed and re.search(r"\d,\d{3}(?!\d)", a) and "," not in b:
+        agreed = agree(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", a), b, any_root)  # 1,000\pi
+    return bool(agreed)
+
+
+def _fraction(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _percentages(value: Fraction, answer: str, truth: str) -> set[Fraction]:
+    """The numbers that an answer may have: a per cent sign may be left out, and 0.1 is 10%."""
+    values = {value}
+    if truth.endswith("%"):
+        values.add(value / 100)
+    return values | ({value * 100} if answer.endswith("%") else set())
 
 
 def _spelling(text: str) -> str:
     """The answer to compare letter by letter; a choice is the same with and without parentheses."""
-    text = re.sub(r"\s+|\\?%$", "", text)
+    text = re.sub(rf"\s+|\\?%$|{DEGREE}", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text
-
-
-def _same_mathematics(answer: str, truth: str) -> bool:
-    from math_verify import parse, verify  # not at the top: the pool reads this file in every rank, and they cost half a second
-
-    # No time limits of its own: they are signals, and the pool has one. It would warn of that in every process.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Only the marked answer is parsed, in a box: it would otherwise take any number of the text.
-    gold, given = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
-    how = {"float_rounding": 12, "numeric_precision": 30, "allow_set_relation_comp": True}
-    return verify(gold, given, timeout_seconds=None, **how)

@@ -4,7 +4,6 @@ A verifier is a function (data_source, solution_str, ground_truth, extra_info) -
 numbers: verl's signature. Who runs them, and a user's own function: rl/scoring.py.
 """
 
-import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -69,9 +68,22 @@ def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     r"""0.9 accuracy + 0.1 format, as verl scores it; the format is <think>...</think>...\boxed{...}..., over the whole
     response: nothing may stand before <think>, not even a blank."""
     answer = boxed(solution_str)
-    right = float(answer is not None and same(answer, str(ground_truth)))
-    well_formed = float(bool(re.fullmatch(r"(?s)<think>.*</think>.*\\boxed\{.*\}.*", solution_str)))
+    right = float(answer is not None and same(answer, str(ground_truth), any_root=True))
+    well_formed = float(_has_geo3k_format(solution_str))
     return {"score": 0.9 * right + 0.1 * well_formed, "acc": right, "format": well_formed}
+
+
+def _has_geo3k_format(text: str) -> bool:
+    r"""Whether it is <think>.*</think>.*\boxed{.*}.* from the first to the last character, found without going back."""
+    if not text.startswith("<think>"):
+        return False
+    at = len("<think>")
+    for mark in ("</think>", "\\boxed{", "}"):
+        at = text.find(mark, at)
+        if at < 0:
+            return False
+        at += len(mark)
+    return True
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:

@@ -1,0 +1,391 @@
+"""The form of an answer, in which spelling and order are gone and nothing is computed, and its value if it is a literal."""
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
+
+Value = dict[tuple, Fraction]  # a number: its irrational factors, as ((base, exponent), ...) -> their rational coefficient
+ATOMS = {"i", "e", r"\pi"}
+MOST_BITS = 4000  # of a number that a ground truth is evaluated to
+MOST_TERMS = 16
+LARGEST_RADICAND = 10**9
+ONE = Fraction(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ form
+
+
+def form(tree: tuple) -> tuple:
+    """The tree with one spelling for what differs by order, by decimals or fractions, or by where a sign stands.
+
+    ("term", sign, coefficient, factors, divisors) is a product or quotient; its coefficient is a Fraction if it is one number
+    in lowest terms, else the numbers as they stand."""
+    kind = tree[0]
+    if kind == "sum":
+        return _sum(_terms(tree))
+    if kind in ("number", "negative", "product", "quotient"):
+        return _term(tree)
+    if kind == "power":
+        return _power(form(tree[1]), form(tree[2]))
+    return (kind, *(form(part) if isinstance(part, tuple) else part for part in tree[1:]))
+
+
+def _terms(tree: tuple) -> list[tuple]:
+    """The terms of a sum, those of the sums in it among them."""
+    terms = []
+    for part in tree[1:]:
+        made = form(part)
+        terms += made[1:] if made[0] == "sum" else [_as_term(made)]
+    return terms
+
+
+def _sum(terms: Iterable[tuple]) -> tuple:
+    return ("sum", *sorted(terms, key=repr))
+
+
+def _as_term(made: tuple) -> tuple:
+    return made if made[0] == "term" else ("term", 1, ONE, (made,), ())
+
+
+def _negated(made: tuple) -> tuple:
+    if made[0] == "sum":
+        return _sum(map(_negated, made[1:]))
+    _, sign, *rest = made
+    return ("term", -sign, *rest)
+
+
+def _unsigned(made: tuple) -> tuple[int, tuple]:
+    """A sum and its negation as the same sum: 1-x is -(x-1)."""
+    if made[0] != "sum":
+        return 1, made
+    other = _negated(made)
+    return (1, made) if repr(made) <= repr(other) else (-1, other)
+
+
+def _power(base: tuple, exponent: tuple) -> tuple:
+    number = exponent[2] if exponent[0] == "term" and exponent[1] == 1 and not exponent[3] + exponent[4] else None
+    if base[0] != "sum" or not isinstance(number, Fraction) or number.denominator != 1:
+        return ("power", base, exponent)
+    sign, base = _unsigned(base)
+    made = ("power", base, exponent)
+    return ("term", -1, ONE, (made,), ()) if sign < 0 and number % 2 else made
+
+
+class _Factors:
+    """What a product or quotient is made of, from its tree."""
+
+    def __init__(self, tree: tuple):
+        self.sign = 1
+        self.signs = 0  # that stand in it
+        self.numbers: tuple[list[Fraction], list[Fraction]] = ([], [])  # above and below the line
+        self.others: tuple[list[tuple], list[tuple]] = ([], [])
+        self._add(tree, 0, _quotients(tree) == 1)
+        if self.signs > 1:  # -(-5) is not written as 5
+            self.others[0].append(("signs", self.signs))
+
+    def _add(self, tree: tuple, below: int, one_line: bool) -> None:
+        kind = tree[0]
+        if kind == "number":
+            self.numbers[below].append(tree[1])
+        elif kind == "negative":
+            self.sign = -self.sign
+            self.signs += 1
+            self._add(tree[1], below, one_line)
+        elif kind == "product":
+            for part in tree[1:]:
+                self._add(part, below, one_line)
+        elif kind == "quotient" and one_line:
+            self._add(tree[1], below, one_line)
+            self._add(tree[2], 1 - below, one_line)
+        elif kind == "quotient":  # fractions in or beside each other stay what they are
+            self.others[below].append(("quotient", form(tree[1]), form(tree[2])))
+        else:
+            sign, made = _unsigned(form(tree))
+            if made[0] == "term" and made[2] == ONE and len(made[3]) == 1 and not made[4]:
+                sign, made = made[1], made[3][0]
+            self.sign *= sign
+            self.others[below].append(made)
+
+    def coefficient(self) -> Fraction | tuple:
+        above, below = self.numbers
+        if len(above) > 1 or len(below) > 1:
+            return (tuple(sorted(above)), tuple(sorted(below)))
+        number = above[0] if above else ONE
+        if not below:
+            return number
+        whole = number.denominator == below[0].denominator == 1
+        if whole and below[0] > 1 and math.gcd(number.numerator, below[0].numerator) == 1:
+            return number / below[0]
+        return (tuple(above), tuple(below))
+
+
+def _quotients(tree: tuple) -> int:
+    """How many quotients a product or quotient has, those within its sums, powers and functions left out."""
+    if tree[0] not in ("negative", "product", "quotient"):
+        return 0
+    return (tree[0] == "quotient") + sum(map(_quotients, tree[1:]))
+
+
+def _term(tree: tuple) -> tuple:
+    factors = _Factors(tree)
+    coefficient = factors.coefficient()
+    above, below = (tuple(sorted(others, key=repr)) for others in factors.others)
+    of_one_sum = len(above) == 1 and not below and above[0][0] == "sum"
+    if of_one_sum and isinstance(coefficient, Fraction) and coefficient.numerator == 1:
+        shared = _shared(above[0], factors.sign * coefficient)
+        if shared:
+            return shared
+    if (factors.sign, coefficient, len(above), below) == (1, ONE, 1, ()) and not factors.numbers[0]:
+        return above[0]
+    return ("term", factors.sign, coefficient, above, below)
+
+
+def _shared(total: tuple, factor: Fraction) -> tuple | None:
+    """A sum over a number as a sum of fractions: (x+1)/2 is x/2 + 1/2. None if it is not in lowest terms."""
+    coefficients = [term[2] for term in total[1:]]
+    if factor.denominator == 1 or any(not isinstance(c, Fraction) or c.denominator > 1 for c in coefficients):
+        return None
+    if math.gcd(factor.denominator, *(c.numerator for c in coefficients)) > 1:
+        return None
+    sign = 1 if factor > 0 else -1
+    return _sum(("term", sign * term[1], term[2] * abs(factor), *term[3:]) for term in total[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------- value
+
+
+def literal(tree: tuple) -> Value | None:
+    """The value of an answer that is written as a number; None for everything that would have to be computed."""
+    made = form(tree)
+    terms = made[1:] if made[0] == "sum" else [_as_term(made)]
+    total: Value = {}
+    for _, sign, coefficient, above, below in terms:
+        factors = [_irrational(factor) for factor in above]
+        if below or not isinstance(coefficient, Fraction) or None in factors or len(terms) > MOST_TERMS:
+            return None
+        key = tuple(sorted(factors, key=repr))
+        if key in total or len({_kind(factor) for factor in factors}) < len(factors):
+            return None  # two terms, or two roots in one, that have to be put together
+        total[key] = sign * coefficient
+    return total if len(total) == 1 or all(total.values()) else None
+
+
+def _kind(factor: tuple) -> object:
+    base, exponent = factor
+    return "root" if exponent.denominator > 1 else base
+
+
+def _irrational(made: tuple) -> tuple | None:
+    r"""(base, exponent) of pi, e, i, a power of pi or e, or a root without a factor that could stand before it."""
+    if made[0] == "name" and made[1] in ATOMS:
+        return made[1], ONE
+    if made[0] == "power" and made[1] in (("name", r"\pi"), ("name", "e")):
+        exponent = _whole(made[2])
+        return None if exponent is None or exponent in (0, 1) else (made[1][1], Fraction(exponent))
+    if made[0] == "root":
+        index, radicand = _whole(made[1]), _whole(made[2])
+        if index and radicand and index > 1 and radicand > 1 and _split_root(radicand, index) == (1, radicand, index):
+            return radicand, Fraction(1, index)
+    return None
+
+
+def simplified_roots(tree: tuple) -> tuple:
+    r"""The tree with \sqrt{12} as 2\sqrt{3}. A root that is a whole number stays."""
+    if tree[0] == "root" and all(part[0] == "number" and part[1].denominator == 1 for part in tree[1:]):
+        index, radicand = (part[1].numerator for part in tree[1:])
+        outside, inside, degree = _split_root(radicand, index) or (1, 1, 1)
+        if outside > 1 and inside > 1:
+            root = ("root", ("number", Fraction(degree)), ("number", Fraction(inside)))
+            return ("product", ("number", Fraction(outside)), root)
+    return tuple(simplified_roots(part) if isinstance(part, tuple) and part else part for part in tree)
+
+
+def _whole(made: tuple) -> int | None:
+    """The whole number that a form is."""
+    if made[0] != "term" or made[3] or made[4] or not isinstance(made[2], Fraction) or made[2].denominator > 1:
+        return None
+    return made[1] * made[2].numerator
+
+
+@lru_cache(1024)
+def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
+    """(a, b, k) with the index-th root of a radicand = a times the k-th root of b, as small as they can be."""
+    if not 0 < radicand <= LARGEST_RADICAND or not 1 < index <= 40:
+        return None
+    powers: dict[int, int] = {}
+    rest, prime = radicand, 2
+    while prime**2 <= rest:
+        while rest % prime == 0:
+            rest //= prime
+            powers[prime] = powers.get(prime, 0) + 1
+        prime += 1
+    if rest > 1:
+        powers[rest] = powers.get(rest, 0) + 1
+    outside = math.prod(p ** (n // index) for p, n in powers.items())
+    inside = {p: n % index for p, n in powers.items() if n % index}
+    common = math.gcd(index, *inside.values())
+    return outside, math.prod(p ** (n // common) for p, n in inside.items()), index // common
+
+
+def value(tree: tuple) -> Value | None:
+    """The value of a ground truth, which may be written as something to compute; None if it is no number, or too hard."""
+    kind, *parts = tree
+    if kind == "number":
+        return _kept({(): parts[0]})
+    if kind == "name":
+        return {((parts[0], ONE),): ONE} if parts[0] in ATOMS else None
+    if kind not in EVALUATED:
+        return None
+    values = [value(part) for part in parts]
+    if any(part is None for part in values):
+        return None
+    return EVALUATED[kind](*values)
+
+
+def _kept(total: Value) -> Value | None:
+    """Without terms of 0. None if there is more than is worth it."""
+    total = {key: number for key, number in total.items() if number}
+    bits = max((n.numerator.bit_length() + n.denominator.bit_length() for n in total.values()), default=0)
+    return (total or {(): Fraction(0)}) if bits <= MOST_BITS and len(total) <= MOST_TERMS else None
+
+
+def _added(*values: Value) -> Value | None:
+    total: Value = {}
+    for one in values:
+        for key, number in one.items():
+            total[key] = total.get(key, Fraction(0)) + number
+    return _kept(total)
+
+
+def _multiplied(*values: Value) -> Value | None:
+    total: Value | None = {(): ONE}
+    for one in values:
+        terms = []
+        for key, number in total.items():
+            for other, factor in one.items():
+                made = _keys_multiplied(key + other)
+                if made is None:
+                    return None
+                terms.append({made[0]: number * factor * made[1]})
+        total = _added(*terms)
+        if total is None:
+            return None
+    return total
+
+
+def _keys_multiplied(factors: tuple) -> tuple[tuple, Fraction] | None:
+    """A product of irrational factors as one key and the rational number that comes out of it."""
+    exponents: dict[object, Fraction] = {}
+    outside, radicand, index = ONE, 1, 2
+    for base, exponent in factors:
+        if isinstance(base, str):
+            exponents[base] = exponents.get(base, Fraction(0)) + exponent
+        elif radicand > 1 and exponent.denominator != index:
+            return None  # a square root times a cube root
+        else:
+            radicand, index = radicand * base, exponent.denominator
+    if radicand > 1:
+        split = _split_root(radicand, index)
+        if split is None:
+            return None
+        outside *= split[0]
+        if split[1] > 1:
+            exponents[split[1]] = Fraction(1, split[2])
+    turns = exponents.pop("i", Fraction(0))
+    if turns % 4 in (2, 3):
+        outside = -outside
+    if turns % 2:
+        exponents["i"] = ONE
+    return tuple(sorted(((b, e) for b, e in exponents.items() if e), key=repr)), outside
+
+
+def _inverse(one: Value) -> Value | None:
+    """1 over it, where it has one term."""
+    if len(one) != 1:
+        return None
+    [(key, number)] = one.items()
+    if not number:
+        return None
+    result: Value | None = {(): 1 / number}
+    for base, exponent in key:
+        if isinstance(base, str):
+            factor = {((base, -exponent if base != "i" else ONE),): -ONE if base == "i" else ONE}
+        else:  # the k-th root's power k-1, over its radicand
+            factor = _raised({((base, exponent),): ONE}, {(): Fraction(exponent.denominator - 1)})
+            factor = factor and _multiplied(factor, {(): Fraction(1, base)})
+        result = factor and _multiplied(result, factor)
+        if result is None:
+            return None
+    return result
+
+
+def _divided(above: Value, below: Value) -> Value | None:
+    inverse = _inverse(below)
+    return None if inverse is None else _multiplied(above, inverse)
+
+
+def _raised(base: Value, exponent: Value) -> Value | None:
+    number = _rational(exponent)
+    if number is None or abs(number.numerator) > MOST_BITS:
+        return None
+    if number.denominator > 1:
+        rooted = _rooted({(): Fraction(number.denominator)}, base)
+        return rooted and _raised(rooted, {(): Fraction(number.numerator)})
+    if number < 0:
+        inverse = _inverse(base)
+        return inverse and _raised(inverse, {(): -number})
+    rational = _rational(base)
+    if rational is not None:
+        bits = rational.numerator.bit_length() + rational.denominator.bit_length()
+        return _kept({(): rational**number.numerator}) if bits * number <= MOST_BITS else None
+    return _multiplied(*[base] * number.numerator) if number <= 64 else None
+
+
+def _rational(one: Value) -> Fraction | None:
+    return one[()] if one.keys() == {()} else None
+
+
+def _rooted(index: Value, radicand: Value) -> Value | None:
+    degree, number = _rational(index), _rational(radicand)
+    if degree is None or number is None or degree.denominator > 1 or not 1 < degree <= 40 or (number < 0 and degree != 2):
+        return None
+    if not number:
+        return radicand
+    degree = degree.numerator
+    split = _split_root(abs(number.numerator) * number.denominator ** (degree - 1), degree)
+    if split is None:
+        return None
+    key = ((split[1], Fraction(1, split[2])),) if split[1] > 1 else ()
+    root = {key: Fraction(split[0], number.denominator)}
+    return root if number > 0 else _multiplied(root, {(("i", ONE),): ONE})
+
+
+def _factorial(one: Value) -> Value | None:
+    number = _rational(one)
+    if number is None or number.denominator > 1 or not 0 <= number <= 400:
+        return None
+    return _kept({(): Fraction(math.factorial(number.numerator))})
+
+
+def _binomial(above: Value, below: Value) -> Value | None:
+    numbers = [_rational(one) for one in (above, below)]
+    if any(n is None or n.denominator > 1 or not 0 <= n <= 1000 for n in numbers):
+        return None
+    return _kept({(): Fraction(math.comb(*(n.numerator for n in numbers)))})
+
+
+def _negative(one: Value) -> Value:
+    return {key: -number for key, number in one.items()}
+
+
+EVALUATED = {
+    "sum": _added,
+    "product": _multiplied,
+    "quotient": _divided,
+    "negative": _negative,
+    "power": _raised,
+    "root": _rooted,
+    "factorial": _factorial,
+    "binomial": _binomial,
+}
