@@ -141,13 +141,18 @@ def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | No
     return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
 
 
+def _module():
+    """torch.cuda or torch.npu. Their calls about memory, because torch.accelerator's know no allocator of torch-npu 2.10."""
+    return getattr(torch, kind())
+
+
 def memory_gb() -> dict[str, float]:
     """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
     out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if kind() != "cpu":
-        out["perf/max_memory_allocated_gb"] = torch.accelerator.max_memory_allocated() / 2**30
-        out["perf/max_memory_reserved_gb"] = torch.accelerator.max_memory_reserved() / 2**30
-        torch.accelerator.reset_peak_memory_stats()
+        out["perf/max_memory_allocated_gb"] = _module().max_memory_allocated() / 2**30
+        out["perf/max_memory_reserved_gb"] = _module().max_memory_reserved() / 2**30
+        _module().reset_peak_memory_stats()
     return out
 
 
@@ -157,21 +162,21 @@ def devices_are_shared() -> bool:
 
 
 def memory_left() -> tuple[int, int] | None:
-    """(bytes of the accelerator that new tensors may take, all of its bytes); None where its torch does not tell. What the
+    """(bytes of the accelerator that new tensors may take, all of its bytes); None where its driver does not tell. What the
     allocator holds for no tensor counts."""
     try:
-        free, total = torch.accelerator.get_memory_info()
-    except (AttributeError, RuntimeError):
+        free, total = _module().mem_get_info()
+    except RuntimeError:
         return None
-    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated(), total
+    return free + _module().memory_reserved() - _module().memory_allocated(), total
 
 
 def peak_memory(act: Callable[[], object]) -> int:
     """Bytes that tensors take on the accelerator at most while it acts, beside those that were there before."""
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
+    _module().reset_peak_memory_stats()
+    before = _module().memory_allocated()
     act()
-    return torch.accelerator.max_memory_allocated() - before
+    return _module().max_memory_allocated() - before
 
 
 # ------------------------------------------------------------------------------------------------------------------- facts
@@ -181,7 +186,7 @@ def name() -> str:
     """The model of the device, as its driver or the system calls it."""
     if kind() == "cpu":
         return platform.processor() or platform.machine()
-    return getattr(torch, kind()).get_device_name()
+    return _module().get_device_name()
 
 
 def peak_flops() -> float | None:

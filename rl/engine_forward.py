@@ -25,7 +25,7 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
     model that takes images all tokens are text: their three positions are one."""
     base, rows = getattr(model.model, "language_model", model.model), len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
-    cos, sin = base.rotary_emb(x, position[:, None])  # [A, 1, D] each
+    cos, sin = _angles(base.rotary_emb, x, position[:, None])  # [A, 1, D] each
     half = cos.shape[-1] // 2
     sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
     for number, layer in enumerate(base.layers):
@@ -43,6 +43,15 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
         h = F.silu(_linear(h, mlp.gate_proj), inplace=True).mul_(_linear(h, mlp.up_proj))
         x = _add_linear(x, h, mlp.down_proj)
     return _norm(x, base.norm)
+
+
+def _angles(rotary, x: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rotation's cosines and sines [A, 1, D] at position [A, 1]. transformers before 5.6 wants three positions a token of
+    Qwen2.5-VL, and gives three of each; a text's are the same."""
+    if type(rotary).__name__ != "Qwen2_5_VLRotaryEmbedding" or hasattr(rotary, "recomposition_frequencies"):
+        return rotary(x, position)
+    cos, sin = rotary(x, position.expand(3, -1, -1))
+    return cos[0], sin[0]
 
 
 def _norm(x: torch.Tensor, norm) -> torch.Tensor:

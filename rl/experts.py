@@ -130,12 +130,12 @@ def fetch_ahead(layers: Iterable[nn.Module]) -> None:
             module.set_modules_to_backward_prefetch(after)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> float:
     """Scales gradients that are sharded over different meshes down to a global norm of `largest` together, and returns the norm
     they had. torch's own takes one mesh only."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None]  # no element is on two ranks
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]  # of gradients in bf16, too
-    own = torch.stack(norms).norm().to(device).double()
+    own = torch.stack(norms).norm().cpu().double()  # over the host: collectives of devices may not take float64
     norm = float(all_reduce_sum(own.square()).sqrt())
     if (factor := largest / (norm + 1e-6)) < 1:
         torch._foreach_mul_(grads, factor)

@@ -70,7 +70,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     q, k, v = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)  # [B, L, heads, D]
     if hasattr(attention, "q_norm"):
         q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
-    cos, sin = (of_angle.unsqueeze(2) for of_angle in position_embeddings)  # [B, L, 1, D]
+    cos, sin = (_mixed(of_angle, attention).unsqueeze(2) for of_angle in position_embeddings)  # [B, L, 1, D]
     q, k = Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
     by_head = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, D]
     window = getattr(attention, "sliding_window", None)
@@ -80,6 +80,15 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
     gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
     return _down(gate, up, mlp.down_proj.weight) + x
+
+
+def _mixed(of_angle: Tensor, attention: nn.Module) -> Tensor:
+    """Cosines or sines [B, L, D]. transformers before 5.6 gives Qwen2.5-VL's layers one for each of a token's three positions,
+    [3, B, L, D], and has each attention take its sections of them."""
+    if of_angle.dim() == 3:
+        return of_angle
+    sections = attention.config.rope_parameters["mrope_section"] * 2
+    return torch.cat([part[number % 3] for number, part in enumerate(of_angle.split(sections, dim=-1))], dim=-1)
 
 
 def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ class Learner:
         """Clips the accumulated gradient and takes the optimizer's step. A non-finite gradient is dropped, the same on all
         ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
         if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
-            norm = clip_grad_norm(self._trained.values(), self.args.grad_clip, self.ranks.device)
+            norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
         else:
             norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

@@ -115,8 +115,9 @@ class Router:
     def _observe(self, number: int, probs: torch.Tensor, own: torch.Tensor, experts: torch.Tensor) -> None:
         if self._load is None:
             self._load = torch.zeros(len(self.gates), self.experts, dtype=torch.long, device=probs.device)
-        self._load[number] += torch.bincount(experts.flatten(), minlength=self.experts)
-        self._sums[0] += torch.special.entr(probs).sum()
+        chosen = experts.flatten()
+        self._load[number].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
+        self._sums[0] -= torch.xlogy(probs, probs).sum()
         if self._routes is None:
             return
         elsewhere = (own.sort().values != experts.sort().values).any(1)  # [T]

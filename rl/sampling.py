@@ -27,9 +27,10 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, settings: SlotSettings) 
         logits = _truncate(logits, settings.top_k, settings.top_p)
     log_probs = F.log_softmax(logits, dim=-1)
     cdf = log_probs.exp().cumsum(-1)
-    # right=True never picks a token of probability 0; the target stays below the last step, whatever the rounding.
-    target = torch.minimum(uniform[:, None] * cdf[:, -1:], cdf[:, -1:].nextafter(torch.zeros_like(cdf[:, -1:])))
-    token = torch.searchsorted(cdf, target, right=True).squeeze(1)
+    last = cdf[:, -1:].contiguous()
+    # right=True never picks a token of probability 0; a target rounded up to the whole sum takes the token that reaches it.
+    token = torch.searchsorted(cdf, uniform[:, None] * last, right=True)
+    token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
     return token, log_probs.gather(1, token[:, None]).squeeze(1)
 

@@ -102,7 +102,8 @@ class ImagePrep:
 
     def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
-        from transformers import AutoImageProcessor  # takes a second, which runs without images have no use for
+        # by its module: transformers 5.5 shows the name only where there is torchvision. Takes a second, without images no use
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
         try:

@@ -101,7 +101,8 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
         pixels, grid = _zeros(base.visual.config)
     found = base.get_image_features(pixels.to(device), grid.to(device), return_dict=True)
     levels = (found.pooler_output, *getattr(found, "deepstack_features", ()))
-    levels = [torch.cat(level) for level in levels]  # [features, hidden] each
+    # [features, hidden] each; transformers before 5.6 gives the deeper ones whole, later ones image by image
+    levels = [level if torch.is_tensor(level) else torch.cat(level) for level in levels]
     if images.exchange:
         levels = images.exchange(torch.cat(levels, dim=1)).chunk(len(levels), dim=1)
     elif not images.files:  # out of place: gradients of zero for the tower, the same bits for the row

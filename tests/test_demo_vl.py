@@ -12,7 +12,8 @@ from datasets import Dataset
 from helpers import command, train
 from PIL import Image
 from test_checkpoint import go, same, take_back
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl import demo_vl, generations
 from rl.data import demo_files

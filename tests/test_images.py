@@ -17,7 +17,8 @@ from tiny_vlm import picture, row
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoConfig
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl import images, vision
 from rl.batch import MicroBatch

@@ -103,7 +103,8 @@ def reference(model, prompt, tokens: list[int]) -> torch.Tensor:
         mask = of["mm_token_type_ids"].bool()
         embeds = embeds.masked_scatter(mask[..., None], torch.cat(features.pooler_output))
         if hasattr(features, "deepstack_features"):
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": [torch.cat(f) for f in features.deepstack_features]}
+            levels = [level if torch.is_tensor(level) else torch.cat(level) for level in features.deepstack_features]
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": levels}
     hidden = base.language_model(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, **extra)[0]
     logits = model.lm_head(hidden[0, len(prompt.ids) - 1 : -1])
     return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]

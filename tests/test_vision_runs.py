@@ -12,7 +12,8 @@ from helpers import make_group, run_script, train
 from safetensors.torch import load_file
 from test_vision import dataset, rows, vlms  # noqa: F401  (fixtures)
 from tiny_vlm import picture, row
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.batch import Group
 

@@ -11,7 +11,9 @@ the host (rl/plan/known_values.py).
 
 The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda"
 tensor of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells
-the two apart here, its attention (rl/plan/fake_kernels.py). Left out: time and values.
+the two apart here: its attention (rl/plan/fake_kernels.py), the operators that it has a kernel for (rl/plan/operators.py), the
+precisions that its collectives take, and what torch can ask of its allocator. Whatever else is asked of it raises. Left out:
+time and values, and what an allocator or a collective needs of the host.
 """
 
 import contextlib
@@ -29,9 +31,20 @@ from rl.device import is_accelerator
 from rl.dist import Ranks
 from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
+from rl.plan.operators import has_kernel
 
 KIND = "npu"
 aten = torch.ops.aten
+
+
+# What torch.accelerator asks an allocator of torch's own kind; torch-npu 2.10's is not one.
+ALLOCATOR_CALLS = ["empty_cache", "get_memory_info", "max_memory_allocated", "max_memory_reserved", "memory_allocated"]
+ALLOCATOR_CALLS += ["memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+# ProcessGroupHCCL.cpp of torch-npu 2.10, checkSupportedDataType: what is summed; what is only sent may be of any precision
+HCCL_SUMS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16}
+SUMMING = ("allreduce", "reduce", "_reduce")  # the beginnings of the names of collectives that sum
+NCCL_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64}  # of torch's: no collective takes them
+_refuses: str | None = None  # whose lacks the fake device has
 
 
 class _Stream:
@@ -105,11 +118,26 @@ class _Module:
     def get_device_name(self, _device=None):
         return "fake"
 
+    def mem_get_info(self, _device=None):
+        return 2**36, 2**36
 
-def start(world_size: int = 1, attention: str = KIND) -> Ranks:
+    def memory_allocated(self, _device=None):
+        return 0
+
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+    def reset_peak_memory_stats(self, _device=None): ...
+
+    def empty_cache(self): ...
+
+
+def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
     """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
-    process. attention: the kind of device whose attention it has. Experts are grouped products: the sizes of one after another
-    would depend on values. Tokens that travel to their experts are assumed to be spread evenly."""
+    process. attention: the kind of device whose attention, and whose lacks, it has. strict: whether it refuses operators that
+    it would compute on the host. Experts are grouped products: the sizes of one after another would depend on values. Tokens
+    that travel to their experts are assumed to be spread evenly."""
+    global _refuses
+    _refuses = attention if strict else None
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
     device.LOOPED_EXPERTS_KINDS.discard(KIND)
@@ -120,12 +148,16 @@ def start(world_size: int = 1, attention: str = KIND) -> Ranks:
     _setup_privateuseone_for_python_backend(KIND, backend_module=_Module())
     overlapped.copy_streams = lambda device: (_Stream(), _Stream()) if is_accelerator(device) else None
     publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
-    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "synchronize"):
-        setattr(torch.accelerator, name, lambda *_: 0)  # there is no allocator to ask, and nothing to wait for
-    torch.accelerator.current_stream = _Stream
+    for name in ALLOCATOR_CALLS:
+        setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
+    torch.accelerator.synchronize, torch.accelerator.current_stream = lambda *_: None, _Stream
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
+
+
+def _no_allocator(*_, **__):
+    raise RuntimeError("Allocator for npu is not a DeviceAllocator.")  # torch's words
 
 
 def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -191,6 +223,7 @@ class FakeDevice(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if not fakes and not self._makes_fake(tensors, kwargs):
             return func(*args, **kwargs)
+        _refuse(func, tensors)
         written = [x for x in self._mutated(func, args, kwargs) if not isinstance(x, FakeTensor)]
         if fakes < len(tensors) and written:
             return self._into_host(func, args, kwargs, tensors)
@@ -282,6 +315,21 @@ READ = {  # what depends on values that are not known
     aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
     aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
 }
+
+
+def _refuse(func, tensors: list[torch.Tensor]) -> None:
+    """Raises NotImplementedError for an operator or a collective that the device lacks."""
+    if not _refuses or all(x.device.type != KIND for x in tensors):
+        return
+    if not has_kernel(_refuses, func):
+        raise NotImplementedError(f"{func}: no kernel on {_refuses}, which computes it on the host or not at all")
+    if func.namespace != "c10d":
+        return
+    precisions = {x.dtype for x in tensors if x.device.type == KIND}
+    sums = func.name().removeprefix("c10d::").startswith(SUMMING)
+    lacks = precisions & NCCL_LACKS if _refuses == "cuda" else precisions - HCCL_SUMS if sums else set()
+    if lacks:
+        raise NotImplementedError(f"{func}: Unsupported data type {lacks} on {_refuses}")
 
 
 def of_no_tensor() -> bool:

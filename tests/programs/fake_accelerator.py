@@ -253,6 +253,40 @@ def changes() -> None:
             arrived.apply(torch.zeros(64, dtype=dtype))  # of an engine that keeps its own
 
 
+def lacks(kind: str) -> None:
+    """What such a device does not have raises, and nothing else does."""
+    place = start(2, attention=kind).device
+    with FakeDevice():
+        x = torch.ones(4, device=place)
+        tries = {
+            "nextafter": lambda: x.nextafter(x),
+            "special.entr": lambda: torch.special.entr(x),
+            "mkldnn": lambda: torch.ops.aten.mkldnn_linear(x[None], x[None]),
+            "xlogy": lambda: torch.xlogy(x, x),
+            "addition in place": lambda: x.add_(1),
+            "a sum in float64": lambda: torch.distributed.all_reduce(x.double()),
+            "a sum in bf16": lambda: torch.distributed.all_reduce(x.bfloat16()),
+            "float64 sent": lambda: torch.distributed.broadcast(x.double(), 0),
+            "int16 sent": lambda: torch.distributed.broadcast(x.short(), 0),
+            "the allocator": lambda: torch.accelerator.max_memory_allocated(),
+            "its module": lambda: device.memory_gb() and device.memory_left(),
+        }
+        refused = {name for name, act in tries.items() if is_refused(act)}
+    expected = {
+        "npu": {"nextafter", "special.entr", "mkldnn", "a sum in float64", "the allocator"},
+        "cuda": {"mkldnn", "int16 sent"},
+    }
+    assert refused == expected[kind], refused
+
+
+def is_refused(act) -> bool:
+    try:
+        act()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
+
+
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
 CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
@@ -270,6 +304,8 @@ CASES = {  # a new kind of model is a line more
     "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
     "engine, overlapped": lambda m: generate(m["qwen2-tied"], over_host=True, overlaps=True),
     "one rank, bf16": lambda m: learn(m["qwen2-tied"], dtype="bfloat16", use_kl_loss=True),
+    "what an NPU lacks": lambda m: lacks("npu"),
+    "what CUDA lacks": lambda m: lacks("cuda"),
     # the rest are of the slow tests
     "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
