@@ -118,7 +118,7 @@ def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
     monkeypatch.setattr(packages, "OLDEST_GLIBC", (99, 0))
-    facts = {"kind": "npu", "device": "Ascend910B3", "devices": 2, "memory_gb": 61.0}
+    facts = {"kind": "npu", "device": "Ascend910B3", "devices": 2, "memory_gb": 61.0, "cann": None}
     found = {finding.check: finding for finding in packages.check_driver(facts)}
     assert {check for check, finding in found.items() if finding.status == WRONG} == {"CANN", "glibc", "allocator"}
     assert "export HCCL_CONNECT_TIMEOUT" in found["HCCL"].remedy

@@ -20,6 +20,7 @@ def main() -> None:
         "devices": torch.accelerator.device_count() if kind != "cpu" else 0,
         "peak_flops": device.peak_flops(),
         "cuda": torch.version.cuda,
+        "cann": getattr(torch.version, "cann", None),  # set by torch-npu
         "cudnn": torch.backends.cudnn.version() if kind == "cuda" else None,
         "memory_gb": module.get_device_properties(0).total_memory / 2**30 if kind != "cpu" else None,
         "RL_DEVICE": os.environ.get("RL_DEVICE"),

@@ -82,14 +82,14 @@ def check_driver(facts: dict) -> list[Finding]:
         return [Finding("driver", SKIPPED, "this machine has a CPU only")]
     text = f"{facts['devices']} x {facts['device']}, {facts['memory_gb']:.0f} GB each. {_driver(kind)}"
     findings = [Finding("driver", OK, text)]
-    return findings + (_ascend() if kind == "npu" else [])
+    return findings + (_ascend(facts) if kind == "npu" else [])
 
 
-def _ascend() -> list[Finding]:
+def _ascend(facts: dict) -> list[Finding]:
     findings = []
     if not any(os.environ.get(name) for name in CANN):
         findings.append(Finding("CANN", WRONG, "its environment is not set", "source /usr/local/Ascend/.../set_env.sh"))
-    elif version := _cann_version():
+    elif version := facts["cann"] or _cann_version():
         wanted = re.search(r"CANN ([\d.]+)", (ROOT / REQUIREMENTS["npu"]).read_text())
         is_wanted = wanted is None or version.startswith(wanted[1].rpartition(".")[0])
         remedy = "" if is_wanted else f"requirements-npu.txt is for CANN {wanted[1]} (docs/ascend.md)"
