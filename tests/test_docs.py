@@ -29,7 +29,9 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"README.md"}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w.-]+\.md)\)", index)) | {
+        "README.md"
+    }
 
 
 def test_every_room_has_one_place_in_the_design():

@@ -1,0 +1,1 @@
+"""The checks behind doctor.py: packages and drivers, kernels, engines, publishes, and one step of each script."""

@@ -1,0 +1,32 @@
+"""Prints what torch finds on this machine, as one line of JSON. A process of its own: a broken torch ends it alone."""
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    import torch
+
+    from rl import device
+
+    kind = device.kind()
+    module = getattr(torch, kind, None)
+    facts = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "kind": kind,
+        "device": device.name(),
+        "devices": torch.accelerator.device_count() if kind != "cpu" else 0,
+        "peak_flops": device.peak_flops(),
+        "cuda": torch.version.cuda,
+        "cann": getattr(torch.version, "cann", None),  # set by torch-npu
+        "cudnn": torch.backends.cudnn.version() if kind == "cuda" else None,
+        "memory_gb": module.get_device_properties(0).total_memory / 2**30 if kind != "cpu" else None,
+        "RL_DEVICE": os.environ.get("RL_DEVICE"),
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

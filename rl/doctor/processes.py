@@ -1,0 +1,101 @@
+"""Runs a check's command in a session of its own, with a time limit, and leaves none of its processes behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE = 20.0  # seconds that torchrun gets to end its ranks
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended. code: None if it ran out of time. output: stdout and stderr together."""
+
+    code: int | None
+    output: str
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        """The line that says why it failed: the last `error:`, else the last line of a traceback or of the output."""
+        if self.code is None:
+            return f"it did not end within {self.seconds:.0f} s; its last line was: {self._last_line}"
+        errors = [line for line in self.output.splitlines() if line.startswith("error:")]
+        return errors[-1].removeprefix("error: ") if errors else self._last_line
+
+    @property
+    def _last_line(self) -> str:
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        raised = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith(("File", "W", "E"))]
+        return (raised or lines or ["(nothing)"])[-1][:300]
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its children leave, so that `run` can end that, too (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
+    """Run the command in the repository's root. Return how it ended; all of its processes are gone by then."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        output.seek(0)
+        return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the command and everything that it started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    while orphans := _children():
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """Processes that this one has adopted: it starts one command at a time, and that one has ended."""
+    own = str(os.getpid())
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent == own:
+            found.append(int(stat.parent.name))
+    return found

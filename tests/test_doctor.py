@@ -1,0 +1,219 @@
+"""doctor.py: a healthy machine is ok in every line; each planted fault is a WRONG line that says what to do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import ROOT, environment, left_over, marked
+
+from rl.doctor import packages, processes, scripts
+from rl.doctor.findings import OK, SKIPPED, WRONG
+from rl.embedded_engine import TransformersEngine
+
+
+def measured(tmp_path, ranks, model: str, engine: str = "transformers") -> dict[str, dict]:
+    """What rl/doctor/measure.py finds, by check."""
+    from rl.doctor.measure import Args, Checks
+
+    file = tmp_path / "findings"
+    Checks(Args(engine, model, file), ranks).run(model)
+    return {finding["check"]: finding for finding in map(json.loads, file.read_text().splitlines())}
+
+
+def wrong(findings: dict[str, dict]) -> set[str]:
+    return {check for check, finding in findings.items() if finding["status"] == WRONG}
+
+
+def test_a_healthy_engine_is_ok(tmp_path, ranks, demo_model):
+    findings = measured(tmp_path, ranks, demo_model)
+    assert {finding["status"] for finding in findings.values()} == {OK}
+    assert {"publish", "log-probs, temperature 0.6", "update", "publish after an update", "generation"} <= findings.keys()
+    assert findings["update"]["facts"]["tokens_per_s"] > 0
+
+
+def test_a_model_with_images_is_examined_too(tmp_path, ranks, demo_vl_model):
+    assert not wrong(measured(tmp_path, ranks, demo_vl_model))
+
+
+def test_log_probs_that_ignore_the_temperature_are_wrong(tmp_path, ranks, demo_model, monkeypatch):
+    """vllm-ascend's sampler does so unless it is told otherwise."""
+    from transformers import AutoModelForCausalLM
+
+    model, prompts, temperatures = AutoModelForCausalLM.from_pretrained(demo_model), {}, {}
+    step, add = TransformersEngine.step, TransformersEngine.add
+
+    def remember(self, request):
+        prompts[request.id] = request.prompt_ids
+        temperatures[request.id] = request.sampling.temperature
+        add(self, request)
+
+    @torch.no_grad()
+    def raw(self):
+        outputs = step(self)
+        for output in outputs:
+            if temperatures[output.id] != 1.0:
+                prompt, sampled = prompts[output.id], torch.tensor(output.token_ids)
+                logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1]
+                output.log_probs[:] = logits.log_softmax(-1).gather(1, sampled[:, None]).squeeze(1).tolist()
+        return outputs
+
+    monkeypatch.setattr(TransformersEngine, "add", remember)
+    monkeypatch.setattr(TransformersEngine, "step", raw)
+    assert wrong(measured(tmp_path, ranks, demo_model)) == {"log-probs, temperature 0.6"}
+
+
+def test_a_weight_that_does_not_arrive_is_wrong(tmp_path, ranks, demo_model, monkeypatch):
+    update = TransformersEngine.update
+
+    def forgetful(self, weights, version, recompute_kv=False):
+        before = self.read_back("model.layers.1.mlp.up_proj.weight").clone()
+        update(self, weights, version, recompute_kv)
+        if version == 1:
+            self.read_back("model.layers.1.mlp.up_proj.weight").copy_(before)
+
+    monkeypatch.setattr(TransformersEngine, "update", forgetful)
+    findings = measured(tmp_path, ranks, demo_model)
+    assert "publish after an update" in wrong(findings)
+    assert "model.layers.1.mlp.up_proj.weight" in findings["publish after an update"]["text"]
+
+
+# ------------------------------------------------------------------------------------------- packages and drivers
+
+
+def test_packages_of_the_tests_are_those_of_requirements_txt():
+    finding = packages.check_packages("cpu")
+    assert finding.status == OK, finding
+    assert finding.facts["torch"].startswith("2.")
+
+
+def test_another_set_is_named_package_by_package():
+    """These tests run where neither torch-npu nor vllm-ascend is."""
+    finding = packages.check_packages("npu")
+    assert finding.status == WRONG
+    assert "torch-npu is missing" in finding.text and "vllm-ascend is missing" in finding.text
+    assert "requirements-npu.txt" in finding.remedy
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_device_that_torch_does_not_find_is_wrong(kind, tmp_path, monkeypatch):
+    """A driver older than torch's build leaves the device's file and no device: a run would train on the CPU."""
+    node = tmp_path / "device"
+    node.touch()
+    monkeypatch.setitem(packages.NODES, kind, str(node))
+    facts = {"kind": "cpu", "RL_DEVICE": None, "torch": "2.13.0", "cuda": "13.0"}
+    (finding,) = packages.check_driver(facts)
+    assert finding.status == WRONG and str(node) in finding.text and finding.remedy
+    (finding,) = packages.check_driver(facts | {"RL_DEVICE": "cpu"})
+    assert finding.status == SKIPPED, "asked for"
+
+
+def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    (tmp_path / "version.cfg").write_text("[8.2.RC1:8.2.RC1]\n")
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
+    monkeypatch.setattr(packages, "OLDEST_GLIBC", (99, 0))
+    facts = {"kind": "npu", "device": "Ascend910B3", "devices": 2, "memory_gb": 61.0, "cann": None}
+    found = {finding.check: finding for finding in packages.check_driver(facts)}
+    assert {check for check, finding in found.items() if finding.status == WRONG} == {"CANN", "glibc", "allocator"}
+    assert "export HCCL_CONNECT_TIMEOUT" in found["HCCL"].remedy
+    (tmp_path / "version.cfg").write_text("[9.1.0:9.1.0]\n")
+    found = {finding.check: finding for finding in packages.check_driver(facts)}
+    assert found["CANN"].status == OK
+
+
+# --------------------------------------------------------------------------------------------------- its processes
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
+    """Those in sessions of their own, too, and those that ignore SIGTERM."""
+    mark = "doctor-hangs"
+    child = f"import os, time; os.setsid(); {mark!r}; time.sleep(1000)"
+    code = "import subprocess, sys, time;"
+    code += f"[subprocess.Popen([sys.executable, '-c', {child!r}]) for _ in range(2)]; time.sleep(1000)"
+    program = (
+        "import sys; from rl.doctor import processes; processes.adopt_orphans();"
+        f"print(processes.run([sys.executable, '-c', {code!r}], 3.0).code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(MARK=mark), capture_output=True, timeout=60
+    )
+    assert done.stdout.decode().strip() == "None", done.stderr.decode()
+    assert not left_over(mark)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_doctor_that_is_stopped_leaves_no_process(number, tmp_path):
+    mark = f"doctor-{number.name}"
+    command = [sys.executable, "doctor.py", "--out", str(tmp_path / "doctor.json")]
+    take = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  (a shell's background ignores it)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=take
+    )
+    while not any("rl.doctor" in line for _, _, line, _ in marked(mark)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(60)
+    deadline = time.monotonic() + 60
+    while (left := left_over(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_the_reason_of_a_failure_is_the_users_line():
+    error = "warning: x\nerror: --model nowhere: no model can be read there.\ntorchrun's own summary\n"
+    assert processes.Outcome(1, error, 1.0).reason == "--model nowhere: no model can be read there."
+    traceback = "Traceback (most recent call last):\n  File x\nRuntimeError: HCCL refuses float64\nE1125 some log\n"
+    assert processes.Outcome(1, traceback, 1.0).reason == "RuntimeError: HCCL refuses float64"
+
+
+def test_a_script_that_fails_is_wrong_with_its_own_message():
+    (finding,) = scripts.check_script("train_sync.py", "/nowhere/model", 1, "float32", timeout=120)
+    assert finding.status == WRONG and "/nowhere/model" in finding.text
+
+
+# ------------------------------------------------------------------------------------------------------- the whole
+
+
+def test_without_packages_it_says_what_to_install(tmp_path):
+    """In an environment that has nothing but Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=120)
+    command = [tmp_path / "bare" / "bin" / "python", "doctor.py", "--out", tmp_path / "doctor.json"]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "requirements.txt" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("flags, what", [(["--nproc", "1"], "--nproc"), (["--out", "/nowhere/doctor.json"], "/nowhere")])
+def test_flags_that_cannot_work_are_one_message(flags, what):
+    done = subprocess.run([sys.executable, "doctor.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode and what in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_doctor_finds_this_machine_well(tmp_path, demo_model):
+    """Both engines, all scripts; no process is left."""
+    mark, file = "doctor-whole", tmp_path / "doctor.json"
+    command = [sys.executable, "doctor.py", "--out", str(file)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(MARK=mark), capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    status = {check["check"]: check["status"] for check in record["checks"]}
+    assert WRONG not in status.values()
+    for engine in ("transformers", "vllm"):
+        assert status[f"{engine}, log-probs after an update"] == OK
+    for name in ("train_sync.py, 2 ranks", "train_one_step_off.py, 2 ranks", "train_async.py, 2 ranks, vllm"):
+        assert status[name] == OK
+    assert status["train_async.py, 2 ranks, publish"] == OK
+    assert record["machine"]["kind"] == "cpu" and record["seconds"] > 0
+    assert not left_over(mark)
+    fields = {"check", "status", "text", "remedy", "facts"}
+    assert all(check.keys() == fields for check in record["checks"])
