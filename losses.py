@@ -17,9 +17,10 @@ Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: l
 response's total reward. sg(x) has the value of x and no gradient.
 """
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -38,11 +39,75 @@ def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
 
 
 def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], declared: dict) -> Callable:
-    """Enters a function into a table under its names, with what is declared of it and read off its signature."""
+    """Enters a function into a table under its names, with what is declared of it and read off its signature. Input that it is
+    not meant for is refused before it computes."""
+    function = _checked(function)
     function.inputs, function.knobs = _keywords(function)
     vars(function).update(declared)
     table.update(dict.fromkeys((function.__name__, *verl_names), function))
     return function
+
+
+# ------------------------------------------------------------------------------------------------- input that is refused
+
+
+def _checked(function: Callable) -> Callable:
+    """The function, raising ValueError for input in another layout. Its tensors are per token, except group and baseline."""
+    names = list(inspect.signature(function).parameters)
+    per_response = {"group", "baseline"}
+
+    @functools.wraps(function)
+    def checked(*args, **keywords):
+        given = dict(zip(names, args, strict=False)) | keywords
+        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in per_response}
+        _check_tokens(function.__name__, **per_token)
+        if "group" in given and "seq" in given:
+            _check_group(function.__name__, given["seq"], given["group"])
+        return function(*args, **keywords)
+
+    return checked
+
+
+def _check_tokens(caller: str, **tensors: Tensor) -> None:
+    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
+    are not looked at: that would wait for the device."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
+        )
+    mask, seq = tensors.get("mask"), tensors.get("seq")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
+    if seq is None:
+        return
+    if seq.dtype != torch.long:
+        raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
+    if seq.device.type == "cpu" and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
+        raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
+
+
+def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
+    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
+    if group.dim() != 1:
+        raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
+    if seq.device.type != "cpu" or not len(seq):
+        return
+    responses = int(seq[-1]) + 1
+    if len(group) < responses:
+        raise ValueError(f"{caller}: seq counts {responses} responses, group has {len(group)} entries. It has to be [B].")
+    same = seq[1:] == seq[:-1]
+    if len(group) == len(seq) > responses and bool((group[1:] == group[:-1])[same].all()):
+        raise ValueError(
+            f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
+            "one entry a response."
+        )
+
+
+def _check_word(what: str, word: str, choices: Iterable[str]) -> None:
+    if word not in choices:
+        raise ValueError(f"unknown {what} {word!r}; choose from {', '.join(choices)}")
 
 
 # ----------------------------------------------------------------------------------------------------------- layout
@@ -129,8 +194,8 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
     seq-mean-token-mean      responses with at least one trained token
     At least 1, so that an empty batch gives a loss of 0.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation {mode!r}; choose from {', '.join(AGGREGATIONS)}")
+    _check_word("aggregation", mode, AGGREGATIONS)
+    _check_tokens("denominator", mask=mask, seq=seq)
     if mode == "token-mean":
         return float(max(1, int(mask.count_nonzero())))
     if mode == "token-sum":
@@ -149,6 +214,8 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
 
     The sum over trained tokens, each weighted 1, or 1 / (trained tokens of its response) in seq-mean-token-mean.
     """
+    _check_word("aggregation", mode, AGGREGATIONS)
+    _check_tokens("aggregate", loss=loss, mask=mask, seq=seq)
     loss = torch.where(mask, loss, 0.0)
     if mode == "seq-mean-token-mean":
         loss = loss / to_tokens(sequence_sum(mask.to(loss.dtype), seq).clamp(min=1), seq)
@@ -301,6 +368,7 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
     before it.
     """
+    _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
     index = mask.nonzero()[:, 0]  # [M] the trained tokens
     before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
     credited = before >= 0
@@ -377,6 +445,7 @@ def policy_loss(
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     """d = log_prob - old_log_prob, [N]; 0 where the mask is, so that nothing non-finite there reaches loss or gradient."""
+    _check_tokens("log_ratio", log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     return torch.where(mask, log_prob - old_log_prob, 0.0)
 
 
@@ -600,6 +669,7 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, 
 
     vf_clipfrac: tokens whose gradient the clip removed. PPO (arXiv 1707.06347) as commonly implemented.
     """
+    _check_tokens("value_loss", value=value, old_value=old_value, returns=returns, mask=mask)
     v, old, target = (torch.where(mask, x, 0.0) for x in (value, old_value, returns))
     plain = (v - target) ** 2
     clipped = (torch.clamp(v, old - clip, old + clip) - target) ** 2
@@ -651,6 +721,7 @@ KL_ESTIMATORS |= {f"{name}+": with_unbiased_gradient(value) for name, value in K
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) -> Tensor:
     """The estimator `kind` (of KL_ESTIMATORS) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
     the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass."""
+    _check_word("KL estimator", kind, KL_ESTIMATORS)
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
 
 
@@ -702,9 +773,12 @@ def rollout_rejection_mask(
     itself (verl's band is on the inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, bounded by high alone. Usual:
     seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0. Each looks at the given mask, not at what another left.
     """
+    _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
     lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     kept = mask
     for level, divergence, low, high in criteria:
+        _check_word("level of rejection", level, REJECTION_LEVELS)
+        _check_word("divergence", divergence, DIVERGENCES)
         x = {"k1": lambda: lr, "k2": lambda: lr**2 / 2, "k3": lambda: lr.exp() - lr - 1}[divergence]()
         if level == "seq_sum":
             x = to_tokens(sequence_sum(x, seq), seq)
@@ -725,13 +799,13 @@ def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) 
 
 def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
     """The importance ratio [N] at a level of IS_LEVELS, before any bound."""
+    _check_word("level of importance weights", level, IS_LEVELS)
+    _check_tokens("rollout_ratio", mask=mask, seq=seq)
     lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     if level == "sequence":
         lr = to_tokens(sequence_sum(lr, seq).clamp(-20, 20), seq)
     elif level == "sequence_geometric":
         lr = to_tokens(*sequence_means(mask, seq, lr), seq)
-    elif level != "token":
-        raise ValueError(f"unknown level {level!r} of importance weights; choose from {', '.join(IS_LEVELS)}")
     return lr.exp()
 
 
@@ -745,6 +819,7 @@ def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 IS_LEVELS = ("token", "sequence", "sequence_geometric")
 REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+DIVERGENCES = ("k1", "k2", "k3")
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:

@@ -1,0 +1,104 @@
+"""losses.py refuses input in a layout that it would compute nonsense from, or that ends in an error of torch's own."""
+
+import inspect
+
+import pytest
+import torch
+
+import losses
+
+SEQ = torch.tensor([0, 0, 1, 1, 2, 2])
+MASK = torch.ones(6, dtype=torch.bool)
+GROUP = torch.tensor([0, 0, 1])
+NAMES = {name: f for name, f in (losses.ADVANTAGES | losses.POLICY_LOSSES).items() if name == f.__name__}
+
+
+def arguments(function) -> dict[str, torch.Tensor]:
+    """Right input for any advantage or policy loss: three responses of two tokens, two prompts."""
+    per_token = torch.tensor([0.1, -0.2, 0.3, -0.4, 0.5, 1.0])
+    special = {"seq": SEQ, "mask": MASK, "group": GROUP, "baseline": torch.zeros(3), "chosen": MASK}
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if not isinstance(p.default, bool | int | float)]
+    return {name: special.get(name, per_token - 1) for name in names}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_input_is_taken(name):
+    NAMES[name](**arguments(NAMES[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_layout_is_refused_with_the_argument_and_its_shape(name):
+    function, right = NAMES[name], arguments(NAMES[name])
+    first = next(iter(right))  # reward or log_prob
+    with pytest.raises(ValueError, match=rf"{name}: found .*{first} \(2, 3\).*pack"):
+        function(**right | {key: x.reshape(2, 3) for key, x in right.items() if len(x) == 6})
+    with pytest.raises(ValueError, match=rf"{first} \(5,\)"):
+        function(**right | {first: right[first][:5]})
+    with pytest.raises(ValueError, match="mask is"):
+        function(**right | {"mask": MASK.float()})
+    with pytest.raises(ValueError, match="seq does not ascend"):
+        function(**right | {"seq": torch.tensor([1, 1, 0, 0, 2, 2])})
+    with pytest.raises(ValueError, match="seq is"):
+        function(**right | {"seq": SEQ.float()})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in losses.ADVANTAGES])
+@pytest.mark.parametrize("group", [[0, 0, 0, 0, 1, 1], [7, 7, 7, 7, 7, 7], [0, 0]])
+def test_a_group_that_is_not_one_entry_a_response_is_refused(name, group):
+    with pytest.raises(ValueError, match=rf"{name}: .*\[B\]"):
+        NAMES[name](**arguments(NAMES[name]) | {"group": torch.tensor(group)})
+
+
+def test_as_many_responses_as_tokens_are_taken():
+    """Here group [B] has the length of seq [N], rightly."""
+    reward = torch.tensor([1.0, 0.0, 1.0])
+    advantage = losses.dr_grpo(reward, MASK[:3], torch.arange(3), torch.zeros(3, dtype=torch.long))
+    assert torch.allclose(advantage, torch.tensor([1 / 3, -2 / 3, 1 / 3]))
+
+
+def test_responses_without_tokens_at_the_end_are_taken():
+    advantage = losses.dr_grpo(torch.tensor([0.0, 1.0]), MASK[:2], torch.tensor([0, 0]), torch.tensor([0, 0, 0]))
+    assert advantage.tolist() == [0.0, 0.0], "alone in its group: the others have no trained token"
+
+
+X = torch.zeros(6)
+WORDS = {
+    "aggregate": lambda word: losses.aggregate(X, MASK, SEQ, word, 2.0),
+    "denominator": lambda word: losses.denominator(MASK, SEQ, word, 3),
+    "kl_penalty": lambda word: losses.kl_penalty(X, X, MASK, word),
+    "importance weights": lambda word: losses.rollout_is_weights(X, X, MASK, SEQ, level=word),
+    "level of rejection": lambda word: losses.rollout_rejection_mask(X, X, MASK, SEQ, criteria=[(word, "k1", 0.5, 2.0)]),
+    "divergence": lambda word: losses.rollout_rejection_mask(X, X, MASK, SEQ, criteria=[("token", word, 0.5, 2.0)]),
+}
+
+
+@pytest.mark.parametrize("where", WORDS)
+@pytest.mark.parametrize("word", ["seq_mean_token_mean", "seq-mean", "k4", "k9", "", "TOKEN"])
+def test_an_unknown_word_is_refused_with_the_choices(where, word):
+    with pytest.raises(ValueError, match=f"{word!r}; choose from"):
+        WORDS[where](word)
+
+
+def test_the_rest_looks_at_its_layout_too():
+    padded = torch.zeros(2, 3)
+    calls = [
+        lambda: losses.aggregate(padded, MASK.reshape(2, 3), SEQ.reshape(2, 3), "token-mean", 6.0),
+        lambda: losses.denominator(MASK.float(), SEQ, "token-mean", 3),
+        lambda: losses.kl_penalty(X, X, MASK.float(), "k3"),
+        lambda: losses.importance_weight(X, X[:5], MASK),
+        lambda: losses.value_loss(X, X, X, MASK.float()),
+        lambda: losses.lambda_return(X, MASK, SEQ.flip(0), X),
+        lambda: losses.rollout_rejection_mask(X, X, MASK, SEQ.flip(0), criteria=[("seq_max", "k1", 0.5, 2.0)]),
+        lambda: losses.rollout_is_weights(X, X, MASK.float(), SEQ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError):
+            call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature_and_docstring_are_the_functions_own(name):
+    function = NAMES[name]
+    assert function.__doc__ and "mask" in inspect.signature(function).parameters
+    assert set(function.knobs) <= set(inspect.signature(function).parameters)
