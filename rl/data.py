@@ -11,8 +11,9 @@ import functools
 import itertools
 import math
 import random
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -23,7 +24,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl import images, launch
+from rl.division import Division
 from rl.errors import UserError
+from rl.measured import Measured, up_to_error
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
@@ -32,7 +35,8 @@ from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
 TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
-BATCH = 512  # prompts to tokenise at once
+BATCH = 512  # prompts to tokenise at once, at most
+BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
 
 
 @dataclass
@@ -136,8 +140,9 @@ class PromptDataset(Sequence):
             self.tables.append(table)
             _check_truths(file, table)
         self.ends = list(itertools.accumulate(len(table) for table in self.tables))
-        self.truncated = 0  # prompts that --truncation cuts
-        self.rows = self._measure(f"measuring {split} prompts")
+        measured = self._measure(f"measuring {split} prompts")
+        self.rows = measured.kept
+        self.truncated = measured.truncated  # prompts that --truncation cuts
         if not self.rows:
             raise UserError(
                 f"{', '.join(self.files)}: no prompt is left of {self.ends[-1]} at --max-prompt-length "
@@ -197,39 +202,70 @@ class PromptDataset(Sequence):
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
-    def _measure(self, description: str) -> list[int]:
-        """The rows whose prompts fit or may be cut. A prompt that cannot be used is an error here rather than in the middle of
-        a run."""
-        kept, limit, rows = [], self.args.max_prompt_length, self._rendered(description)
-        while batch := list(itertools.islice(rows, BATCH)):
-            for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
-                where = self._where(row)
-                if not ids:
-                    raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
-                if not kept:
-                    check_kept(self.tokenizer, text.text, ids, where)
-                ids, of_row = self._expand(row, columns, ids)
-                length = len(ids)
-                if length > limit and self.args.filter_overlong_prompts:
-                    continue
-                if length > limit and (self.args.truncation == "error" or of_row):
-                    cut = "lower --max-pixels" if of_row else "cut them with --truncation left or right"
-                    raise UserError(
-                        f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
-                        f"such rows out with --filter-overlong-prompts, or {cut}."
-                    )
-                self.truncated += length > limit
-                kept.append(row)
-        return kept
+    def _measure(self, description: str) -> Measured:
+        """Measure all rows, of which the ranks of a node measure a part each. A prompt that cannot be used is an error here
+        rather than in the middle of a run."""
+        work = Division()
+        own = self._measure_part(work, description)
+        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
 
-    def _rendered(self, description: str) -> Iterator[tuple[int, dict, "Text"]]:
-        """(row number over all files, the columns of its prompt, the prompt's text), of all rows; no other column is read."""
-        key, image_key = self.args.prompt_key, self.args.image_key
-        wanted = [[key if key in t.column_names else "question", *{image_key} & {*t.column_names}] for t in self.tables]
-        rows = itertools.chain.from_iterable(t.select_columns(names) for t, names in zip(self.tables, wanted, strict=True))
-        total = range(self.ends[-1])
-        for number, row in zip(track(total, description, show=launch.here().rank == 0), rows, strict=True):
+    def _measure_part(self, work: Division, description: str) -> Measured:
+        found, rows, size = Measured(), self._rendered(work, description), 1
+        try:
+            while not found.error:
+                started = time.monotonic()
+                batch, found.error = up_to_error(itertools.islice(rows, size))
+                if not batch:
+                    break
+                for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
+                    self._measure_row(found, row, columns, text, ids)
+                work.advance(len(batch))
+                size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
+        except UserError as error:  # of an earlier row than the one that ended the batch
+            found.error = str(error)
+        return found
+
+    def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
+        where, limit = self._where(row), self.args.max_prompt_length
+        if not ids:
+            raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
+        if not found.kept and found.lost is None:
+            try:
+                check_kept(self.tokenizer, text.text, ids, where)
+            except UserError as error:
+                found.lost = str(error)
+        ids, of_row = self._expand(row, columns, ids)
+        length = len(ids)
+        if length > limit and self.args.filter_overlong_prompts:
+            return
+        if length > limit and (self.args.truncation == "error" or of_row):
+            cut = "lower --max-pixels" if of_row else "cut them with --truncation left or right"
+            raise UserError(
+                f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
+                f"such rows out with --filter-overlong-prompts, or {cut}."
+            )
+        found.truncated += length > limit
+        found.kept.append(row)
+
+    def _rendered(self, work: Division, description: str) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows; no other column is
+        read."""
+        part = work.part(self.ends[-1])
+        if work.parts > 1:
+            description += f", one of {work.parts} parts"
+        rows = itertools.chain.from_iterable(self._columns_of(part))
+        for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
             yield number, row, self._render(self._where(number), row)
+
+    def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
+        """The prompts' columns of the rows that are numbered so over all files, file by file."""
+        key, image_key, first = self.args.prompt_key, self.args.image_key, 0
+        for table, end in zip(self.tables, self.ends, strict=True):
+            its = range(max(part.start, first) - first, min(part.stop, end) - first)
+            wanted = [key if key in table.column_names else "question", *{image_key} & {*table.column_names}]
+            if its:
+                yield table.select_columns(wanted).select(its)
+            first = end
 
     def _with_images(self, file: str, table):
         """The table, with its images as files. Raises UserError for images that the model does not take."""

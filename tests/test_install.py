@@ -1,27 +1,39 @@
 """What `pip install .` brings: modules for any notebook or directory, and copies of the scripts run outside the repository. And
 other ways to start the scripts than torchrun."""
 
+import email
 import json
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, run_script
+from packaging.requirements import Requirement
 
 import rl
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """A directory with the project installed into it, from a copy: a build leaves files behind."""
-    where, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
+def wheel(tmp_path_factory) -> Path:
+    """The project, built from a copy: a build leaves files behind."""
+    where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "rl", source / "rl", ignore=shutil.ignore_patterns("__pycache__"))
-    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--no-compile"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *flags, "--target", where, source], check=True, timeout=120)
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", where, source], check=True, timeout=120)
+    (made,) = where.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A directory with the project installed into it."""
+    where, flags = tmp_path_factory.mktemp("site"), ["--no-deps", "--no-index", "--quiet", "--no-compile"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *flags, "--target", where, wheel], check=True, timeout=120)
     return where
 
 
@@ -40,14 +52,62 @@ def test_everything_imports_from_any_directory_and_the_report_without_torch(site
     assert modules == {path.relative_to(site) for path in (site / "rl").rglob("*.py")}, "every file of the package is there"
 
 
-def test_version_and_dependencies_stand_once(site):
-    (metadata,) = site.glob("*.dist-info/METADATA")
-    lines = metadata.read_text().splitlines()
-    assert f"Version: {rl.__version__}" in lines
-    wanted = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
-    assert len([line for line in lines if line.startswith("Requires-Dist:")]) == len([line for line in wanted if line])
+def metadata(site: Path) -> email.message.Message:
+    (file,) = site.glob("*.dist-info/METADATA")
+    return email.message_from_string(file.read_text())
+
+
+def test_the_version_is_the_same_everywhere(site):
+    assert metadata(site)["Version"] == rl.__version__
     assert f"version: {rl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {rl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def requirements(name: str) -> dict[str, Requirement]:
+    """The lines of a requirements file, and of those that it names with -r, by package."""
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if line.startswith("-r "):
+            found |= requirements(line.removeprefix("-r ").strip())
+        elif line := line.split("#")[0].strip():
+            found[Requirement(line).name] = Requirement(line)
+    return found
+
+
+def test_the_dependencies_are_those_of_requirements_txt_whatever_torch_and_transformers_there_are(site):
+    wanted = {name: str(of.specifier) for name, of in requirements("requirements.txt").items()}
+    declared = {Requirement(line).name: str(Requirement(line).specifier) for line in metadata(site).get_all("Requires-Dist")}
+    assert declared == wanted | {"torch": "", "transformers": ""}
+
+
+SETS = ["requirements.txt", "requirements-cuda.txt", "requirements-npu.txt", "requirements-dev.txt"]
+OTHERS = {"torch": "2.9.1", "transformers": "5.40.0"}  # neither older nor newer ones are of any set
+
+
+def install_into(environment: Path, versions: dict[str, str]) -> None:
+    """Nothing but the metadata, which is what pip looks at."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    for name, version in versions.items():
+        info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "INSTALLER").write_text("pip\n")
+        (info / "RECORD").touch()
+
+
+@pytest.mark.parametrize("moved", [{}, OTHERS], ids=["as pinned", "another torch and transformers"])
+@pytest.mark.parametrize("file", SETS)
+def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp_path):
+    """pip says what it would install into an environment of that set: nothing but the project."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    lowest = {name: min(of.specifier, key=lambda part: part.operator == "<").version for name, of in requirements(file).items()}
+    install_into(tmp_path / "venv", lowest | moved)
+    target = ["--python", tmp_path / "venv" / "bin" / "python"]
+    flags = ["--dry-run", "--no-index", "--quiet", "--report", tmp_path / "report.json", "--disable-pip-version-check"]
+    done = subprocess.run([sys.executable, "-m", "pip", *target, "install", *flags, wheel], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [item["metadata"]["name"] for item in report["install"]] == ["flat-rl"]
 
 
 def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import re
+import tomllib
 
 import pytest
 from helpers import ROOT, run_script
@@ -83,6 +85,22 @@ def test_every_device_gets_the_same_project():
     expected = {name: str(r.specifier) for name, r in base.items()} | moved | added
     assert {name: str(r.specifier) for name, r in npu.items()} == expected
     assert lines("requirements-npu.txt")[0] == "torch==2.10.0"
+
+
+def test_every_file_asks_for_the_same_python():
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    for name in ("README.md", "requirements-npu.txt", ".ci/run", "docs/engines.md"):
+        named = re.findall(r"[Pp]ython (3\.\d+)", (ROOT / name).read_text())
+        assert set(named) <= {oldest}, f"{name} begins at another Python"
+        assert named or name == "docs/engines.md", f"{name} does not say which Python it takes"
+
+
+def test_the_readme_says_how_to_install_each_set():
+    readme = (ROOT / "README.md").read_text()
+    for name in ("requirements.txt", "requirements-cuda.txt"):
+        assert re.search(rf"^    pip install -r {re.escape(name)}\b", readme, re.M), name
+    assert re.search(r"^    # Ascend .*requirements-npu.txt", readme, re.M)
+    assert "#   pip install -r requirements-npu.txt " in (ROOT / "requirements-npu.txt").read_text()
 
 
 def test_docs_name_the_versions_that_the_files_pin():

@@ -1,0 +1,57 @@
+"""A job that reads prompts and nothing else; each rank writes what it has read, and how much of it is its own work.
+
+torchrun --nproc-per-node 2 tests/programs/read_prompts.py MODEL OUT FLAGS
+FLAGS: JSON, of DataArgs, and hang_timeout; seconds_a_text of the tokenizer, by rank; generators, if it is a job of two roles
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from rl import dist, launch, process, vision
+from rl.data import DataArgs, PromptDataset
+from rl.errors import UserError
+from rl.pretrained import load_config, load_tokenizer
+from rl.vision import ImagePrep
+
+model, out, given = sys.argv[1:]
+flags = json.loads(given)
+generators, hang_timeout = flags.pop("generators", 0), flags.pop("hang_timeout", 0)
+seconds = flags.pop("seconds_a_text", None)
+args = DataArgs(**flags | {"train_files": tuple(flags["train_files"])})
+
+
+def main(_) -> None:
+    rank = launch.here().rank
+    tokenizer, counts = load_tokenizer(model), {"texts": 0, "images": 0}
+    tokenize, sizes = type(tokenizer).__call__, vision.images.sizes
+
+    class Counted(type(tokenizer)):
+        def __call__(self, texts, **how):
+            counts["texts"] += len(texts)
+            time.sleep(seconds[rank] * len(texts) if seconds else 0)
+            return tokenize(self, texts, **how)
+
+    def counted_sizes(sources):
+        counts["images"] += len(sources)
+        return sizes(sources)
+
+    tokenizer.__class__, vision.images.sizes = Counted, counted_sizes
+    said = {}
+    try:
+        rows = PromptDataset(args.train_files, "train", tokenizer, args, ImagePrep.of(model, load_config(model), args))
+        measured = dict(counts)
+        tokenizer.__class__ = Counted.__base__
+        ids = [prompt.ids for prompt in (rows[i] for i in range(len(rows)))]
+        said = {"rows": list(rows.rows), "truncated": rows.truncated, "ids": ids}
+    except UserError as error:
+        measured, said = dict(counts), {"error": str(error)}
+    (Path(out) / f"{rank}.json").write_text(json.dumps(measured | said))
+
+
+def join() -> object:
+    return dist.init_split(generators, hang_timeout) if generators else dist.init(hang_timeout)
+
+
+process.run(main, join)

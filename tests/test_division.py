@@ -1,0 +1,113 @@
+"""Prompts are read by all ranks of a node, each a part, and every rank ends up with what one rank alone would have."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from helpers import run_script
+from tiny_vlm import picture, row, save_vlm
+
+from rl import division
+from rl.demo import build_tokenizer
+
+NUMBERS = [f"{i}+{i % 7}=" for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    """A model's directory without weights: a tokenizer of one token a character."""
+    path = tmp_path_factory.mktemp("texts")
+    build_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "qwen2"}')
+    return str(path)
+
+
+def write(path: Path, prompts: list[str]) -> str:
+    table = {"prompt": prompts, "ground_truth": ["1"] * len(prompts), "data_source": ["demo"] * len(prompts)}
+    Dataset.from_dict(table).to_parquet(path)
+    return str(path)
+
+
+def read(model: str, out: Path, ranks: int | None, **flags) -> list[dict]:
+    """What each rank has read."""
+    out.mkdir()
+    run_script("tests/programs/read_prompts.py", model, out, json.dumps(flags), ranks=ranks)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks or 1)]
+
+
+def result(read: dict) -> dict:
+    return {name: value for name, value in read.items() if name not in ("texts", "images")}
+
+
+@pytest.mark.parametrize(("ranks", "generators"), [(2, 0), (3, 2)])
+def test_each_rank_measures_a_part_and_has_all_rows(texts, tmp_path, ranks, generators):
+    """Learners and generators of a node together; some prompts are left out, and a part lies in two files."""
+    files = [write(tmp_path / "a.parquet", NUMBERS[:10]), write(tmp_path / "b.parquet", [*NUMBERS[10:], "1" * 9, "2" * 20])]
+    flags = {"train_files": files, "max_prompt_length": 8, "filter_overlong_prompts": True}
+    (alone,) = read(texts, tmp_path / "alone", None, **flags)
+    together = read(texts, tmp_path / "together", ranks, generators=generators, **flags)
+    assert alone["texts"] == 52 and alone["rows"] == list(range(50))
+    assert [result(of_rank) for of_rank in together] == [result(alone)] * ranks
+    assert sum(of_rank["texts"] for of_rank in together) == 52
+    assert max(of_rank["texts"] for of_rank in together) == math.ceil(52 / ranks)
+
+
+def test_prompts_that_are_cut_are_counted_once(texts, tmp_path):
+    flags = {"train_files": [write(tmp_path / "a.parquet", ["1" * i for i in range(1, 12)])], "max_prompt_length": 4}
+    (alone,) = read(texts, tmp_path / "alone", None, truncation="left", **flags)
+    assert alone["truncated"] == 7
+    for of_rank in read(texts, tmp_path / "together", 3, truncation="left", **flags):
+        assert result(of_rank) == result(alone)
+
+
+def test_images_are_read_once(tmp_path):
+    model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**14)
+    rows = [row(f"<image>How many? {i}", [picture(64 + 8 * i, 90, i)]) for i in range(5)] + [row("None.", [])]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    flags = {"train_files": [str(tmp_path / "a.parquet")], "max_prompt_length": 400}
+    (alone,) = read(model, tmp_path / "alone", None, **flags)
+    together = read(model, tmp_path / "together", 2, **flags)
+    assert [result(of_rank) for of_rank in together] == [result(alone)] * 2
+    assert alone["images"] == sum(of_rank["images"] for of_rank in together) == 5
+
+
+BAD = [
+    ({4: "1" * 30}, "a.parquet row 4: the prompt has 30 tokens"),
+    ({46: "1" * 30}, "a.parquet row 46: the prompt has 30 tokens"),
+    ({46: "1" * 30, 30: ""}, "a.parquet row 30: the prompt (column 'prompt', --prompt-key) is empty"),
+    ({3: "1" * 30, 5: ""}, "a.parquet row 3: the prompt has 30 tokens"),  # the empty one is seen before row 3 is tokenised
+    ({0: "hello 1"}, "a.parquet row 0: the tokenizer loses most of the prompt"),
+    ({25: "hello 1"}, None),  # the first row of the second part: alone, only the first row of all is asked that
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), BAD)
+def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said):
+    prompts = [rows.get(i, prompt) for i, prompt in enumerate(NUMBERS)]
+    flags = {"train_files": [write(tmp_path / "a.parquet", prompts)], "max_prompt_length": 20}
+    (alone,) = read(texts, tmp_path / "alone", None, **flags)
+    assert (said in alone["error"]) if said else ("error" not in alone)
+    assert [result(of_rank) for of_rank in read(texts, tmp_path / "together", 2, **flags)] == [result(alone)] * 2
+
+
+@pytest.mark.parametrize("seconds", [[0.3, 0.3], [0, 0.3]], ids=["both", "one waits for the other"])
+def test_a_slow_tokenizer_does_not_hang(texts, tmp_path, seconds):
+    """Each text takes a tenth of --hang-timeout, all of them more than twice as long."""
+    flags = {"train_files": [write(tmp_path / "a.parquet", NUMBERS[:48])], "hang_timeout": 3, "seconds_a_text": seconds}
+    for of_rank in read(texts, tmp_path / "out", 2, **flags):
+        assert of_rank["rows"] == list(range(48)) and of_rank["texts"] >= 24
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("items", [0, 1, 6, 7, 100])
+def test_parts_follow_each_other_and_are_all_there_is(monkeypatch, parts, items):
+    monkeypatch.setattr(division.launch, "neighbours", lambda: dict.fromkeys(range(10, 10 + parts)))
+    monkeypatch.setattr(division.launch, "open_store", lambda timeout: None)
+    found = []
+    for rank in range(10, 10 + parts):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(division.Division().part(items))
+    assert [item for part in found for item in part] == list(range(items))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
