@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file
 
 from rl import images
@@ -39,8 +39,10 @@ KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether transformers has a model of images and text for the config, and none of text alone."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    """Whether the model is one of images and text: by its family, or because it has a vision tower, though transformers may
+    have a class that leaves the tower out."""
+    has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or getattr(config, "vision_config", None) is not None
+    return has_tower or getattr(config, "model_type", None) in FAMILIES
 
 
 class ImageFlags(Protocol):

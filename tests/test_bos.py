@@ -44,7 +44,8 @@ SILENT = {
     "qwen": lambda: of_bytes("<|endoftext|>", "<|im_end|>", adds_bos=False),
     "llama 2 without": lambda: of_pieces(LlamaTokenizer, LLAMA, add_bos_token=False),
 }
-TEXTS = ["BOShello 1+1=", "BOS hello", "BOS\nhello", "BOS[INST] 1+1= [/INST]", "BOS", "  BOShello", "\nBOS hello", "BOSBOShello"]
+TEXTS = ["BOShello 1+1=", "BOS hello", "BOS\nhello", "BOS[INST] 1+1= [/INST]", "BOS"]
+TEXTS += ["  BOShello", "\nBOS hello", "BOSBOShello"]
 RENDERED = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 
