@@ -25,7 +25,8 @@ class Best:
 
     def __init__(self, run_dir: Path, is_main: bool):
         """is_main: other ranks keep nothing."""
-        self.run_dir, self.is_main = run_dir, is_main
+        self.run_dir = run_dir
+        self.is_main = is_main
         self._scores: dict[int, float] = {}  # by step
         self._lock = threading.RLock()
         self._warned = ""  # the last warning: a disk that stays full is reported once
@@ -85,14 +86,9 @@ class Best:
 
     def _kept(self) -> dict:
         """best.json; empty if there is none, or none that can be read."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads((self.path / "best.json").read_text())
-            if (
-                isinstance(record, dict)
-                and isinstance(record.get("step"), int)
-                and isinstance(record.get("score"), int | float)
-            ):
-                return record
+            return {"step": int(record["step"]), "score": float(record["score"])}
         return {}
 
     def _link(self, record: dict) -> None:
@@ -113,11 +109,8 @@ class Best:
 
     def _warn(self, text: str) -> None:
         if text != self._warned:
-            print(
-                f"warning: {text}. Make room; it is tried again at the next validation or checkpoint.",
-                file=sys.stderr,
-                flush=True,
-            )
+            remedy = "Make room, or check its permissions: the next validation or checkpoint tries again."
+            print(f"warning: {text}. {remedy}", file=sys.stderr, flush=True)
         self._warned = text
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__, generations, host, launch, validations, wandb_log
+from rl import __version__, generations, host, launch, validations
 from rl.console import ConsoleLog
 from rl.errors import UserError
 from rl.files import Files
@@ -27,6 +27,7 @@ from rl.provenance import code_digest
 from rl.ranges import Range
 from rl.tensorboard import TensorBoard
 from rl.timers import Timers
+from rl.wandb_log import WandB
 
 METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
 RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
@@ -111,8 +112,7 @@ class Run:
         damaged = sum(_forget_from(self.dir / file, first_step) for file in RECORDS) if origin else 0
         self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
         self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
-        rows = wandb_log.rows_logged(self.dir, METRICS, validations.FILE)
-        self._wandb = wandb_log.WandB(args, self._files, rows) if "wandb" in args.logger else None
+        self._wandb = WandB(args, self._files, (METRICS, validations.FILE)) if "wandb" in args.logger else None
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:

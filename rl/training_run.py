@@ -125,7 +125,8 @@ class TrainingRun:
         default as many as steps."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
-        metrics, sources = validation_metrics(rows) | {validations.STEP: step}, hardly_scored(rows)
+        metrics = validation_metrics(rows) | {validations.STEP: step}
+        sources = hardly_scored(rows)
         self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
         score = validations.score(metrics)
         if sources:
@@ -152,7 +153,8 @@ class TrainingRun:
 
     def _awaited_validation(self, step: int) -> int | None:
         """The step whose validation must have arrived at the end of `step`; None if there is none."""
-        args, total = self.args, self.job.total_steps
+        args = self.args
+        total = self.job.total_steps
         if step == total:
             return step if args.test_freq > 0 else None
         if not self._saves_after(step):

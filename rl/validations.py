@@ -129,7 +129,8 @@ class Parts:
         self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
 
     def _is_whole(self, step: int) -> bool:
-        parts, at_work = self._parts.get(step, []), self._at_work()
+        parts = self._parts.get(step, [])
+        at_work = self._at_work()
         if at_work is None:
             return len(parts) == parts[0]["parts"]
         awaited = {*self._validators.get(step, ())} & at_work

@@ -17,8 +17,9 @@ GLOBAL_STEP = "training/global_step"
 class WandB:
     """The run there: a new one, or the one whose id is in the run's directory."""
 
-    def __init__(self, args, files: Files, rows: int):
-        """rows: that the run may have logged before. Raises UserError if W&B refuses."""
+    def __init__(self, args, files: Files, records: tuple[str, ...]):
+        """args: the script's flags; records: files of the run's directory whose lines are logged here too. Raises UserError if
+        W&B refuses."""
         import wandb
 
         directory, id_file = files.directory, files.directory / "wandb_id"
@@ -30,7 +31,8 @@ class WandB:
             remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
             raise UserError(f"--logger wandb: {error} {remedy}") from error
         files.replace("wandb_id", self._run.id.encode())
-        self._rows = rows + 1  # the next row's number; a run of an older version numbered its rows by step, from 0
+        # The next row's number, above all that the run has logged. An older version numbered rows by their steps.
+        self._rows = 1 + _lines(directory, records)
         self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined
         for axis in (GLOBAL_STEP, validations.STEP):
             self._run.define_metric(axis)
@@ -60,7 +62,7 @@ class WandB:
         self._rows += 1
 
 
-def rows_logged(directory: Path, *names: str) -> int:
-    """Lines of the run's records of these names, those that were superseded too."""
-    files = [directory / f"{Path(name).stem}{word}.jsonl" for name in names for word in ("", "_superseded")]
+def _lines(directory: Path, records: tuple[str, ...]) -> int:
+    """The number of lines in these records, those that were superseded included."""
+    files = [directory / f"{Path(name).stem}{word}.jsonl" for name in records for word in ("", "_superseded")]
     return sum(file.read_bytes().count(b"\n") for file in files if file.exists())

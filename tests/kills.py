@@ -26,6 +26,7 @@ import tyro
 from helpers import ROOT, command, environment, marked
 
 sys.path.insert(0, str(ROOT))
+TEST_FREQ = 2
 
 
 @dataclass
@@ -145,13 +146,19 @@ def audit(run: Path, steps: int) -> str:
     return f"{len(trained)} tickets trained once, {len(dropped)} dropped, {len(flying)} in flight, none lost, in {steps} steps"
 
 
+def audit_validations(run: Path, steps: int) -> None:
+    """Raises AssertionError unless every validation was recorded once, in order of step."""
+    validated = [json.loads(line)["step"] for line in (run / "validations.jsonl").read_text().splitlines()]
+    assert validated == [*range(0, steps, TEST_FREQ), steps], f"a validation is missing or appears twice: {validated}"
+
+
 def main(args: Args, torchrun: Sequence[str]) -> Path:
     """torchrun: what starts two ranks of a script. Returns the run's directory."""
     rng, steps = random.Random(args.seed), args.steps_between * args.kills + 5
     out = Path(tempfile.mkdtemp(prefix="kills-"))
     run, memory = out / "run", set(os.listdir("/dev/shm"))
     flags = ["--output-dir", str(out), "--experiment-name", "run", "--total-training-steps", str(steps), "--save-freq", "2"]
-    flags += ["--test-freq", "0", "--seed", "0", "--model", args.model]
+    flags += ["--test-freq", str(TEST_FREQ), "--val-max-samples", "4", "--seed", "0", "--model", args.model]
     if args.script == "train_async.py":  # much in flight, and responses that see several versions
         flags += ["--staleness-threshold", "2", "--max-num-seqs", "64", "--max-staleness", "2"]
     job = Job(torchrun, args.script, flags, out / "log.txt")
@@ -174,6 +181,7 @@ def main(args: Args, torchrun: Sequence[str]) -> Path:
     assert not left, f"processes are left: {left}"
     assert not {name for name in set(os.listdir("/dev/shm")) - memory if "rl-ring" in name}, "shared memory is left"
     assert not [*run.glob("*.partial")], "a half-written checkpoint is left"
+    audit_validations(run, steps)
     print(f"{args.kills} kills ({', '.join(f'{n} {what}' for what, n in sorted(told.items()))}): {audit(run, steps)}")
     return run
 

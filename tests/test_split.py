@@ -2,6 +2,7 @@
 every publish, and gone within seconds when one rank fails."""
 
 import inspect
+import json
 import os
 import re
 import signal
@@ -178,6 +179,9 @@ def test_what_people_watch(rough):
     assert versions == [(step - 1) // 2 for step in range(1, 17)]
     validated = {m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m}
     assert validated == {0, 8, 16}
+    for _, run, _ in rough.values():  # also where two generators divide a validation
+        lines = [json.loads(line) for line in (run / "validations.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["version"]) for line in lines] == [(0, 0), (8, 4), (16, 8)]
 
 
 # ------------------------------------------------------------------------------------------------------- publishes

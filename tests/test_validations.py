@@ -6,9 +6,11 @@ import math
 import os
 import shutil
 import struct
+import subprocess
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -249,6 +251,11 @@ def test_a_validation_waits_for_members_at_work_only():
     assert [v.step for v in whole.take()] == [6]
 
 
+@dataclass
+class Flags(ScheduleArgs, RunArgs):
+    save_freq: int = 2
+
+
 @pytest.mark.parametrize(
     ("flags", "done", "step", "awaited"),
     [
@@ -265,20 +272,10 @@ def test_a_validation_waits_for_members_at_work_only():
     ],
 )
 def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, done, step, awaited):
-    @dataclass_of(ScheduleArgs, RunArgs)
-    class Args: ...
-
-    args = Args(**flags)
-    args.save_freq = 2
+    args = Flags(**flags)
     run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
     run._saves_after = lambda step: TrainingRun._saves_after(run, step)
     assert TrainingRun._awaited_validation(run, step) == awaited
-
-
-def dataclass_of(*bases):
-    from dataclasses import dataclass
-
-    return lambda cls: dataclass(type(cls.__name__, bases, {}))
 
 
 # -------------------------------------------------------------------------------------------------------------- best
@@ -304,17 +301,16 @@ def kept(run: Path) -> tuple[int, float]:
 
 
 def test_best_is_linked_before_its_checkpoint_makes_room(tmp_path):
-    """The score of a step arrives when it is saved, and before the next one is."""
+    """One checkpoint is kept, and each step is validated before it is saved, as in train_sync.py."""
     best = Best(tmp_path, True)
     for step, score in ((2, 0.4), (4, 0.1), (6, 0.2)):
+        best.scored(step, score)
         save(tmp_path, step)
         with best.settled():
-            for older in list(tmp_path.glob("step_*"))[:-1] if step == 2 else tmp_path.glob(f"step_{step - 2:06d}"):
-                shutil.rmtree(older)
-        best._scores[step] = score  # nobody looks before the next save
+            for path in tmp_path.glob("step_*"):
+                if path.name != f"step_{step:06d}":
+                    shutil.rmtree(path)
     assert kept(tmp_path) == (2, 0.4)
-    best.keep()
-    assert kept(tmp_path) == (2, 0.4), "0.2 is not better"
 
 
 def test_a_branch_forgets_a_best_of_a_later_step(tmp_path):
@@ -405,6 +401,31 @@ def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
     assert kept(tmp_path) == (4, 0.9) and not capfd.readouterr().err
 
 
+def test_a_file_system_that_is_full_is_reported(tmp_path, capfd):
+    """A real one: no inode is left for a directory."""
+    (disk := tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=24", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root only")
+    try:
+        save(disk, 2, 4)
+        best = Best(disk, True)
+        best.scored(2, 0.1)
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(24):
+                (disk / f"filler{number}").touch()
+        best.scored(4, 0.9)
+        said = capfd.readouterr().err
+        assert "warning: step 4 validated best (0.9)" in said and "No space left on device" in said
+        assert kept(disk) == (2, 0.1)
+        for filler in disk.glob("filler*"):
+            filler.unlink()
+        best.keep()
+        assert kept(disk) == (4, 0.9)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_without_links_the_files_are_copied(tmp_path, monkeypatch, capfd):
     def none_here(source, target):
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -442,52 +463,39 @@ def test_a_members_first_group_may_arrive_before_the_news_that_it_has_joined(ran
 # --------------------------------------------------------------------------------------------------------------- runs
 
 SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0", "--max-response-length", "4"]
-LATE = [*SMALL, "--lr", "0.02", "--max-ckpt-to-keep", "1"]  # a learning rate that spoils the model at once
-
-
-def best_is_best(run: Path, saved: tuple[int, ...]) -> None:
-    """The model is spoilt step by step, so the best one was saved first, and its checkpoint has made room."""
-    scores = accuracies(run)
-    of_saved = {step: scores[step] for step in saved}
-    first = min(saved)
-    assert of_saved[first] == max(of_saved.values()) > of_saved[saved[-1]], f"this shows nothing: {of_saved}"
-    assert json.loads((run / "best" / "best.json").read_text()) == {"step": first, "score": of_saved[first]}
-    assert [path.name for path in run.glob("step_*")] == [f"step_{saved[-1]:06d}"]
-    ours, last = (load_file(path / "model.safetensors") for path in (run / "best", run / f"step_{saved[-1]:06d}"))
-    assert any(not ours[name].equal(last[name]) for name in ours)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("script", "flags", "validated", "saved"),
+    ("script", "flags", "validated", "together"),
     [
-        ("train_async", ["--test-freq", "1", "--val-n", "2"], range(7), (2, 4, 6)),
-        ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), (2, 4, 6)),
-        ("train_one_step_off", ["--test-freq", "1"], range(7), (2, 4, 6)),
-        ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), (2, 4, 6)),
+        ("train_sync", ["--test-freq", "1"], range(7), 1),
+        ("train_async", ["--test-freq", "1", "--val-n", "2"], range(7), 3),
+        ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
+        ("train_one_step_off", ["--test-freq", "1"], range(7), 3),
+        ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2),
     ],
 )
 def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
-    script, flags, validated, saved, demo_model, tmp_path
+    script, flags, validated, together, demo_model, tmp_path
 ):
-    flags = [*flags, *LATE, "--total-training-steps", "6", "--save-freq", "2"]
-    late = {"ranks": 2, "env": {"SCRIPT": script}}
-    metrics, run, _ = train("tests/programs/late_validations.py", *flags, out=tmp_path, **late)
-    assert [*accuracies(run)] == [*validated]
-    together = [m["training/validated_step"] for m in metrics.values() if "training/validated_step" in m]
-    assert len(together) < len(validated), "none arrived together: this shows nothing"
-    assert all(
-        line["version"] * (2 if "--trigger-parameter-sync-step" in flags else 1) == line["step"]
-        for line in strict(run / "validations.jsonl")
-    )
-    best_is_best(run, saved)
-
-
-def test_sync_records_its_validations_too(demo_model, tmp_path):
-    flags = [*LATE, "--total-training-steps", "4", "--save-freq", "2", "--test-freq", "2"]
-    metrics, run, _ = train("train_sync.py", *flags, out=tmp_path)
-    assert accuracies(run) == {step: metrics[step][ACCURACY] for step in (0, 2, 4)}
-    best_is_best(run, (2, 4))
+    """With one checkpoint kept: that of step 2, which is better than all later ones, has made room when the run ends."""
+    flags = [*flags, *SMALL, "--max-ckpt-to-keep", "1", "--total-training-steps", "6", "--save-freq", "2"]
+    how = {"ranks": 1 + (script != "train_sync"), "env": {"SCRIPT": script}}
+    metrics, run, _ = train("tests/programs/worse_and_worse.py", *flags, out=tmp_path, **how)
+    expected = {step: (10 - number) / 10 for number, step in enumerate(validated)}
+    assert accuracies(run) == expected
+    lines = strict(run / "validations.jsonl")
+    period = 2 if "--trigger-parameter-sync-step" in flags else 1
+    assert all(line["version"] * period == line["training/validated_step"] == line["step"] for line in lines)
+    assert max(Counter(line["at_step"] for line in lines).values()) == together
+    for step, row in metrics.items():
+        newest = max((line["step"] for line in lines if line["at_step"] == step), default=None)
+        assert row.get("training/validated_step") == newest, "the row keeps the newest"
+    assert json.loads((run / "best" / "best.json").read_text()) == {"step": 2, "score": expected[2]}
+    assert [path.name for path in run.glob("step_*")] == ["step_000006"]
+    best, last = (load_file(path / "model.safetensors") for path in (run / "best", run / "step_000006"))
+    assert any(not best[name].equal(last[name]) for name in best)
 
 
 def named(script: str, out: Path, *flags, **how):

@@ -88,7 +88,8 @@ class Log:
     def points(self, name: str, axis: str = "step") -> np.ndarray:
         """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
         result came in."""
-        out, per_step = [], self.responses_per_step
+        out = []
+        per_step = self.responses_per_step
         for row in self.validations if name.startswith("val-") else self.rows:
             x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
             if axis == "seconds":

@@ -1,0 +1,27 @@
+"""Started by test_validations.py: the script that $SCRIPT names, with validations that find the model worse each time: the
+accuracies are 1, 0.9, 0.8, ... They are so slow that none arrives before the learners wait for it."""
+
+import importlib
+import os
+
+from rl import dist, flags, process, training_run
+from rl.channel import Inbox
+
+script = importlib.import_module(os.environ["SCRIPT"])
+take, metrics, calls = Inbox.take_validations, training_run.validation_metrics, 0
+
+
+def worse(rows: list[dict]) -> dict[str, float]:
+    global calls
+    calls += 1
+    return {name: (11 - calls) / 10 if "/acc/" in name else value for name, value in metrics(rows).items()}
+
+
+Inbox.take_validations = lambda inbox, until=None: [] if until is None else take(inbox, until)
+training_run.validation_metrics = worse
+args = flags.parse(script.Args)
+is_split = hasattr(args, "generators")
+process.run(
+    lambda job: script.main(args, job),
+    join=lambda: dist.init_split(args.generators, args.hang_timeout) if is_split else dist.init(args.hang_timeout),
+)
