@@ -4,16 +4,22 @@
         --max-prompt-length 1024 --max-response-length 8192 --ppo-max-token-len-per-gpu 16384 \\
         --nnodes 2 --nproc-per-node 8 --device H100-80GB --response-lengths 2000:0.9
 
-After the script's name stand the flags that it will be started with, and those of the plan. Memory: the learner's own code
-runs on tensors without values (rl/plan/dry_run.py), and what it holds at its peak is counted. Time: the run's schedule on a
-simulated clock (rl/plan/time_plan.py). docs/plan.md says what each can tell. Of the model only config.json is read.
+After the script's name stand the flags that it will be started with, and those of the plan. A copy of a script is named by its
+file: its flags and its `learn` are planned, in the schedule of the script that its Args descend from. Memory: the learner's own
+code runs on tensors without values (rl/plan/dry_run.py), and what it holds at its peak is counted. Time: the run's schedule on
+a simulated clock (rl/plan/time_plan.py). docs/plan.md says what each can tell. Of the model only config.json is read.
 """
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
+
+if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is beside the script counts, its losses.py above all
 
 from rl import flags, process
 from rl.errors import UserError
@@ -22,6 +28,7 @@ from rl.plan.devices import device
 from rl.plan.memory_plan import plan_memory
 from rl.plan.time_plan import TimeArgs, plan_time
 from rl.ranges import Range
+from rl.setup import CommonArgs
 
 
 @dataclass
@@ -47,18 +54,36 @@ def main(words: list[str]) -> None:
     if words in (["--help"], ["-h"]):
         print(f"{__doc__}\nThe flags: python plan.py {SCRIPTS[0]}.py --help, and so for each script.")
         return
-    name = Path(words[0]).stem if words else ""
-    if name not in SCRIPTS:
-        raise UserError(
-            f"python plan.py {' '.join(words[:1])}: name one of {', '.join(f'{s}.py' for s in SCRIPTS)}, then its flags."
-        )
-    script = importlib.import_module(name)
+    name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
     args = flags.read(both, __doc__, words[1:])
     machine, kind = Machine(args.nnodes, args.nproc_per_node), args.device and device(args.device)
     if kind:
         plan_memory(name, args, machine, args.response_lengths, kind, args.image_size)
     plan_time(name, args, args, machine, args.response_lengths, kind)
+
+
+def load(named: str) -> tuple[str, ModuleType]:
+    """The script by its name, or a copy of one by its file: (the name that it is imported by, the module). The processes that
+    this one starts import it by that name, too."""
+    file, name = Path(named), Path(named).stem
+    if name in SCRIPTS and not file.is_file():
+        return name, importlib.import_module(name)
+    of_three = f"one of {', '.join(f'{s}.py' for s in SCRIPTS)}, or the file of a copy"
+    if not (file.suffix == ".py" and file.is_file()):
+        raise UserError(f"python plan.py {named}: name {of_three}, then its flags.")
+    directory = str(file.resolve().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+    try:
+        script = importlib.import_module(name)
+    except Exception as error:  # the user's code
+        raise UserError(f"python plan.py {named}: it cannot be imported ({type(error).__name__}: {error}).") from error
+    is_training = hasattr(script, "learn") and issubclass(getattr(script, "Args", object), CommonArgs)
+    if not (is_training and Path(script.__file__).samefile(file)):
+        raise UserError(f"python plan.py {named}: it is no training script with Args and learn. Name {of_three}.")
+    return name, script
 
 
 if __name__ == "__main__":

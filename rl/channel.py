@@ -23,6 +23,7 @@ from rl.errors import UserError
 from rl.ranges import Range
 from rl.relay import Forwarder, Receiver, read_key
 from rl.ring import RecordTooLarge, Ring, RingTimeout
+from rl.ring_size import ring_mb_for
 from rl.scoring import ScoringPool
 from rl.timers import Timers
 from rl.validations import Parts, Validation
@@ -237,7 +238,8 @@ class Outbox:
             except RingTimeout:
                 break
             except RecordTooLarge as error:
-                raise UserError(f"a group does not fit into the ring: {error} bytes. Raise --ring-mb.") from None
+                needed = ring_mb_for(sum(map(len, self._queue[0])))
+                raise UserError(f"--ring-mb is too small: {error} bytes. Give --ring-mb {needed}.") from None
             self._queue.popleft()
             watchdog.progress()
         watchdog.waits_for("room in the ring", bool(self._queue))

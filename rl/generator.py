@@ -18,6 +18,7 @@ from rl.data import Prompt
 from rl.engine import Engine, Output, Request, SamplingParams, request_seed
 from rl.images import ImageError
 from rl.make_engine import make_engine
+from rl.ring_size import check_ring
 from rl.router import check_record
 from rl.scoring import Score, ScoringPool, overlong_penalty
 from rl.setup import CommonArgs, Job
@@ -329,6 +330,7 @@ def make_generator(
     args: CommonArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
     """This rank's generator, with the engine that the flags ask for."""
+    check_ring(args, job.path)
     length = args.max_prompt_length + args.max_response_length
     engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
     return Generator(engine, job, pool, args, EngineRanks(ranks, args.rollout_tp), give_up)

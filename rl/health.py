@@ -91,10 +91,8 @@ class Health:
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warns where little is left of a step behind the rollout correction."""
         if fates.rejected_share >= MUCH_REJECTED:
-            detail = (
-                f"In step {step} {fates.rejected_share:.0%} of the tokens, {int(fates.rejected.sum())} responses as a whole. "
-            )
-            detail += f"{CAUSES[REJECTED][1]}."
+            count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][1]
+            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
             self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
         effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
         if effective < FEW_EFFECTIVE:

@@ -65,6 +65,37 @@ def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle,
     assert told.startswith(f"generators waited {idle[0]:.0%} of the time, learners {idle[1]:.0%}") and expected in told
 
 
+def news(job_of: tuple[int, int, int], *idle: tuple[float, float]) -> tuple[list[str], list[str]]:
+    """What is said at a validation after each step with these idle shares, and at the end."""
+    meter = IdleMeter(job(*job_of))
+    generators, said = range(job_of[0]), []
+    meter.metrics([report(rank, 0.9, 5.0) for rank in generators], Clock(0.99, 100.0))
+    said.append(meter.news())
+    for generating, learning in idle:
+        meter.metrics([report(rank, generating, 2.0) for rank in generators], Clock(learning, 2.0))
+        said.append(meter.news())
+    return said, meter.last_words()
+
+
+def test_the_advice_is_repeated_when_it_changes_alone():
+    """A percent or two more or less is no news; another split is."""
+    said, _ = news((2, 2, 1), (0.0, 0.75), (0.0, 0.74), (0.01, 0.76), (0.9, 0.0), (0.9, 0.0), (0.9, 0.0), (0.9, 0.0))
+    assert said[0] == "", "too few steps"
+    assert "--generators 3" in said[1] and said[2:4] == ["", ""]
+    assert [text for text in said[4:] if text] and sum(bool(text) for text in said) <= 4
+    assert "--generators 1" in [text for text in said if text][-1]
+
+
+@pytest.mark.parametrize("split", [(1, 1, 1), (2, 2, 2)])
+def test_nothing_is_advised_where_one_split_alone_exists(split):
+    said, last = news(split, (0.0, 0.75), (0.0, 0.0), (0.6, 0.0))
+    assert not any(said) and len(last) == 1 and "waited" in last[0] and "split" not in last[0] and "balance" not in last[0]
+
+
+def test_a_run_of_too_few_steps_says_nothing_at_its_end():
+    assert news((2, 2, 1)) == ([""], [])
+
+
 def test_nothing_is_advised_from_start_up_alone():
     meter = IdleMeter(job(1, 1, 1))
     meter.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))

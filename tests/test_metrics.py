@@ -204,6 +204,36 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert lines[-3] == "checkpoint  here"
 
 
+@pytest.mark.parametrize("logger", [(), ("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ("console",)])
+def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
+    """No choice of --logger silences what the user has to see: the run's name, steps, warnings and what is said."""
+    run = make(tmp_path, logger=logger, wandb_mode="offline")
+    run.say("a line for the user")
+    run.warn_unscored(["error: no score"])
+    for step in (1, 2, 3):
+        run.log(step, {"critic/score/mean": 0.1 * step})
+    run.finish("here")
+    shown = capsys.readouterr().out
+    for words in (
+        f"run {run.dir} (",
+        "a line for the user",
+        "warning: responses that could not be scored",
+        "step 3/3  reward 0.300",
+    ):
+        assert shown.count(words) == 1, words
+    assert bool([*run.dir.glob("events.out*")]) == ("tensorboard" in logger)
+    assert bool([*run.dir.glob("wandb/offline-run-*")]) == ("wandb" in logger)
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "1,497 tokens/s per rank, 2,994 all")])
+def test_the_rate_says_whose_it_is(ranks, shown, tmp_path, capsys):
+    """verl's perf/throughput is that of a rank."""
+    run = make(tmp_path)
+    rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}
+    run.log(3, {"critic/score/mean": 0.5} | rates)
+    assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
+
+
 def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
     """Runs the code on a pseudo-terminal of that width; (exit code, everything shown)."""
     master, slave = pty.openpty()

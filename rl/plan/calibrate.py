@@ -29,6 +29,7 @@ from rl.errors import UserError
 from rl.generator import Generator, make_generator
 from rl.host import cpu_name
 from rl.kl_control import KLControl
+from rl.plan.choices import mode_of
 from rl.plan.engine import Engine
 from rl.plan.engine import Group as Counted
 from rl.plan.fit import fit_engine, fit_learner
@@ -49,7 +50,7 @@ UNITS = EngineTimes((1,), (1.0,))  # of the shadow, which only counts
 class Order:
     """What `calibrate` asks of its ranks."""
 
-    script: str  # train_sync, train_one_step_off or train_async
+    script: str  # a module: train_sync, train_one_step_off, train_async, or a copy of one
     flags: list[str]
     workload: dict  # fields of Drawn
     seconds: float  # of each measurement
@@ -335,7 +336,7 @@ def main(order: Order, joined: dist.Ranks | dist.Split) -> None:
 
 if __name__ == "__main__":
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
-    if order.script == "train_sync":
+    if mode_of(order.script) == "train_sync":
         process.run(lambda ranks: main(order, ranks), join=dist.init)
     else:
         generators = flags.read(importlib.import_module(order.script).Args, args=order.flags).generators

@@ -5,6 +5,7 @@ the staleness threshold and the steps from publish to publish; train_sync.py and
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,20 @@ from rl.plan.service_times import ServiceTimes
 from rl.plan.simulation import Load, Ranks, Steps, one_step_off, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Workload
-from rl.schedule import ScheduleArgs
+from rl.schedule import ScheduleArgs, SplitArgs
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 THRESHOLDS, PERIODS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0), (1, 2, 4, 8)
 WORTH = 1.02  # a staler setting must be faster by this factor to be chosen
 PUBLISHES = 12  # at the least in a simulated run
+
+
+def mode_of(script: str) -> str:
+    """One of SCRIPTS: the script that the named one is, or is a copy of, by what its Args descend from."""
+    args = importlib.import_module(script).Args
+    if issubclass(args, ScheduleArgs):
+        return "train_async"
+    return "train_one_step_off" if issubclass(args, SplitArgs) else "train_sync"
 
 
 @dataclass(frozen=True)

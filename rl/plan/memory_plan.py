@@ -17,6 +17,7 @@ from rl.plan.roofline import Shape, count_parameters
 from rl.plan.workload import lengths_like
 from rl.pretrained import load_config, resolve
 from rl.ranges import check, flag
+from rl.ring_size import largest_record, ring_mb_for, routes_bytes
 from rl.schedule import ScheduleArgs, SplitArgs
 from rl.setup import CommonArgs
 
@@ -228,7 +229,9 @@ def _engine_line(plan: Plan) -> str:
 
 
 def _ring_line(args: CommonArgs) -> str:
-    group = args.rollout_n * 12 * args.max_response_length  # token, log-prob and version
+    group = largest_record(args, routes_bytes(args, resolve(args.model)))
+    if args.ring_mb < (needed := ring_mb_for(group)):
+        return f"Ring: --ring-mb {args.ring_mb} is too small for a group of full length, {group / 1e6:.1f} MB: give {needed}."
     fit = args.ring_mb * 2**20 // group
     return f"Ring: --ring-mb {args.ring_mb} holds {fit:,} groups of full length, {group / 1e6:.1f} MB each."
 

@@ -48,7 +48,7 @@ class TimeArgs:
 def plan_time(
     script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, lengths: str, device: Device | None
 ) -> None:
-    """Prints the settings of a job on the machine side by side, and which to take. script: one of choices.SCRIPTS; args: its
+    """Prints the settings of a job on the machine side by side, and which to take. script: the module's name; args: its
     flags; lengths: --response-lengths. Raises UserError for what cannot be planned."""
     if getattr(args, "elastic_generators", None):
         print("Time: generators that come and go are not simulated. Leave --elastic-generators out, and give --generators.")
@@ -113,9 +113,9 @@ def measure(
     """Calibrates both arrangements of this machine's ranks; of a single rank there is no split."""
     if machine.nodes > 1:
         raise UserError("--calibrate measures on one node: give --nnodes 1, or the file of a --service-times measured there.")
-    split = script if script != "train_sync" else "train_async"
-    measured = {}
-    for where, name in (("colocated", "train_sync"), ("split", split)):
+    mode, measured = choices.mode_of(script), {}
+    colocated, split = (script, "train_async") if mode == "train_sync" else ("train_sync", script)
+    for where, name in (("colocated", colocated), ("split", split)):
         if where == "split" and machine.per_node < 2:
             continue
         words = flags_for(name, args)
@@ -125,8 +125,11 @@ def measure(
 
 def flags_for(script: str, args: CommonArgs) -> list[str]:
     """The command line of another script for the same work: the flags that all have, as they were given, and its batch."""
-    there = importlib.import_module(script).Args
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(CommonArgs)}
+    there, mode = (importlib.import_module(name).Args for name in (script, choices.mode_of(script)))
+    known = {field.name for field in dataclasses.fields(mode)}
+    own = {field.name for field in dataclasses.fields(there)} - known  # of a copy
+    values = {name: getattr(args, name) for name in own if hasattr(args, name)}
+    values |= {field.name: getattr(args, field.name) for field in dataclasses.fields(CommonArgs)}
     if issubclass(there, BatchArgs):
         values |= {"train_batch_size": args.prompts_per_step, "ppo_mini_batch_size": args.prompts_per_update}
     else:

@@ -1,0 +1,79 @@
+"""plan.py takes the file of a user's own script: its flags, its learn, and the schedule of the script that it is a copy of."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, run_script
+
+import plan
+import train_async
+import train_one_step_off
+import train_sync
+from rl.errors import UserError
+from rl.plan.choices import mode_of
+from rl.plan.time_plan import flags_for
+
+MORE_FLAGS = '''
+@dataclass
+class Args({bases}):
+    """Flags of a copy."""
+
+    imitation: float = 0.5
+    """A flag of its own."""
+'''
+
+
+def fork(script: str, path: Path, learn: str = "") -> Path:
+    """A copy of the script with a flag of its own, and a first line for its learn."""
+    text = (ROOT / script).read_text()
+    bases = re.search(r"^class Args\((.*)\):$", text, re.M)[1]
+    text = re.sub(r"^@dataclass\nclass Args\(.*?\n(?=\S|\n    @|\n\n)", MORE_FLAGS.format(bases=bases), text, flags=re.M | re.S)
+    head, end, body = text.partition("    minis = batch.mini_batches(")
+    assert end and "imitation" in head
+    path.write_text(f"{head}{learn}{end}{body}")
+    return path
+
+
+@pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
+def test_a_copy_is_planned_as_its_script(script, tmp_path):
+    own = fork(script, tmp_path / "my_fork.py")
+    words = ["--model", "demo", "--nproc-per-node", "2", "--device", "H100-80GB"]
+    plain, copied = (
+        run_script("plan.py", name, *words, *more).stdout for name, more in ((script, ()), (own, ("--imitation", "2")))
+    )
+    assert "weights" in plain and "optimizer" in plain and copied == plain
+
+
+def test_the_copys_own_learn_is_what_is_run(tmp_path):
+    learn = '    raise __import__("rl.errors").errors.UserError(f"the learn of this copy, flag {args.imitation}")\n'
+    own = fork("train_sync.py", tmp_path / "other.py", learn)
+    done = run_script("plan.py", own, "--model", "demo", "--device", "H100-80GB", "--imitation", "7", check=False)
+    assert done.returncode == 1 and "the learn of this copy, flag 7.0" in done.stderr
+
+
+def test_what_is_no_training_script_is_one_message(tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    cases = {
+        "train.py": r"^python plan\.py train\.py: name one of train_sync\.py, .* or the file of a copy",
+        str(tmp_path / "gone.py"): "name one of",
+        str(tmp_path / "empty.py"): "no training script with Args and learn",
+        str(tmp_path / "broken.py"): r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere_at_all'\)",
+        str(ROOT / "report.py"): "no training script with Args and learn",
+    }
+    for named, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            plan.main([named, "--device", "H100-80GB"])
+
+
+def test_the_calibration_of_a_copy_gets_its_flags(tmp_path, monkeypatch):
+    fork("train_async.py", tmp_path / "copied_async.py")
+    name, script = plan.load(str(tmp_path / "copied_async.py"))
+    args = script.Args(imitation=3.0, lr=1e-5, require_batches=2)
+    words = " ".join(flags_for(name, args))
+    assert "--imitation 3.0" in words and "--lr 1e-05" in words and "--require-batches 2" in words
+    assert "imitation" not in " ".join(flags_for("train_sync", args))
+    for own in (train_sync, train_one_step_off, train_async):
+        assert mode_of(own.__name__) == own.__name__
+    assert mode_of(name) == "train_async"
