@@ -49,6 +49,11 @@ class SplitArgs:
     """File with a secret that all nodes hold, by which those that only generate send samples to those that learn. Without it
     torchrun's store holds one, open to the network that the job trusts."""
 
+    @property
+    def engine_sleeps(self) -> bool:
+        """Never: generators do not wait for a learner on their device."""
+        return False
+
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -29,6 +29,7 @@ PACKED_ATTENTION = {
     "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
 }
 LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
+ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -86,6 +87,11 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 def experts_implementation() -> str | None:
     """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
     return "eager" if kind() in LOOPED_EXPERTS_KINDS else None
+
+
+def seeds_are_slow() -> bool:
+    """Whether requests with seeds of their own cost vLLM a kernel each per token."""
+    return kind() in ONE_DRAW_KINDS
 
 
 # ---------------------------------------------------------------------------------------------------------- process groups
@@ -154,6 +160,12 @@ def memory_gb() -> dict[str, float]:
         out["perf/max_memory_reserved_gb"] = _module().max_memory_reserved() / 2**30
         _module().reset_peak_memory_stats()
     return out
+
+
+def empty_cache() -> None:
+    """Gives the memory that the allocator holds for no tensor back to the device, for others who take theirs past it."""
+    if kind() != "cpu":
+        _module().empty_cache()
 
 
 def devices_are_shared() -> bool:

@@ -63,6 +63,15 @@ class EngineArgs(RouterArgs):
     free_cache_engine: bool = True
     """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
 
+    rollout_seeds: Literal["auto", "on", "off"] = "auto"
+    """vllm: give each request a seed of its own, so that it repeats. off draws a step's random numbers at once. auto is off on
+    an NPU, where each seed costs a kernel per token, and on elsewhere."""
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether an engine's memory is given back while a learner works: where one process does both in turns."""
+        return self.free_cache_engine
+
     def weights_dtype(self, learner_dtype: str) -> torch.dtype:
         """The precision of the engine's weights, which is also that in which they are sent."""
         return getattr(torch, learner_dtype if self.rollout_dtype == "auto" else self.rollout_dtype)

@@ -8,7 +8,8 @@ per token, and new weights between two steps (rl/engine_vllm_weights.py), with t
 recomputed. Images in prompts: rl/engine_vllm_images.py. Left out: pipeline and expert parallelism, more than one process an
 engine. The versions it was run with, and what to do when memory runs out: docs/engines.md.
 
-What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded.
+What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded;
+with --rollout-seeds off, and so on an NPU, on the engine's stream of random numbers and on what else is decoded.
 The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
 repeats bit for bit only where the batches repeat too.
 """
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.device import is_accelerator
+from rl.device import empty_cache, is_accelerator, seeds_are_slow
 from rl.dist import all_gather_bytes
 from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
@@ -54,6 +55,7 @@ with native_stderr_kept_back():
 from rl.engine_vllm_routes import ChosenExperts
 from rl.engine_vllm_weights import LiveWeights
 
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
 HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
 
 
@@ -102,7 +104,8 @@ class VLLMEngine:
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
-        self.sleeps = args.free_cache_engine and is_accelerator(self.device)
+        self.sleeps = args.engine_sleeps and is_accelerator(self.device)
+        self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
         self.asleep = False
         self.images = None
         if takes_images(config):
@@ -158,12 +161,15 @@ class VLLMEngine:
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
-            self.engine.wake_up(["weights"])
+            empty_cache()  # what the learner has freed: an engine takes its memory past the allocator
+            with self.weights.same_parameters():
+                self.engine.wake_up(["weights"])
         for pending in self._pending.values():
             pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
             pending.versions.append(self.version)
         self.weights.load(weights)
         if self.asleep:
+            empty_cache()
             self.engine.wake_up(["kv_cache"])
             self.asleep = False
         self.engine.reset_encoder_cache()
@@ -213,7 +219,7 @@ class VLLMEngine:
             enable_sleep_mode=self.sleeps,
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
-            logprobs_mode="processed_logprobs",  # of the distribution that was sampled; raw ones ignore the temperature
+            logprobs_mode=LOGPROBS_MODE,
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
@@ -221,14 +227,18 @@ class VLLMEngine:
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
             try:
-                return vllm.LLMEngine.from_engine_args(settings)
-            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError, too
+                engine = vllm.LLMEngine.from_engine_args(settings)
+            # Out of memory is a RuntimeError; AssertionError: another process has freed memory of the device meanwhile.
+            except (ValueError, RuntimeError, AssertionError) as error:
                 reason = str(error).strip()[:500]
                 raise UserError(
                     f"--engine vllm: vLLM does not start with {model_path}: {reason}\n"
                     "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
                     "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
                 ) from error
+            worker = engine.model_executor.driver_worker.worker
+            give_sampled_log_probs(worker.model_runner.sampler, worker.device)
+        return engine
 
     def _hand_over(self, key: str, request: Request) -> str:
         """Gives the request to vLLM; returns vLLM's own name for it."""
@@ -240,7 +250,8 @@ class VLLMEngine:
             max_tokens=s.max_tokens - len(so_far),
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
-            seed=request.seed ^ len(so_far),  # the stream of a response that goes on would else begin again
+            # the stream of a response that goes on would else begin again
+            seed=request.seed ^ len(so_far) if self.seeds else None,
             logprobs=0,  # the sampled token's
             flat_logprobs=True,  # no dict and no object a token
             detokenize=False,
@@ -300,6 +311,26 @@ def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:
             f"--rollout-tp {args.rollout_tp}: the {world} generating rank(s) cannot be divided into generators of that many. "
             "Start a multiple of it with `torchrun --standalone --nproc-per-node ...`."
         )
+
+
+@torch.no_grad()
+def give_sampled_log_probs(sampler, device: torch.device) -> None:
+    """Has vLLM's sampler give log-probs of the distribution that it samples. vllm-ascend's forgets the setting at the start but
+    follows it later. Raises UserError for a sampler that does not."""
+    if getattr(sampler, "logprobs_mode", None) == LOGPROBS_MODE:
+        return
+    inner = getattr(sampler, "topk_topp_sampler", None)
+    if inner is not None and hasattr(sampler, "logprobs_mode"):
+        sampler.logprobs_mode = inner.logprobs_mode = LOGPROBS_MODE
+        logits = torch.linspace(-2, 2, 8).repeat(2, 1).to(device)
+        _, given = inner(logits.clone(), {}, None, None)
+        if given is not None and torch.allclose(given, logits.log_softmax(-1), atol=1e-4):
+            return
+    raise UserError(
+        f"--engine vllm: the sampler of this vLLM, {type(sampler).__module__}.{type(sampler).__name__}, gives log-probs of the "
+        "model before temperature, top-k and top-p, not of what it samples: the policy's ratios would be wrong. Install the "
+        "versions in docs/engines.md, or take --engine transformers."
+    )
 
 
 @contextlib.contextmanager

@@ -81,9 +81,12 @@ class PreparedImages:
             "mm_device_do_normalize": False,  # else newer versions' towers normalise the pixels a second time
             "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"video": 0},
-            "skip_mm_profiling": not on_accelerator,  # nobody measures a CPU's memory
         }
-        return {name: value for name, value in wanted.items() if name in vllm.EngineArgs.__dataclass_fields__}
+        known = vllm.EngineArgs.__dataclass_fields__
+        # Nobody measures a CPU's memory. Versions without the first setting ask another class, which prepared images have not
+        # got, for their largest image.
+        wanted["skip_mm_profiling"] = not on_accelerator or "mm_device_do_normalize" not in known
+        return {name: value for name, value in wanted.items() if name in known}
 
     def prompt(self, images: Images, ids: list[int], salt: str) -> dict:
         """The prompt `ids` with its images in vLLM's form. KV blocks and the tower's outputs are shared where an image's digest

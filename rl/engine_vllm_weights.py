@@ -5,6 +5,7 @@ layer in one tensor; and on a CPU most of them only in a packed layout made for 
 checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint has it.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 
@@ -18,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from rl.device import is_accelerator
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
+TRANSPOSED_EXPERTS = ("AscendUnquantizedFusedMoEMethod",)  # methods that compute with [E, in, out]
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep that layout
 
 
@@ -49,6 +51,17 @@ class LiveWeights:
                 raise
         if self.on_cpu:
             self._repack_heads()
+
+    @contextlib.contextmanager
+    def same_parameters(self):
+        """Around a wake-up: afterwards the modules have the parameters that they had before. vllm-ascend's puts transposed ones
+        in the place of the experts', for loaders that want a checkpoint's layout; vLLM's reloading wants its kernels' layout,
+        and would copy into the wrong shape, or in silence into the wrong elements. Memory wakes up at its old address."""
+        before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
+        yield
+        for module, name, parameter in before:
+            if getattr(module, name) is not parameter:
+                setattr(module, name, parameter)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, in copies: vLLM holds on to them until a fused group is whole, while the sender may reuse
@@ -140,6 +153,9 @@ class LiveWeights:
         """All experts' weights [E, out, in] of one layer."""
         live = getattr(module, EXPERTS[leaf]).data
         if not self.on_cpu:
+            if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
+                turned = live.transpose(1, 2)
+                return turned if turned.shape == shape else None
             backend = getattr(module.quant_method, "unquantized_backend", None)
             return live if getattr(backend, "name", None) in PLAIN_EXPERTS else None
         place = _packed_places(shape[1:], self.dtype, module.quant_method.moe_kernel.fused_experts.isa)

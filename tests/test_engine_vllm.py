@@ -30,6 +30,8 @@ RUNS = {  # name: (function of vllm_checks.py, model, ranks)
     "tied": ("updates", "tied", 1),
     **{kind: ("after_update", kind, 1) for kind in ("untied", "qwen3", "moe")},
     "bfloat16": ("bfloat16", "untied", 1),
+    "samplers": ("samplers", "tied", 1),
+    "turned experts": ("wakes_with_turned_experts", "moe", 1),
     "tensor parallel": ("tensor_parallel", "tied", 2),
 }
 
@@ -156,6 +158,18 @@ def test_200_updates_leave_no_memory_behind(measured):
     growth = got["after 220"] - got["after 20 updates"]
     print(f"resident memory grew by {growth:.1f} MB over 200 updates of {got['model MB']:.2f} MB")
     assert growth < 0.1 * 200 * got["model MB"]
+
+
+def test_log_probs_are_of_what_is_sampled_or_the_engine_is_refused(measured):
+    got = measured("samplers")
+    assert got["error at 0.6"] < 1e-4
+    assert got["deaf"].startswith("UserError: --engine vllm: the sampler of this vLLM")
+    assert got["repeated"] < 0.5, "without seeds requests do not repeat"
+
+
+def test_experts_that_a_wake_up_has_turned_take_new_weights(measured):
+    got = measured("turned experts")
+    assert got["turned"] >= 4 and max(got["errors"]) < 1e-4
 
 
 def test_an_engine_that_sleeps_wakes_for_its_weights_first(measured):

@@ -22,6 +22,9 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
+
 from rl.engine import EngineArgs, Request, SamplingParams
 from rl.engine_vllm import VLLMEngine
 from rl.errors import UserError
@@ -237,6 +240,58 @@ def sleeping(engine, model) -> list:
     calls.append(refusal(engine.step))
     engine.update(model.named_parameters(), version=9)
     return [*calls, error(drain(engine, requests_for(n=1)), model) < 1e-4]
+
+
+def wakes_with_turned_experts(path: str) -> dict:
+    """A model with experts, whose worker wakes up as vllm-ascend 0.23's does: experts are parameters turned to [E, out, in]."""
+    engine, old, new = start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
+    inner, model, turned = engine.engine, engine.weights.model, []
+
+    def wake_up(tags: list[str]) -> None:
+        for name, parameter in list(model.named_parameters()) if "weights" in tags else ():
+            if "w13_weight" in name or "w2_weight" in name:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(parameter.transpose(1, 2), requires_grad=False))
+                turned.append(name)
+
+    inner.sleep, inner.wake_up, engine.sleeps = lambda level: None, wake_up, True
+    errors = []
+    for version, weights in enumerate((new, old)):
+        engine.sleep()
+        engine.update(weights.named_parameters(), version)
+        errors.append(error(drain(engine, requests_for(n=1)), weights))
+    return {"turned": len(turned), "errors": errors}
+
+
+class ForgetfulSampler(Sampler):
+    """As vllm-ascend 0.23's: the setting at the start is dropped."""
+
+    def __init__(self, **_):
+        super().__init__(logprobs_mode="raw_logprobs")
+
+
+class DeafSampler(ForgetfulSampler):
+    """Another that never follows it."""
+
+    def __init__(self, **_):
+        super().__init__()
+        self.topk_topp_sampler.forward = lambda logits, *_: (logits.argmax(-1), None)
+
+
+def samplers(path: str) -> dict:
+    """Engines whose samplers do not take the setting, and one whose requests have no seeds."""
+    given = gpu_model_runner.Sampler
+    gpu_model_runner.Sampler = DeafSampler
+    out = {"deaf": refusal(lambda: start(path))}
+    gpu_model_runner.Sampler = ForgetfulSampler
+    engine, model = start(path, rollout_seeds="off"), AutoModelForCausalLM.from_pretrained(path)
+    gpu_model_runner.Sampler = given
+    assert engine.engine.model_executor.driver_worker.worker.model_runner.sampler.__class__ is ForgetfulSampler
+    outputs = drain(engine, requests_for(0.6))
+    again = drain(engine, requests_for(0.6))
+    out["error at 0.6"] = error(outputs, model, 0.6)
+    out["repeated"] = sum(outputs[key].token_ids == again[key].token_ids for key in outputs) / len(outputs)
+    return out
 
 
 def memory(engine, model) -> dict:
