@@ -471,12 +471,13 @@ def ppo_clip(
     return loss, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": (clipped > bound) & (advantage < 0)}
 
 
-@policy_loss(aggregation="seq-mean-token-mean", by_response=True)
+@policy_loss(aggregation="seq-mean-token-mean")
 def gspo(
     log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 3e-4, clip_high: float = 4e-4, clamp: float = 10.0
 ) -> Loss:
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio a sequence, the
-    geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean.
+    geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean, which
+    verl takes by default, long responses count by their length.
 
     GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
     pg_clipfrac counts whole sequences, token by token.

@@ -13,7 +13,8 @@
 #
 # What is another thing here: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine
 # of 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), the 8 of a node share experts, an engine is
-# 4 ranks, and nothing of this size has been run. verl's gspo aggregates as seq-mean-token-mean whatever its loss_agg_mode says (token-mean in this run).
+# 4 ranks, and nothing of this size has been run. verl 0.9.1 aggregates gspo as this run's
+# loss_agg_mode says, token-mean; when the run was made verl took seq-mean-token-mean, as the paper does and the flag can say.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/dapo-math}
@@ -24,7 +25,7 @@ torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --train-files "$DATA/dapo-math-17k.parquet" --val-files "$DATA/aime-2024.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 8192 \
   --train-batch-size 32 --ppo-mini-batch-size 4 --rollout-n 2 \
-  --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
+  --adv-estimator grpo --loss-mode gspo --loss-agg-mode token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --clip-ratio-c 10.0 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \

@@ -46,7 +46,7 @@ def shallow(demo_model, ranks, tmp_path_factory):
 
 def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     """Written out here once more: what losses.check_combination must let through."""
-    if loss in ("gspo", "gmpo") and aggregation != "seq-mean-token-mean":
+    if loss == "gmpo" and aggregation != "seq-mean-token-mean":
         return False
     return estimator != "gae" and not (loss == "gmpo" and estimator in ("reinforce_pp", "remax"))
 
@@ -264,7 +264,7 @@ def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, fl
 
 REFUSED = {
     "critic": ({"adv_estimator": "gae"}, "needs a critic"),
-    "length bias": ({"loss_mode": "gspo", "loss_agg_mode": "token-mean"}, "count by their length"),
+    "length bias": ({"loss_mode": "gmpo", "loss_agg_mode": "token-mean"}, "count by their length"),
     "averaged away": ({"loss_mode": "gmpo", "adv_estimator": "reinforce_pp"}, "averaged away"),
     "nothing to compare": (
         {"use_rollout_log_probs": True, "rollout_is": "token"},

@@ -400,7 +400,7 @@ def test_combinations_that_make_no_sense_are_refused_with_the_reason():
             if estimator == "grpo":
                 losses.check_combination(estimator, name, mode)
     refused = [
-        ("grpo", "gspo", "token-mean", "length"),
+        ("grpo", "gmpo", "token-mean", "length"),
         ("grpo", "geo_mean", "seq-mean-token-sum", "length"),
         ("gae", "gmpo", "seq-mean-token-mean", "averaged away"),
         ("gspo", "gspo", "seq-mean-token-mean", "none of grpo"),

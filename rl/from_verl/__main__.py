@@ -2,11 +2,12 @@
 
     python -m rl.from_verl 'python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ...'
     python -m rl.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 ...
-    python -m rl.from_verl --file run_qwen.sh        # a script of yours; nothing in it is run
+    python -m rl.from_verl run_qwen.sh data.seed=1   # a script of yours, with what it is called with; nothing in it is run
     python -m rl.from_verl --table                   # rewrites the tables of docs/from-verl.md
 
-The output is a shell script: the command, then a comment on every key that has no flag here. Without words or --file the
-command is read from standard input. Variables of the script can be set before: MODEL_PATH=... python -m ...
+The output is a shell script: the command, then a comment on every key that has no flag here, and on every variable that the
+script exports. Without words or --file the command is read from standard input. Variables of the script can be set before:
+MODEL_PATH=... python -m ...
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.from_verl import document
+from rl.from_verl import document, environment
 from rl.from_verl.command import Command, read_script, read_words
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED
 
@@ -39,9 +40,13 @@ def main() -> None:
 
 
 def read(words: list[str], file: Path | None) -> Command:
+    if words and words[0] in ("bash", "sh") and words[1:]:
+        words = words[1:]
+    if file is None and words and _is_path(words[0]):
+        file, words = Path(words[0]), words[1:]
     if file is not None:
         try:
-            return read_script(file.read_text())
+            return read_script(file.read_text(), words)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--file {file}: it cannot be read ({error}).") from None
     if not words and not sys.stdin.isatty():
@@ -49,6 +54,14 @@ def read(words: list[str], file: Path | None) -> Command:
     if not any(word.strip() for word in words):
         raise UserError("nothing to translate: give verl's command, its key=value words, or --file. --help shows examples.")
     return read_text(words[0]) if len(words) == 1 else read_words(words)
+
+
+def _is_path(word: str) -> bool:
+    """Whether it names a script: one that is there, or that should be."""
+    try:
+        return Path(word).is_file() or (word.endswith(".sh") and not set(word) & set(" \n="))
+    except (OSError, ValueError):  # a whole command is no name of a file
+        return False
 
 
 def read_text(text: str) -> Command:
@@ -72,8 +85,12 @@ def _is_overrides(text: str) -> bool:
 
 def report(command: Command) -> str:
     """The command, then comments: what is not here, unknown or not needed, and where a word means something else."""
-    from rl.from_verl.translate import translate  # loads the scripts, and with them torch
-
+    try:
+        from rl.from_verl.translate import translate  # loads the scripts, and with them torch
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the flags are read from the scripts, for which {error.name} is missing here: pip install -r requirements.txt."
+        ) from None
     found = translate(command)
     lines = [found.command(), ""]
     if found.refusal:
@@ -85,7 +102,7 @@ def report(command: Command) -> str:
         lines += [f"#   {key}" + (f": {why}" if why else "") for key, why in rows.items()]
     translated = sum(verdict == "translated" for verdict, _ in found.verdicts.values())
     lines += [f"# {translated} of {len(found.verdicts)} keys are in the command above, as docs/from-verl.md says"]
-    lines += [f"# note: {note}" for note in found.notes]
+    lines += [*environment.lines(command), *(f"# note: {note}" for note in found.notes)]
     return "\n".join(lines)
 
 

@@ -5,39 +5,62 @@ run: the shell is a restricted one that finds no program, and its functions only
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, NamedTuple
 
 from rl.errors import UserError
 from rl.from_verl.redirections import NOWHERE, sent_nowhere
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
+ASSIGNMENT = re.compile(r"(?:-e|--env=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)  # of `env`, `docker run -e` and their like
+NETWORK = re.compile(r"/dev/(tcp|udp)/")  # bash itself connects to what follows
 STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
 INNER = re.compile(r"(^|\s)python[\d.]*\s+(-\w+\s+)*(verl|recipe)[./]|-m\s+(verl|recipe)\.")  # a command within a word
-# Every program is "not found" and noted down. The built-ins that could reach out of the script, or end it early, do nothing.
+# Every program is "not found" and noted down, with the variables that the script exports. Built-in commands that could reach
+# out of the script, or end it early, are disabled: `command kill` kills no more than `kill`. Functions replace some of them.
 # Before each command bash waits for what runs in the background: programs are noted in the script's order, one at a time.
+# Words are written piece by piece, each in one write, because both ends of a pipe write at once.
 # A loop there that watches something for ever ends at its 100th sleep.
 READER = r"""
 trap 'builtin wait' DEBUG
-command_not_found_handle() { printf '%s\0' "$@" $'\x1e' >&3; return 0; }
+_note() {
+  local _word
+  for _word in "$@" $'\x1e'; do
+    while (( ${#_word} > 900 )); do printf '%s+%s\0' $BASHPID "${_word:0:900}" >&3; _word=${_word:900}; done
+    printf '%s:%s\0' $BASHPID "$_word" >&3
+  done
+}
+command_not_found_handle() {
+  local IFS=$' \t\n' _name _exported=()
+  for _name in $(compgen -e); do _exported+=("$_name=${!_name}"); done
+  _note "$@" $'\x1d' "${_exported[@]}"
+}
 exec() { "$@"; }
-sleep() { (( BASH_SUBSHELL == 0 || ++_sleeps < 100 )) || builtin exit; }
+sleep() { (( BASH_SUBSHELL == 0 || ++_sleeps < 100 )) || { : "${_over:?}"; } 2>&9; }
 kill() { return 1; }
 basename() { _name=${1%/}; _name=${_name##*/}; echo "${_name%"$2"}"; }
 dirname() { case $1 in */*) echo "${1%/*}" ;; *) echo . ;; esac; }
-for name in set source . trap ulimit umask enable hash cd pushd popd exit; do eval "$name() { :; }"; done
-PATH=/nonexistent
-readonly PATH
-builtin set -f -T -r
+set() { case $1 in -a | +a) builtin set "$1" ;; esac; }
+for name in source .; do eval "$name() { _note source \"\$@\"; }"; done
+for name in trap ulimit umask enable hash cd pushd popd exit; do eval "$name() { :; }"; done
+export -n $(compgen -e)
+PATH=/nonexistent HISTFILE=
+builtin set -f -T
+builtin enable -n kill exec suspend exit logout trap source . hash history fc bind ulimit umask cd pushd popd enable 2>&9
+builtin set -r
+readonly PATH HISTFILE
 eval "$VERL_SCRIPT"
 builtin wait
 """
-END_OF_PROGRAM = "\x1e\0"
+END_OF_PROGRAM, EXPORTS = "\x1e", "\x1d"
+PIECE = re.compile(r"(\d+)([+:])(.*)", re.DOTALL)  # the process that notes, whether the word goes on, and the text
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
 UNENDING = f"bash did not come to the end of the script within {SECONDS_TO_READ} s"
@@ -52,7 +75,14 @@ class Command:
     values: dict[str, object] = field(default_factory=dict)  # key as given -> value, the last one wins
     unread: list[str] = field(default_factory=list)  # words that are no override
     deleted: list[str] = field(default_factory=list)  # ~key
+    environment: dict[str, str] = field(default_factory=dict)  # variables that the script hands to verl
+    unseen: list[str] = field(default_factory=list)  # files that set variables, which are not read
+    text: str = ""  # of the script
     notes: list[str] = field(default_factory=list)  # what reading it met
+
+    @property
+    def program(self) -> str:
+        return f"{self.module} {self.config_name}"
 
 
 def read_words(words: list[str]) -> Command:
@@ -61,6 +91,7 @@ def read_words(words: list[str]) -> Command:
     for index, word in enumerate(words):
         if STARTS_VERL.search(word) and "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py")):
             command.module, rest = word, words[index + 1 :]
+    _read_environment(command, words[: len(words) - len(rest)])
     names = iter(rest)
     for word in names:
         if word.startswith("--config"):
@@ -78,6 +109,22 @@ def read_words(words: list[str]) -> Command:
     return command
 
 
+def _read_environment(command: Command, words: list[str]) -> None:
+    """Takes the variables that the words before verl's module set."""
+    for word, following in zip(words, [*words, ""][1:], strict=False):
+        name, equals, value = word.partition("=")
+        value = value if equals else following
+        if assigned := ASSIGNMENT.fullmatch(word):
+            command.environment[assigned[1]] = assigned[2]
+        elif name == "--runtime-env":
+            command.unseen.append(value)
+        elif name == "--runtime-env-json":
+            with contextlib.suppress(ValueError, AttributeError):
+                command.environment |= json.loads(value).get("env_vars", {})
+        elif name == "--export":
+            command.environment |= dict(item.split("=", 1) for item in value.split(",") if "=" in item)
+
+
 def _take(command: Command, key: str, value: object) -> None:
     before = command.values.pop(key, value)
     if before != value:
@@ -85,11 +132,12 @@ def _take(command: Command, key: str, value: object) -> None:
     command.values[key] = value
 
 
-def read_script(text: str) -> Command:
-    """Takes the text of a shell script, or of one command. Raises UserError if it starts no verl."""
-    text = text.replace("\r\n", "\n")
+def read_script(text: str, words: Sequence[str] = ()) -> Command:
+    """Takes the text of a shell script, or of one command. words: what the script is called with. Raises UserError if it starts
+    no verl."""
+    text = NETWORK.sub("/nowhere/", text.replace("\r\n", "\n"))
     rewritten = sent_nowhere(text)
-    programs, complaints = _programs(text if rewritten is None else rewritten)
+    programs, complaints = _programs(text if rewritten is None else rewritten, words)
     starts = _starts(programs)
     if not starts:
         raise UserError(
@@ -97,9 +145,15 @@ def read_script(text: str) -> Command:
             "If a program of your own starts verl, hand its key=value words over instead."
             + (f" Bash says: {complaints[-1]}" if complaints else "")
         )
-    command = read_words(starts[0])
-    if not command.module and (inner := next((word for word in starts[0] if INNER.search(word)), None)):
-        return read_script(inner)  # of docker exec ... bash -c '...'
+    start = starts[0]
+    command = read_words(start.words)
+    if not command.module and (inner := next((word for word in start.words if INNER.search(word)), None)):
+        command = read_script(inner)  # of docker exec ... bash -c '...'
+        _read_environment(command, start.words)
+    command.text = text
+    command.environment = start.exports | command.environment
+    sourced = [program.words[1] for program in programs[: programs.index(start)] if program.is_source]
+    command.unseen = [*sourced, *command.unseen]
     if refused := next((line for line in complaints if REFUSED in line), ""):
         command.notes.append(f"What stands before a redirection was not read ({refused}): check what depends on it.")
     if UNENDING in complaints:
@@ -109,30 +163,64 @@ def read_script(text: str) -> Command:
     return command
 
 
-def _starts(programs: list[list[str]]) -> list[list[str]]:
+class Program(NamedTuple):
+    """A program that the script would start."""
+
+    words: list[str]
+    exports: dict[str, str]  # variables that the script has exported by then, or set before the words
+
+    @property
+    def is_source(self) -> bool:
+        return self.words[0] == "source" and len(self.words) > 1
+
+
+def _starts(programs: list[Program]) -> list[Program]:
     """Those that start verl; its other tools take no key=value."""
-    starts = [words for words in programs if any(STARTS_VERL.search(word) for word in words)]
-    return [words for words in starts if any("=" in word for word in words)] or starts
+    starts = [program for program in programs if not program.is_source and any(map(STARTS_VERL.search, program.words))]
+    return [program for program in starts if any("=" in word for word in program.words)] or starts
 
 
-def _programs(text: str) -> tuple[list[list[str]], list[str]]:
-    """The words of every program that the script would start, in its order; and bash's complaints."""
+def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]]:
+    """Every program that the script would start, in its order; and bash's complaints."""
     with tempfile.TemporaryFile() as noted, tempfile.TemporaryFile() as said:
-        ended = _run_reader(text, noted, said)
+        ended = _run_reader(text, words, noted, said)
         noted.seek(0)
         said.seek(0)
-        programs = noted.read().decode(errors="replace").split(END_OF_PROGRAM)
+        pieces = noted.read().decode(errors="replace").split("\0")
         complaints = said.read().decode(errors="replace").strip().splitlines()
     if any("syntax error" in line or "unexpected EOF" in line for line in complaints):
         raise UserError(f"bash cannot read it: {complaints[0]}")
-    return [program.split("\0")[:-1] for program in programs if program.strip("\0")], complaints + [UNENDING] * (not ended)
+    return _joined(pieces), complaints + [UNENDING] * (not ended)
 
 
-def _run_reader(text: str, noted: IO, said: IO) -> bool:
+def _joined(pieces: list[str]) -> list[Program]:
+    """The programs of which processes have written pieces at the same time."""
+    programs, under_way = [], {}  # process -> its words so far, the last one unfinished
+    for piece in filter(None, map(PIECE.fullmatch, pieces)):
+        process, goes_on, text = piece.groups()
+        if process not in under_way:
+            under_way[process] = [""]
+            programs.append(under_way[process])
+        words = under_way[process]
+        words[-1] += text
+        if words[-1] == END_OF_PROGRAM:
+            del under_way[process]
+        elif goes_on == ":":
+            words.append("")
+    return [_program(words[:-1]) for words in programs if len(words) > 1]
+
+
+def _program(words: list[str]) -> Program:
+    middle = words.index(EXPORTS) if EXPORTS in words else len(words)
+    return Program(words[:middle], dict(pair.split("=", 1) for pair in words[middle + 1 :]))
+
+
+def _run_reader(text: str, words: Sequence[str], noted: IO, said: IO) -> bool:
     """Has bash note the script's programs, and say what it complains of. Returns whether it came to the script's end."""
     try:
+        reader = f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}"
         shell = subprocess.Popen(
-            ["bash", "--norc", "--noprofile", "-c", f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}", "script"],
+            ["bash", "--norc", "--noprofile", "-c", reader, "script", *words],
             env=os.environ | {"VERL_SCRIPT": text, "BASH_ENV": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

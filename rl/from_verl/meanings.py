@@ -4,10 +4,9 @@ Each function takes the Run and returns flags with their values, None to leave o
 """
 
 from rl.from_verl.memory import DTYPE
-from rl.from_verl.verl_run import ASYNC, SYNC, Run
+from rl.from_verl.verl_run import ASYNC, PRESET, SYNC, Run
 
 LOGGERS = ("console", "tensorboard", "wandb")
-RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
 
 
 def listed(value: object) -> list:
@@ -27,9 +26,17 @@ def seed(run: Run) -> dict[str, object]:
 
 
 def batch(run: Run) -> dict[str, object]:
-    mini = {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
+    size, mini = run["data.train_batch_size"], {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
     if run.script != ASYNC:
-        return {"--train-batch-size": run["data.train_batch_size"]} | mini
+        if run.script == SYNC and size < (ranks := run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]):
+            fit = size // run["trainer.nnodes"]
+            fit -= fit % max(1, run["A.rollout.tensor_model_parallel_size"])
+            fewer = f"start {fit} ranks a node (--nproc-per-node {fit}), or " if fit > 0 else ""
+            run.note(
+                f"train_batch_size {size} is less than a prompt for each of the {ranks} ranks, which train_sync.py refuses: "
+                f"{fewer}give --train-batch-size {ranks}, and a --ppo-mini-batch-size that divides it."
+            )
+        return {"--train-batch-size": size} | mini
     run.skips("data.train_batch_size", "a step is require_batches mini-batches, as in verl's fully async mode, which wants 0")
     return mini
 
@@ -117,9 +124,14 @@ def estimator(run: Run) -> dict[str, object]:
 
 def aggregation(run: Run) -> dict[str, object]:
     loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
-    if loss in ("gspo", "geo_mean", "sapo") and mode != "seq-mean-token-mean":
+    if loss in ("geo_mean", "sapo") and mode != "seq-mean-token-mean":
         run.note(f"verl's {loss} aggregates as seq-mean-token-mean whatever loss_agg_mode says; it says {mode}.")
         mode = "seq-mean-token-mean"
+    if loss == "gspo" and mode != "seq-mean-token-mean":
+        run.note(
+            f"verl 0.9.1 aggregates gspo as loss_agg_mode says, {mode}. Older versions always took seq-mean-token-mean, as the "
+            "paper does: for that give --loss-agg-mode seq-mean-token-mean."
+        )
     return {"--loss-agg-mode": mode}
 
 
@@ -175,14 +187,33 @@ def kl_in_reward(run: Run) -> dict[str, object]:
     return flags
 
 
+PRESETS = {  # verl's constructors of a correction -> ours
+    "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
+    "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",
+}  # fmt: skip
+
+
+def preset(run: Run) -> dict[str, object]:
+    word = run[PRESET]
+    name = PRESETS.get(word.removesuffix("()"), word) if isinstance(word, str) else None
+    if word and name not in PRESETS.values():
+        run.lacks(PRESET, f"{', '.join(PRESETS.values())} are the words here")
+        name = None
+    return {"--rollout-correction": name}
+
+
 def correction(run: Run) -> dict[str, object]:
-    flags, of = {}, "algorithm.rollout_correction."
-    if run[of + "rollout_is"]:
-        flags["--rollout-is"] = run[of + "rollout_is"]
+    flags, of = {}, PRESET + "."
+    weighs, rejects = run[of + "rollout_is"], run[of + "rollout_rs"]
+    if weighs:
+        flags["--rollout-is"] = weighs
+    if weighs or (run[PRESET] and run.has(of + "rollout_is_threshold")):
         flags["--rollout-is-threshold"] = run[of + "rollout_is_threshold"]
+    if weighs or run[PRESET]:
         flags["--rollout-is-batch-normalize"] = bool(run[of + "rollout_is_batch_normalize"])
-    if run[of + "rollout_rs"]:
-        flags["--rollout-rs"] = ",".join(map(str, listed(run[of + "rollout_rs"])))
+    if rejects:
+        flags["--rollout-rs"] = ",".join(map(str, listed(rejects)))
+    if rejects or (run[PRESET] and run.has(of + "rollout_rs_threshold")):
         flags["--rollout-rs-threshold"] = run[of + "rollout_rs_threshold"]
     return flags
 
@@ -206,11 +237,16 @@ def filter_groups(run: Run) -> dict[str, object]:
     of = "algorithm.filter_groups."
     if not run[of + "enable"]:
         return {"--filter-groups": False}
-    rounds = run[of + "max_num_gen_batches"]
-    if run[of + "metric"] not in (None, "score", "seq_reward", "seq_final_reward"):
+    rounds, metric = run[of + "max_num_gen_batches"], run[of + "metric"]
+    if metric not in (None, "reward", "score", "acc", "seq_reward", "seq_final_reward"):
         run.lacks(of + "metric", "groups are filtered by their score")
-    elif str(run[of + "metric"]).startswith("seq_") and run["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
-        run.lacks(of + "metric", "groups are filtered by their score without the penalty on length")
+    elif metric == "acc" and run["reward.custom_reward_function.path"]:
+        run.note("filter_groups compares the score of your reward function, not its acc.")
+    elif metric in ("reward", "seq_reward", "seq_final_reward") and run["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
+        why = "groups are filtered by their score without the penalty on length"
+        run.lacks(of + "metric", why)
+        if not run.has(of + "metric"):
+            run.note(f"verl's filter_groups compares the reward, the penalty on length in it: here {why}.")
     if not rounds or rounds < 0:
         run.note("verl sets no limit to the rounds of filter_groups; here --max-num-gen-batches does.")
         return {"--filter-groups": True}
@@ -267,6 +303,12 @@ def validation(run: Run) -> dict[str, object]:
     return {"--val-temperature": run[of + "temperature"], "--val-top-p": run[of + "top_p"]}
 
 
+def gpu_memory(run: Run) -> dict[str, object]:
+    alone = run["A.rollout.standalone_gpu_memory_utilization"]
+    counts = run.script == ASYNC and isinstance(alone, int | float)
+    return {"--gpu-memory-utilization": alone if counts else run["A.rollout.gpu_memory_utilization"]}
+
+
 def load_format(run: Run) -> dict[str, object]:
     given = run["A.rollout.load_format"] if run.has("A.rollout.load_format") else None
     return {"--load-format": "dummy" if str(given).startswith("dummy") else given}
@@ -287,43 +329,12 @@ def rollout_dtype(run: Run) -> dict[str, object]:
     return {"--rollout-dtype": "auto" if ours in (None, names.get(run[DTYPE])) else ours}
 
 
-# -- asynchronous training and devices
-
-
-def partial_rollout(run: Run) -> dict[str, object]:
-    return {"--partial-rollout": "recompute" if run["async_training.partial_rollout"] else "off"}
-
-
-def devices(run: Run) -> dict[str, object]:
-    nodes, ranks = run["trainer.nnodes"], run["trainer.n_gpus_per_node"]
-    if run.script == SYNC:
-        run.launch = {"--nnodes": nodes, "--nproc-per-node": ranks}
-        run.skips("rollout.nnodes rollout.n_gpus_per_node", "every rank generates, then learns")
-        return {}
-    learn, generate = nodes * ranks, run["rollout.nnodes"] * run["rollout.n_gpus_per_node"]
-    nodes = 1 if learn + generate <= RANKS_ON_A_NODE else nodes + run["rollout.nnodes"]
-    if learn % nodes or generate % nodes:
-        run.lacks(
-            "rollout.n_gpus_per_node",
-            f"{generate} generators and {learn} learners cannot be divided over {nodes} nodes alike: give each node its own "
-            "--generators (docs/nodes.md)",
-        )
-    per_node = {"learn": max(1, learn // nodes), "generate": max(1, generate // nodes)}
-    run.launch = {"--nnodes": nodes, "--nproc-per-node": sum(per_node.values())}
-    if nodes > 1:
-        run.note(
-            f"{nodes} nodes of {per_node['generate']} generators and {per_node['learn']} learners each, where verl has nodes "
-            "that only generate and nodes that only learn: docs/nodes.md has that, too."
-        )
-    return {"--generators": per_node["generate"]}
-
-
 # -- trainer
 
 
 def length(run: Run) -> dict[str, object]:
     epochs, steps = run["trainer.total_epochs"], run["trainer.total_training_steps"]
-    if run.script == ASYNC:
+    if run.script == ASYNC and not run.is_v1:
         run.skips("trainer.total_training_steps", "verl's fully async mode goes by total_rollout_steps and epochs")
         return {"--total-epochs": epochs, "--total-rollout-steps": run["rollout.total_rollout_steps"]}
     if run["rollout.total_rollout_steps"] is not None:
@@ -335,11 +346,11 @@ def length(run: Run) -> dict[str, object]:
             f"total_training_steps {steps} decides, and total_epochs {epochs} is left out: verl would stop earlier if {epochs} "
             f"passes over the data are fewer than {steps} steps."
         )
-    return {"--total-training-steps": steps}
+    return {"--total-training-steps": run.steps}
 
 
 def _every(run: Run, key: str) -> int:
-    """A frequency in steps; verl's fully async mode counts publishes."""
+    """A frequency in steps; verl's asynchronous modes count publishes."""
     every = run[key]
     if every is None or every <= 0:
         return 0

@@ -38,9 +38,10 @@ def offload(run: Run) -> dict[str, object]:
 
 
 def ref_offload(run: Run) -> dict[str, object]:
+    of = "A.ref.fsdp_config."
     if run.needs_reference:
-        return {"--ref-offload": bool(run["A.ref.fsdp_config.param_offload"])}
-    run.skips("A.ref.fsdp_config.param_offload", "without a KL term there is no reference policy")
+        return {"--ref-offload": bool(run[of + "param_offload"] or run[of + "offload_policy"])}
+    run.skips(f"{of}param_offload {of}offload_policy", "without a KL term there is no reference policy")
     return {}
 
 

@@ -5,9 +5,17 @@ one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those o
 """
 
 from rl.from_verl import meanings as m
-from rl.from_verl import memory
+from rl.from_verl import memory, split
 from rl.from_verl.keys import Row, missing, to, unneeded
-from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC
+from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, V1
+
+ENGINES = ("fsdp_config", "megatron", "veomni", "torchtitan")
+
+
+def of_engines(setting: str, role: str = "actor") -> str:
+    """One setting's names under verl's engines."""
+    return "|".join(f"A.{role}.{engine}.{setting}" for engine in ENGINES)
+
 
 # fmt: off
 TABLE: dict[str, list[Row]] = {
@@ -52,15 +60,14 @@ TABLE: dict[str, list[Row]] = {
         to("A.model.trust_remote_code|data.trust_remote_code=False", "--trust-remote-code"),
         to("A.model.enable_gradient_checkpointing=True", "--gradient-checkpointing", "on in verl, off here by default"),
         to(
-            "A.actor.fsdp_config.dtype|A.actor.megatron.dtype=bfloat16",
+            "A.actor.fsdp_config.dtype|A.actor.megatron.dtype|A.actor.torchtitan.dtype=bfloat16",
             "--dtype",
             "`bfloat16` in verl, `float32` here by default; master weights are fp32 either way",
             memory.dtype,
         ),
         to(
-            "A.actor.fsdp_config.param_offload|A.actor.megatron.param_offload=False "
-            "A.actor.fsdp_config.optimizer_offload|A.actor.megatron.optimizer_offload=False "
-            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy=False "
+            f"{of_engines('param_offload')}=False {of_engines('optimizer_offload')}=False "
+            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy|A.actor.veomni.enable_fsdp_offload=False "
             "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
             "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0",
             "--param-offload, --optimizer-offload",
@@ -69,7 +76,8 @@ TABLE: dict[str, list[Row]] = {
             memory.offload,
         ),
         to(
-            "A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload=False",
+            f"{of_engines('param_offload', 'ref')}=False "
+            "A.ref.fsdp_config.offload_policy|A.ref.veomni.enable_fsdp_offload=False",
             "--ref-offload",
             "on by default here; without a KL term there is no reference policy",
             memory.ref_offload,
@@ -81,12 +89,13 @@ TABLE: dict[str, list[Row]] = {
             "training steps, in both; a ratio is of all steps. None in verl, 10 here by default", m.warmup,
         ),
         to(
-            "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style=constant",
+            "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style|A.actor.optim.decay_type"
+            "=constant",
             "--lr-scheduler-type",
             "`constant` in verl, `cosine` here by default",
             m.scheduler,
         ),
-        to("A.actor.optim.min_lr_ratio=0.0", "--min-lr-ratio"),
+        to("A.actor.optim.min_lr_ratio|A.actor.optim.min_lr_factor=0.0", "--min-lr-ratio"),
         to("A.actor.optim.weight_decay=0.01", "--weight-decay"),
         to("A.actor.optim.betas=[0.9,0.999]", "--adam-beta1, --adam-beta2", "", m.betas),
         to("A.actor.grad_clip|A.actor.optim.clip_grad=1.0", "--grad-clip"),
@@ -100,18 +109,22 @@ TABLE: dict[str, list[Row]] = {
             "`--sequence-parallel`",
             m.token_budget,
         ),
-        to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size=1", "--sequence-parallel",
+        to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size|"
+           "A.actor.veomni.ulysses_parallel_size=1", "--sequence-parallel",
            "a micro-batch has so many times the tokens of one device, as in verl"),
-        unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size",
-                 "`--sequence-parallel` goes for the reference policy, too"),
         missing(
             "A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
             "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
-            "A.*.megatron.expert_tensor_parallel_size=1",
-            "the model is sharded over all learners (FSDP2); sequences and experts alone can be divided besides",
+            "A.*.megatron.expert_tensor_parallel_size=1 A.*.megatron.dynamic_context_parallel=False "
+            "A.*.torchtitan.tensor_parallel_size=1 A.*.torchtitan.pipeline_parallel_size=1 "
+            "A.*.torchtitan.context_parallel_size=1",
+            "the model is sharded over all learners (FSDP2); besides, only sequences and experts can be divided",
         ),
-        to("A.actor.megatron.expert_model_parallel_size=1", "--expert-parallel"),
-        unneeded("A.ref.megatron.expert_model_parallel_size", "`--expert-parallel` goes for the reference policy, too"),
+        to("A.actor.megatron.expert_model_parallel_size|A.actor.veomni.expert_parallel_size|"
+           "A.actor.torchtitan.expert_parallel_size=1", "--expert-parallel"),
+        unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size "
+                 "A.ref.megatron.expert_model_parallel_size A.ref.*.expert_parallel_size A.ref.*.ulysses_parallel_size",
+                 "`--sequence-parallel` and `--expert-parallel` also hold for the reference policy"),
         missing("A.model.lora_rank=0 A.model.lora.rank=0 A.model.lora_adapter_path=null", "LoRA"),
         to("A.model.enable_activation_offload=False", "--activation-offload", "with `--gradient-checkpointing`",
            memory.activation_offload),
@@ -122,12 +135,20 @@ TABLE: dict[str, list[Row]] = {
         missing("A.model.mtp.enable=False A.rollout.mtp=null", "multi-token prediction"),
         missing("A.model.override_config.* A.model.override_config", "edit the model's config.json"),
         to("A.actor.freeze_vision_tower=False", "--freeze-vision-tower", "verl 1dda039 reads it nowhere"),
-        to("A.actor.optim.optimizer=AdamW", "--optim", "AdamW, or AdamW8bit of torchao or bitsandbytes", memory.optimizer),
+        to("A.actor.optim.optimizer|A.actor.optim.name=AdamW", "--optim", "AdamW, or AdamW8bit of torchao or bitsandbytes",
+           memory.optimizer),
         missing("A.actor.optim.override_optimizer_config=null A.actor.optim.override_optimizer_config.*", "AdamW as it is"),
         missing("A.actor.optim.lr_warmup_init=0 A.actor.optim.min_lr=0 A.actor.optim.lr_decay_steps=null "
-                "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style=constant "
-                "A.actor.optim.lr_wsd_decay_steps=null",
-                "the rate warms up from 0, then stays or falls along half a cosine to the last step"),
+                "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style|A.actor.optim.wd_incr_style=constant "
+                "A.actor.optim.lr_wsd_decay_steps=null A.actor.optim.lr_wsd_decay_style=exponential A.actor.optim.lr_min=0 "
+                "A.actor.optim.lr_start=0 A.actor.optim.lr_decay_ratio=1.0 A.actor.optim.init_lr_ratio",
+                "the rate rises in a line over the warm-up, then stays or falls along half a cosine to the last step"),
+        missing("A.actor.optim.eps=1e-8", "it is 1e-8"),
+        missing("A.actor.optim.main_grads_dtype=fp32 A.actor.optim.exp_avg_dtype=fp32 A.actor.optim.exp_avg_sq_dtype=fp32 "
+                "A.actor.optim.master_weight_dtype=fp32", "`--optim adamw_8bit` and `--grad-dtype` save memory"),
+        unneeded("A.actor.optim.muon_* A.actor.optim.use_layer_wise_distributed_optimizer "
+                 "A.actor.optim.use_precision_aware_optimizer A.actor.optim.master_weights "
+                 "A.actor.optim.store_param_remainders", "only for optimizers of verl's other engines"),
         to(
             "A.actor.router_replay.mode=disabled A.rollout.enable_rollout_routing_replay=False",
             "--router-replay",
@@ -141,23 +162,18 @@ TABLE: dict[str, list[Row]] = {
             m.router_dtype,
         ),
         missing("A.ref.router_replay.mode=disabled", "the reference policy chooses its own experts"),
-        missing("A.actor.qat.enable=False A.actor.fsdp_config.qat.enable=False A.rollout.qat=null", "no quantised training"),
+        missing("A.actor.qat.enable=False A.*.fsdp_config.qat.enable=False A.*.megatron.qat.enable=False A.rollout.qat=null "
+                "A.*.veomni.qat_implementation=none", "no quantised training"),
         missing("A.ref.model.path", "the reference policy is the starting model"),
         to("A.actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "--grad-dtype", "", memory.grad_dtype),
         missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*", "master weights are fp32"),
-        unneeded("A.hybrid_engine", "the script: `train_sync.py` is the hybrid one"),
+        unneeded("A.hybrid_engine", "it chooses the script: `train_sync.py` is the hybrid one"),
         unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "
                  "model_engine", "FSDP2 wherever there is something to shard, to cast or to move"),
-        unneeded("A.model.use_remove_padding A.actor.use_remove_padding A.*.pad_to_length A.*.fsdp_config.pad_to_length "
-                 "A.*.fsdp_config.pad_to_length_bucket", "always packed"),
-        unneeded("A.model.use_fused_kernels A.model.fused_kernel_options.* A.model.use_liger A.actor.use_fused_kernels "
-                 "A.*.entropy_from_logits_with_chunking A.*.entropy_from_logits_chunk_size A.*.entropy_checkpointing "
-                 "A.*.fsdp_config.entropy_checkpointing A.*.fsdp_config.entropy_from_logits_with_chunking",
-                 "log-probs and entropy are always computed in chunks"),
-        unneeded("A.model.override_config.attention_dropout A.model.override_config.embd_pdrop "
-                 "A.model.override_config.resid_pdrop A.model.override_config.model_config.attention_dropout "
-                 "A.model.override_config.model_config.embd_pdrop A.model.override_config.model_config.resid_pdrop "
-                 "A.model.override_config.model_config.hidden_dropout", "dropout is always off"),
+        unneeded("A.*.use_remove_padding A.*.pad_to_length*", "always packed"),
+        unneeded("A.*.use_fused_kernels A.model.fused_kernel_options.* A.model.use_liger A.*.entropy_from_logits* "
+                 "A.*.entropy_checkpointing", "log-probs and entropy are always computed in chunks"),
+        unneeded("A.model.override_config.*dropout A.model.override_config.*_pdrop", "dropout is always off"),
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
@@ -165,32 +181,21 @@ TABLE: dict[str, list[Row]] = {
                  "A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* A.*.fsdp_config.turbo_config.* "
                  "A.*.router_replay.*", "of use with what is missing here alone"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
-        unneeded("A.*.fsdp_config.fsdp_size A.*.fsdp_config.reshard_after_forward A.*.fsdp_config.forward_prefetch "
-                 "A.*.fsdp_config.wrap_policy.* A.*.fsdp_config.use_orig_params A.*.fsdp_config.forward_only "
-                 "A.*.fsdp_config.use_no_sync_for_gradient_accumulation",
-                 "sharded over all learners, layer by layer"),
-        unneeded("A.*.use_torch_compile A.*.fsdp_config.use_torch_compile", "`--compile` compiles the learner's layers"),
-        unneeded("A.ref.log_prob_use_dynamic_bsz A.rollout.log_prob_use_dynamic_bsz A.ref.log_prob_max_token_len_per_gpu "
-                 "A.rollout.log_prob_max_token_len_per_gpu A.ref.log_prob_micro_batch_size_per_gpu "
-                 "A.rollout.log_prob_micro_batch_size_per_gpu A.ref.log_prob_micro_batch_size "
-                 "A.rollout.log_prob_micro_batch_size",
-                 "log-probs are computed in the learner's micro-batches"),
-        unneeded("A.actor.shuffle A.actor.data_loader_seed A.actor.fsdp_config.seed A.actor.fsdp_config.full_determinism",
+        unneeded("A.*.fsdp_config.*", "sharded over all learners, layer by layer"),
+        unneeded("A.*.use_torch_compile", "`--compile` compiles the learner's layers"),
+        unneeded("A.ref.log_prob_* A.rollout.log_prob_*", "log-probs are computed in the learner's micro-batches"),
+        unneeded("A.actor.shuffle A.actor.data_loader_seed A.*.fsdp_config.seed A.*.fsdp_config.full_determinism",
                  "mini-batches keep the batch's order"),
-        unneeded("A.actor.megatron.use_mbridge A.*.megatron.use_dist_checkpointing A.*.megatron.dist_checkpointing_path "
-                 "A.*.megatron.sequence_parallel A.*.megatron.use_distributed_optimizer "
-                 "A.*.megatron.override_transformer_config.* "
-                 "A.*.megatron.override_ddp_config.* A.*.megatron.override_mcore_model_config.* A.*.megatron.vanilla_mbridge "
-                 "A.*.megatron.use_mbridge A.*.megatron.seed A.*.megatron.load_weight A.*.megatron.use_remove_padding "
-                 "A.ref.megatron.grad_offload A.ref.megatron.optimizer_offload A.ref.megatron.dtype",
-                 "no Megatron; its recomputation is `--gradient-checkpointing`"),
-        unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype", "the reference policy has no optimizer"),
+        unneeded("A.*.megatron.* A.*.veomni.* A.*.torchtitan.* A.*.automodel.*",
+                 "of verl's other engines; FSDP2 here, and their recomputation is `--gradient-checkpointing`"),
+        unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype A.ref.optim.*",
+                 "the reference policy has no optimizer"),
         unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step "
                  "A.actor.optim.use_checkpoint_opt_param_scheduler",
                  "the scripts set it"),
-        unneeded("A.actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d "
-                 "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer "
-                 "A.actor.optim.override_optimizer_config.overlap_param_gather", "speed and precision of Megatron's optimizer"),
+        unneeded("A.actor.optim.override_optimizer_config.overlap_* "
+                 "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer",
+                 "speed and precision of Megatron's optimizer"),
         unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to go on "
                  "(checkpoints.md)"),
         unneeded("A.nccl_timeout", "every wait is watched: `--hang-timeout`"),
@@ -204,7 +209,7 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode",
            "`token-mean` in verl; here that of the loss's paper by default. Denominators are global; "
-           "`gspo`, `geo_mean` and `sapo` are `seq-mean-token-mean` in both", m.aggregation),
+           "`geo_mean` and `sapo` are `seq-mean-token-mean` in both, `gspo` was before verl 0.9.1", m.aggregation),
         to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2",
            "--clip-ratio-low, --clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's "
            "paper",
@@ -222,14 +227,17 @@ TABLE: dict[str, list[Row]] = {
            "algorithm.rollout_correction.rollout_is_batch_normalize=False algorithm.rollout_correction.rollout_rs=null "
            "algorithm.rollout_correction.rollout_rs_threshold=null",
            "--rollout-is, --rollout-is-threshold, --rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold",
-           "presets such as `decoupled_seq_is_rs()`: `--rollout-correction sequence_tis_geometric_rs`", m.correction),
+           "", m.correction),
+        to("algorithm.rollout_correction|async_training.rollout_correction|async.rollout_correction=null",
+           "--rollout-correction", "a word: ours, or that of verl's constructor, such as `decoupled_geo_rs_seq_tis` for "
+           "`sequence_tis_geometric_rs`", m.preset),
         to("algorithm.rollout_correction.bypass_mode=False "
            "A.actor.use_rollout_log_probs|async_training.use_rollout_log_probs|async.use_rollout_log_probs=False",
            "--use-rollout-log-probs", "on by default where batches may be stale, as in verl", m.old_log_probs),
         to("algorithm.filter_groups.enable=False algorithm.filter_groups.max_num_gen_batches=0 "
-           "algorithm.filter_groups.metric=null",
-           "--filter-groups, --max-num-gen-batches", "by the score without the penalty on length, whatever the "
-           "metric; 0 is no limit in verl", m.filter_groups),
+           "algorithm.filter_groups.metric=reward",
+           "--filter-groups, --max-num-gen-batches", "by the score without the penalty on length, as verl's `acc`; its "
+           "`reward` is the same without an overlong buffer; 0 is no limit in verl", m.filter_groups),
         missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
         missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
                 "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
@@ -239,7 +247,7 @@ TABLE: dict[str, list[Row]] = {
         missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
         to("A.actor.policy_loss.clip_cov_ratio=0.0002 A.actor.policy_loss.clip_cov_lb=1.0 A.actor.policy_loss.clip_cov_ub=5.0 "
            "A.actor.policy_loss.kl_cov_ratio=0.0002 A.actor.policy_loss.ppo_kl_coef=0.1 "
-           "A.actor.tau_pos=1.0 A.actor.tau_neg=1.05", "--loss-args",
+           "A.actor.tau_pos|A.actor.policy_loss.tau_pos=1.0 A.actor.tau_neg|A.actor.policy_loss.tau_neg=1.05", "--loss-args",
            "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in verl, the paper's 1 here); `sapo`: tau_pos, tau_neg",
            m.loss_args),
         missing("A.actor.policy_loss.dro_beta=null", "DRO"),
@@ -290,7 +298,8 @@ TABLE: dict[str, list[Row]] = {
            "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p",
            "`do_sample=False` is temperature 0; no top_k in the validation", m.validation),
         to("A.rollout.tensor_model_parallel_size=2", "--rollout-tp", "2 in verl, 1 here by default"),
-        to("A.rollout.gpu_memory_utilization=0.5", "--gpu-memory-utilization"),
+        to("A.rollout.gpu_memory_utilization=0.5 A.rollout.standalone_gpu_memory_utilization=null", "--gpu-memory-utilization",
+           "the second in verl's fully async mode", m.gpu_memory),
         to("A.rollout.max_num_seqs=256", "--max-num-seqs"),
         to("A.rollout.max_num_batched_tokens=8192", "--max-num-batched-tokens"),
         to("A.rollout.enable_chunked_prefill=True", "--enable-chunked-prefill"),
@@ -318,7 +327,7 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.rollout.engine_kwargs.vllm.mm_processor_cache_gb "
                  "A.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
                  "A.rollout.limit_images", "images come to vLLM as prepared pixels, any number of them"),
-        unneeded("A.rollout.mode", "the script"),
+        unneeded("A.rollout.mode A.rollout.router_config_path", "a generator draws the next prompt when it has room"),
         unneeded("A.rollout.max_model_len A.rollout.prompt_length A.rollout.response_length",
                  "prompt and response budget together"),
         unneeded("A.rollout.calculate_log_probs A.rollout.logprobs_mode", "log-probs always come with the tokens"),
@@ -333,18 +342,32 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "of use with several turns alone"),
     ],
     "Asynchronous training": [
-        to("async_training.staleness_threshold|async.staleness_threshold", "--staleness-threshold"),
-        to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step", "--trigger-parameter-sync-step"),
+        to(f"async_training.staleness_threshold|async.staleness_threshold|{V1}separate_async.num_warmup_batches",
+           "--staleness-threshold"),
+        to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step|"
+           f"{V1}separate_async.parameter_sync_step", "--trigger-parameter-sync-step"),
         to("async_training.require_batches|async.require_batches", "--require-batches"),
         to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout",
            "True is `recompute`: a response goes on with a fresh KV cache; `keep`, the default here, spares the time for it. "
-           "False "
-           "is `off`", m.partial_rollout),
-        to("trainer.nnodes=1 trainer.n_gpus_per_node=8 "
-           "rollout.nnodes|A.rollout.nnodes=1 rollout.n_gpus_per_node|A.rollout.n_gpus_per_node|A.rollout.n_gpus|"
-           "rollout.n_gpus=8",
+           "False is `off`", split.partial_rollout),
+        to(f"{V1}sampler.max_off_policy_threshold=null {V1}sampler.max_off_policy_strategy=drop", "--max-staleness, --stale",
+           "verl counts the versions that a response spans, `--max-staleness` the age of its oldest token: one less. null is "
+           "no bound", split.off_policy),
+        to(f"{V1}colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "
+           "responses go on in the next step", split.over_sample),
+        to(f"{V1}trainer_mode=sync", "", "`sync` and `colocate_async` are `train_sync.py`, `separate_async` is "
+           "`train_async.py`, whose steps are mini-batches: what verl counts in publishes is multiplied", split.trainer_mode),
+        missing(f"{V1}separate_async.hybrid_rollout.enable_switch=False async_training.use_dynamic_resource_scheduling=False "
+                "async.use_dynamic_resource_scheduling=False", "learners never generate; plan.py finds the best split"),
+        missing(f"{V1}sampler.custom_sampler.* {V1}sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
+        unneeded(f"trainer.use_v1 {V1}sync {V1}*", "of verl's newer trainer alone"),
+        unneeded(f"{V1}sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
+                 "`--on-error`"),
+        to("trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.nnodes|A.rollout.nnodes=1 "
+           "rollout.n_gpus_per_node|A.rollout.n_gpus_per_node=8 A.rollout.n_gpus|rollout.n_gpus=null",
            "--generators", "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, "
-           "with `--generators` of its ranks generating; roles of their own: nodes.md", m.devices),
+           "with `--generators` of its ranks generating; roles of their own: nodes.md. `n_gpus` alone is a part of the "
+           "trainer's devices", split.devices),
         missing("rollout.n", "verl itself reads `A.rollout.n`"),
         missing("async_training.compute_prox_log_prob=False async.compute_prox_log_prob=False",
                 "`--loss-mode decoupled_ppo` computes it"),
@@ -352,7 +375,8 @@ TABLE: dict[str, list[Row]] = {
                  "async_training.parallel_validate_and_rollout async.parallel_validate_and_rollout", "the generators validate"),
         unneeded("async_training.checkpoint_engine.* async.checkpoint_engine.*",
                  "weights are broadcast over the job's own process group"),
-        unneeded("rollout.max_concurrent_samples_per_replica", "as many as the engine takes: `--max-num-seqs`"),
+        unneeded("rollout.max_concurrent_samples_per_replica async_training.concurrent_samples_per_replica "
+                 "async_training.dynamic_schedule_*", "as many as the engine takes: `--max-num-seqs`"),
         unneeded("A.rollout.total_rollout_steps", "verl reads `rollout.total_rollout_steps`"),
     ],
     "Trainer": [
@@ -379,7 +403,7 @@ TABLE: dict[str, list[Row]] = {
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
         missing("trainer.rollout_data_dir=null", "`--record` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
-        missing("trainer.v1.* trainer.use_v1", "verl's newer trainer: `train_async.py` is its `separate_async`"),
+        missing("trainer.checkpoint_callback_class=null", "call it in your copy of the script"),
         missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* "
                 "trainer.npu_profile.*", "profile a script as any other Python program"),
         unneeded("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", "there is no critic"),
@@ -405,6 +429,15 @@ OTHER_DEFAULTS: dict[str, dict[str, object]] = {
         "async_training.require_batches": 1,
         "async_training.partial_rollout": True,
         "rollout.total_rollout_steps": 100,
+    },
+    V1: {  # separate_async of its newer trainer
+        f"{V1}trainer_mode": "separate_async",
+        f"{V1}sampler.max_off_policy_threshold": 8,
+        "async_training.staleness_threshold": 1.0,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.require_batches": 1,
+        "async_training.partial_rollout": True,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
     },
 }
 # fmt: on

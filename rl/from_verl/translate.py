@@ -14,16 +14,20 @@ from rl.from_verl import keys
 from rl.from_verl.command import Command
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED, Row
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
-from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, Run
+from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, V1, Run
 
 MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async}
 PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
 CONFIGS = {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
+PROGRAM_OF = {SYNC: "main_ppo", ONE_STEP_OFF: "one_step_off_policy", ASYNC: "fully_async_policy"}
+LENGTH = "rollout.total_rollout_steps"
+OF_ASYNC = ("async_training.", "async.", LENGTH, V1 + "separate_async.")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # Hydra's ${trainer.total_epochs}
 NUMBERS = {  # keys that take a whole number or verl's default, null
     "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "rollout.total_rollout_steps", "data.seed",
     "reward.reward_kwargs.max_resp_len", "actor_rollout_ref.actor.ppo_micro_batch_size",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.n_gpus",
+    V1 + "sampler.max_off_policy_threshold",
 }  # fmt: skip
 
 
@@ -55,12 +59,15 @@ class Translation:
 def translate(command: Command) -> Translation:
     found = {key: keys.find(key, ROWS) for key in command.values}  # key as given -> (row, the table's name), None if unknown
     values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
-    script = script_of(command, values)
-    defaults = {name: value for row in ROWS for name, value in row.defaults.items()} | OTHER_DEFAULTS[script]
+    notes: list[str] = []
+    script = script_of(command, values, notes)
+    defaults = {name: value for row in ROWS for name, value in row.defaults.items()}
+    newer = script == ASYNC and "fully_async" not in command.program and any(name.startswith(V1) for name in values)
+    defaults |= OTHER_DEFAULTS[V1 if newer else script]
     wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
-    run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults)
+    run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
     run.missing |= {name: why for name, why in wrong.items() if why}
-    run.notes += [*command.notes, *_clashes(command, found)]
+    run.notes += [*notes, *command.notes, *_clashes(command, found)]
     flags = _flags(run)
     verdicts = {key: _verdict(run, row_and_name, _resolved(command, key)) for key, row_and_name in found.items()}
     verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
@@ -87,18 +94,37 @@ def _launcher(run: Run) -> list[str]:
     return ["torchrun", *(str(word) for pair in words.items() for word in pair)]
 
 
-def script_of(command: Command, given: dict[str, object]) -> str:
-    """The script that does what verl's program does; without a program's name the keys tell."""
-    if command.module:
-        told = {"fully_async": ASYNC, "one_step_off": ONE_STEP_OFF, "main_ppo": SYNC}
-        words = f"{command.module} {command.config_name}"
-        if script := next((script for word, script in told.items() if word in words), None):
+def script_of(command: Command, given: dict[str, object], notes: list[str]) -> str:
+    """The script that does what verl's program does: its name decides, unless the keys speak of devices of their own. Where the
+    name alone does not say it, a note says what was taken and why."""
+    for word, script in {"fully_async": ASYNC, "one_step_off": ONE_STEP_OFF}.items():
+        if word in command.program:
             return script
-    if any(key.startswith("async_training.") for key in given) or "rollout.total_rollout_steps" in given:
-        return ASYNC
-    if given.get("actor_rollout_ref.hybrid_engine") is False or "rollout.n_gpus_per_node" in given:
-        return ONE_STEP_OFF
-    return SYNC
+    script, why = _script_of_keys(command, given)
+    if "main_ppo" in command.module and "async" not in command.program and (script == SYNC or LENGTH in why):
+        return SYNC
+    if script == SYNC and "async" in command.program:
+        script, why = ONE_STEP_OFF, "of its name"
+    if command.module or script != SYNC:
+        name = command.module or "The command"
+        notes.append(f"{name} is taken for verl's {PROGRAM_OF[script]}, and so for {script}, because {why}.")
+    return script
+
+
+def _script_of_keys(command: Command, given: dict[str, object]) -> tuple[str, str]:
+    """(The script that the keys alone speak for, why)."""
+    mode = given.get(V1 + "trainer_mode") if given.get("trainer.use_v1") is not False else None
+    if mode in ("sync", "colocate_async", "separate_async"):
+        return ASYNC if mode == "separate_async" else SYNC, f"of trainer_mode={mode}"
+    if key := next((key for key in command.values if key.startswith(OF_ASYNC)), None):
+        return ASYNC, f"of {key}"
+    if given.get("actor_rollout_ref.hybrid_engine") is False:
+        return ONE_STEP_OFF, "of hybrid_engine=False"
+    # rollout.yaml of main_ppo itself has actor_rollout_ref.rollout.n_gpus_per_node: without nodes it means nothing there
+    pools = ("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n_gpus", "actor_rollout_ref.rollout.n_gpus")
+    if key := next((key for key in pools if command.values.get(key)), None):
+        return ONE_STEP_OFF, f"of {key}: generators have devices of their own"
+    return SYNC, "nothing says otherwise"
 
 
 def _resolved(command: Command, key: str) -> object:
@@ -186,7 +212,8 @@ def _wrong(row: Row, name: str, value: object, default: object) -> str:
     if isinstance(value, str) and "${" in value:
         return "it refers to a setting that the command does not give"
     number = name in NUMBERS or isinstance(default, int | float)
-    if row.kind != TRANSLATED or (value is None and not isinstance(default, int | float | str)):
+    may_be_null = name == V1 + "sampler.max_off_policy_threshold" or not isinstance(default, int | float | str)
+    if row.kind != TRANSLATED or (value is None and may_be_null):
         return ""
     if isinstance(default, bool):
         fits = isinstance(value, bool)

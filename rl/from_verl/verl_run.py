@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 SYNC, ONE_STEP_OFF, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
+V1 = "trainer.v1."  # keys of verl's newer trainer
+PRESET = "algorithm.rollout_correction"  # a word, or the head of keys
 
 
 @dataclass
@@ -12,6 +14,7 @@ class Run:
     script: str
     given: dict[str, object]
     defaults: dict[str, object]
+    is_v1: bool = False  # the asynchronous mode of verl's newer trainer, whose steps are publishes
     missing: dict[str, str] = field(default_factory=dict)  # key -> what is not here
     idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect in this run
     notes: list[str] = field(default_factory=list)
@@ -48,9 +51,12 @@ class Run:
     @property
     def steps(self) -> int | None:
         """Training steps of the run, where they do not depend on the size of the data."""
+        steps = self["trainer.total_training_steps"]
+        if self.is_v1:
+            return steps and steps * self["async_training.trigger_parameter_sync_step"]
         if self.script == ASYNC:
             return self["rollout.total_rollout_steps"] // max(1, self.prompts_a_step)
-        return self["trainer.total_training_steps"]
+        return steps
 
     @property
     def full_length(self) -> int:
@@ -62,5 +68,4 @@ class Run:
 
     @property
     def corrects(self) -> bool:
-        of = "algorithm.rollout_correction."
-        return bool(self[of + "rollout_is"] or self[of + "rollout_rs"])
+        return bool(self[PRESET] or self[PRESET + ".rollout_is"] or self[PRESET + ".rollout_rs"])
