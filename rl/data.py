@@ -189,7 +189,7 @@ class PromptDataset(Sequence):
         which, number = self._locate(self.rows[index])
         if "data_source" not in self.tables[which].column_names:
             return GSM8K
-        return self.tables[which].select_columns("data_source").with_format("arrow")[number]["data_source"][0].as_py()
+        return self.tables[which].select_columns("data_source")[number]["data_source"]
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> its rows, also those whose prompts were left out."""
