@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 import xxhash
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file
 
@@ -39,10 +39,12 @@ KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model is one of images and text: by its family, or because it has a vision tower, though transformers may
-    have a class that leaves the tower out."""
-    has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or getattr(config, "vision_config", None) is not None
-    return has_tower or getattr(config, "model_type", None) in FAMILIES
+    """Whether the model is one of images and text: by its family, or because transformers has such a model for the config, even
+    if it has one of text alone, too, which leaves the vision tower out. Code that comes with a model is known by its tower."""
+    kind = getattr(config, "model_type", None)
+    if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return True
+    return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
 
 
 class ImageFlags(Protocol):

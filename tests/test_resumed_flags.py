@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import make_group, run_script
 from safetensors.torch import load_file
+from tiny_vlm import save_vlm
 
 from rl import checkpoint
 from rl.algorithm_args import AlgorithmArgs
@@ -108,6 +109,18 @@ def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     assert f"--optim adamw_8bit cannot continue from {recorded}/step_000003, which was written with --optim adamw" in message
     done = run_script("replay.py", recorded, "--optim", "adamw_8bit", "--output-dir", tmp_path, "--stop-at-nan")
     assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
+
+
+@pytest.mark.parametrize(("was", "words", "remedy"), [(True, "with", "Add it"), (False, "without", "Leave it out")])
+def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was, words, remedy):
+    model = save_vlm("qwen3-vl", tmp_path / "model")
+    program = ("tests/programs/reshard.py", model)
+    run_script(*program, json.dumps({"freeze_vision_tower": was}), "-", tmp_path, timeout=120)
+    where, flags = tmp_path / "step_000001", json.dumps({"freeze_vision_tower": not was})
+    done = run_script(*program, flags, where, tmp_path, check=False, timeout=120)
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"{where} was written {words} --freeze-vision-tower" in message and f"{remedy}, or start from the" in message
+    assert "model.visual." in message and "--model" not in message
 
 
 # ------------------------------------------------------------------------------------------------- of the learner by itself

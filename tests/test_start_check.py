@@ -189,6 +189,7 @@ def test_code_that_comes_with_a_model_is_judged_by_its_family_and_its_tower():
     assert takes_images(types.SimpleNamespace(model_type="mine", vision_config={"depth": 2}))
     assert not takes_images(types.SimpleNamespace(model_type="mine", vision_config=None))
     assert not takes_images(types.SimpleNamespace())
+    assert not takes_images(transformers.CLIPConfig()), "a tower alone"
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5Config", "Llama4Config", "Gemma3Config"])
