@@ -43,7 +43,7 @@ class OverSampleArgs(BatchArgs):
         if under_way > self.surplus:
             raise UserError(
                 f"--over-sample {self.over_sample:g}: the resumed run has {under_way} prompts under way beyond a step's, and "
-                f"this allows {self.surplus}. Give at least --over-sample {under_way / self.train_batch_size:g}, or start a new "
+                f"this allows {self.surplus}. Give --over-sample {under_way / self.train_batch_size:g} or more, or start a new "
                 "run with another --experiment-name."
             )
         return self.surplus - under_way
