@@ -42,8 +42,8 @@ class OverSampleArgs(BatchArgs):
         Raises UserError if they are more than the surplus: no step would wait for them."""
         if under_way > self.surplus:
             raise UserError(
-                f"--over-sample {self.over_sample:g} lets {self.surplus} prompts be under way beyond a step's, and the resumed "
-                f"run has {under_way}. Give at least --over-sample {under_way / self.train_batch_size:g}, or start a new run "
-                "with another --experiment-name."
+                f"--over-sample {self.over_sample:g}: the resumed run has {under_way} prompts under way beyond a step's, and "
+                f"this allows {self.surplus}. Give --over-sample {under_way / self.train_batch_size:g} or more, or start a new "
+                "run with another --experiment-name."
             )
         return self.surplus - under_way

@@ -221,7 +221,7 @@ def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
         "step 3/3  reward 0.300",
     ):
         assert shown.count(words) == 1, words
-    assert bool([*run.dir.glob("events.out*")]) == ("tensorboard" in logger)
+    assert bool([*run.dir.rglob("events.out*")]) == ("tensorboard" in logger)
     assert bool([*run.dir.glob("wandb/offline-run-*")]) == ("wandb" in logger)
 
 

@@ -83,8 +83,8 @@ def test_a_resumed_run_that_had_no_surplus_starts_one(tmp_path):
 
 def test_a_resumed_run_cannot_have_a_smaller_surplus_than_it_has_under_way(whole, tmp_path):
     _, done = resumed(whole, tmp_path, "--over-sample", "0.25", check=False)
-    assert done.returncode == 1 and "--over-sample 0.25 lets 1 prompts be under way" in done.stderr
-    assert "the resumed run has 3. Give at least --over-sample 0.75" in done.stderr
+    assert done.returncode == 1 and "--over-sample 0.25: the resumed run has 3 prompts under way" in done.stderr
+    assert "this allows 1. Give --over-sample 0.75 or more" in done.stderr
 
 
 @pytest.mark.slow
