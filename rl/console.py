@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from rl.printable import printable
+
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
 
 
@@ -54,6 +56,7 @@ class ConsoleLog:
             self.last_line = now
 
     def say(self, text: str) -> None:
+        text = printable(text)
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False)
         else:
