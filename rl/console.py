@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from rl import validations
+from rl.printable import printable
 
 PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
 
@@ -56,6 +57,7 @@ class ConsoleLog:
             self.last_line = now
 
     def say(self, text: str) -> None:
+        text = printable(text)
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False)
         else:

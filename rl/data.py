@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -281,8 +280,8 @@ class PromptDataset(Sequence):
         if self.prep is None:
             return ids, None
         try:
-            directory = Path(self.files[self._locate(row)[0]]).parent
-            ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), directory))
+            of_file = images.places(self.files[self._locate(row)[0]])
+            ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), *of_file))
         except ImageError as error:
             raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
         return ids, of_row if of_row.sources else None

@@ -137,7 +137,7 @@ def _make(directory: str) -> None:
 
 def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int = 160, wrong_steps: int = 60) -> None:
     rows, rng = problems("train"), random.Random(0)
-    pictures = [Image.open(io.BytesIO(row["images"][0]["bytes"])) for row in rows]
+    pictures = [Image.open(io.BytesIO(row["images"][0]["bytes"]), formats=["PNG"]) for row in rows]
     patches = [processor(picture, return_tensors="pt")["pixel_values"] for picture in pictures]
     pixels = torch.stack(patches)  # [rows, patches, d]
     numbers = [int(row["reward_model"]["ground_truth"]) for row in rows]

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed import DistError, DistNetworkError, Store
 
 from rl import launch, watchdog
+from rl.printable import printable
 
 _has_gone = False  # the store
 
@@ -26,7 +27,7 @@ class Failure:
 
 def record(what: str, name: str = "") -> Failure:
     """Tells the job that this rank fails. what: in one line; name: of the rank, unless others are to blame."""
-    what = what.encode("utf-8", "backslashreplace").decode()  # the store takes no half of a surrogate pair
+    what = printable(what.encode("utf-8", "backslashreplace").decode())  # the store takes no half of a surrogate pair
     first_of_node = tell_torchrun(what)
     told = f"{name} on {platform.node()} failed: {what}" if name else what
     try:

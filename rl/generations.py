@@ -14,6 +14,7 @@ from PIL import Image
 
 from rl import images
 from rl.files import Files
+from rl.printable import escaped
 
 DIRECTORY = "val_generations"
 COLUMNS = ("prompt", "response", "ground_truth", "score")
@@ -62,7 +63,7 @@ def markdown(value) -> str:
     text = "unscored" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
     text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
     text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\\\x{ord(match[0]):02x}", text)
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: "\\" + escaped(match[0]), text)
 
 
 def read(table: Path) -> list[list]:

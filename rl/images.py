@@ -2,11 +2,17 @@
 
 Turned as its EXIF says, transparency on white, 16 bits scaled to 8, of an animation the first frame. The size is read from the
 header, nothing else of the image is decoded for it.
+
+Data may come from anyone. Only FORMATS are opened, which PIL decodes by itself: for others it starts programs such as
+Ghostscript. A path must name a regular file of at most LARGEST_FILE bytes. Rows of a hub dataset may only name files of that
+dataset.
 Left out: videos, and images from the network.
 """
 
 import io
+import os
 import re
+import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +24,8 @@ TURNED = {5, 6, 7, 8}  # EXIF orientations by a quarter turn: width and height c
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # refused below, with the remedy
 
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+LARGEST_FILE = 1 << 28  # bytes
 PLACE = "<image>"  # in a prompt's text, where an image belongs
 
 
@@ -25,11 +33,30 @@ class ImageError(Exception):
     """What is wrong with a row's images, without the row."""
 
 
-def files_of(value: object, directory: Path) -> list[bytes]:
-    """The image files of a row's column, which holds a list of images, one, or none. Raises ImageError."""
+def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:
+    """The image files of a row's column, which holds a list of images, one, or none. directory, roots: of `places`. Raises
+    ImageError."""
     if value is None:
         return []
-    return [_numbered(i, read, one, directory) for i, one in enumerate(value if isinstance(value, list) else [value])]
+    return [_numbered(i, read, one, directory, roots) for i, one in enumerate(value if isinstance(value, list) else [value])]
+
+
+def places(name: str) -> tuple[Path, tuple[Path, ...] | None]:
+    """(where the relative paths in a --train-files begin, where its files may lie; None is anywhere).
+
+    The rows of a file of the user's may name any file. Those of a hub dataset, or of a directory that `datasets` reads, name
+    files of it: what was downloaded for it, or lies in it."""
+    path = Path(name)
+    if path.is_file():
+        return path.parent, None
+    if path.is_dir():
+        return path, (path,)
+    from datasets import config
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    dataset = name.partition(":")[0]
+    downloaded = Path(HF_HUB_CACHE) / f"datasets--{dataset.replace('/', '--')}"
+    return downloaded, (downloaded, Path(config.DOWNLOADED_DATASETS_PATH))
 
 
 def with_places(messages: Sequence[dict]) -> list[dict]:
@@ -68,9 +95,9 @@ def _numbered(number: int, act, *arguments):
         raise ImageError(f"image {number} {error}") from None
 
 
-def read(value: object, directory: Path = Path()) -> bytes:
+def read(value: object, directory: Path = Path(), roots: Sequence[Path] | None = None) -> bytes:
     """The bytes of an image file as a row names it: bytes, a path (relative ones from `directory`), a PIL image, or as
-    `datasets` stores it, {"bytes", "path"}. Raises ImageError."""
+    `datasets` stores it, {"bytes", "path"}. roots: directories in which a path must end, links followed. Raises ImageError."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, Image.Image):
@@ -84,9 +111,25 @@ def read(value: object, directory: Path = Path()) -> bytes:
     if value.startswith(("http://", "https://", "data:")):
         raise ImageError("is a URL; download it, and put its bytes or its path there")
     try:
-        return (directory / value.removeprefix("file://")).read_bytes()
-    except OSError as error:
-        raise ImageError(f"cannot be read ({error.strerror}: {error.filename})") from None
+        return _content(directory / value.removeprefix("file://"), roots)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise ImageError(f"cannot be read ({getattr(error, 'strerror', None) or error}: {value})") from None
+
+
+def _content(path: Path, roots: Sequence[Path] | None) -> bytes:
+    """Of a regular file that is not too large, in one of the roots. Raises ImageError, OSError or ValueError."""
+    if roots is not None:
+        path = path.resolve()
+        if not any(path.is_relative_to(root.resolve()) for root in roots):
+            raise ImageError(f"is {path}, a file outside of the dataset; put the image's bytes into the row")
+    if not stat.S_ISREG(path.stat().st_mode):  # asked before it is opened: to open a device may do something
+        raise ImageError(f"is {path}, which is no regular file; put the image's path or bytes there")
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not to wait for a pipe that has taken its place
+    with open(opened, "rb") as file:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
+            raise ImageError(f"has {status.st_size:,} bytes, more than {LARGEST_FILE:,} ({path}); make it smaller")
+        return file.read(LARGEST_FILE) or b""
 
 
 def size(data: bytes) -> tuple[int, int]:
@@ -115,7 +158,7 @@ def to_rgb(data: bytes) -> np.ndarray:
 def _open(data: bytes) -> Image.Image:
     """The image with its header read."""
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
         _exif(image)  # from here on the orientation is what the header says, for size() and to_rgb() alike
     except Exception as error:
         raise ImageError(f"is no image that can be read ({_reason(error)})") from None

@@ -15,6 +15,7 @@ import torch.distributed
 
 from rl import console, dist, failures, heartbeat, launch, signals, watchdog
 from rl.errors import Stopped, UserError
+from rl.printable import printable
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
 
@@ -68,7 +69,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
     """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
     with watchdog.speaking:
         if failures.record(str(error), name or f"rank {launch.here().rank}").first_of_node:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(printable(f"error: {error}"), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 
@@ -86,9 +87,9 @@ def _explain(name: str, error: Exception) -> None:
         failure = failures.record(f"{type(error).__name__}: {error}", name)
         if failure.first:
             print(f"{name} failed:", file=sys.stderr)
-            traceback.print_exception(error)
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         elif failure.first_of_node and (cause := failures.cause()):
-            print(f"{name} stops: {cause}", file=sys.stderr)
+            print(printable(f"{name} stops: {cause}"), file=sys.stderr)
 
 
 def _die_with_parent() -> None:

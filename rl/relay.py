@@ -8,6 +8,9 @@ has put it into its ring and said so. After a broken connection, which ZeroMQ me
 again; what had come already is left out by its number. Nothing is taken from a ring while the one behind it is full: so back
 pressure reaches the generators.
 
+Records travel in frames of 1 MiB at most, and a longer frame is refused: a stranger, who has not proved anything yet, can make
+the receiver hold no more than one.
+
 All that travels is encrypted, and both ends prove that they know the job's secret (CURVE, https://rfc.zeromq.org/spec/26). With
 --cluster-key that is a file's. Otherwise the first to ask makes one up and leaves it in torchrun's store, which is as open as
 the network that c10d and NCCL trust.
@@ -39,6 +42,7 @@ from rl.ring import RecordTooLarge, Ring, RingTimeout
 
 HEAD = struct.Struct("<16sQQ")  # a forwarder's own name, the record's number, its checksum
 UNDER_WAY = 64 << 20  # bytes that were sent and are not acknowledged yet
+FRAME = 1 << 20  # bytes of a record that go into one frame
 SILENT_SECONDS = 20  # after which a connection without a sign of life is taken for broken, and made anew
 
 
@@ -87,6 +91,7 @@ def _socket(context: zmq.Context, kind: int, keys: tuple[bytes, bytes]) -> zmq.S
     end = context.socket(kind)
     end.curve_publickey, end.curve_secretkey = keys
     end.linger = 0
+    end.maxmsgsize = FRAME + 1024  # of a frame, with what CURVE adds; ZeroMQ drops who announces more
     end.sndhwm = end.rcvhwm = 0  # the window bounds what is under way
     end.heartbeat_ivl, end.heartbeat_timeout = 1000 * SILENT_SECONDS // 4, 1000 * SILENT_SECONDS
     return end
@@ -146,7 +151,8 @@ class Receiver(_Thread):
         while not self._closed.is_set():
             if not self.socket.poll(100):
                 continue
-            sender, head, record = self.socket.recv_multipart()
+            sender, head, *frames = self.socket.recv_multipart()
+            record = b"".join(frames)
             name, number, checksum = HEAD.unpack(head)
             if xxhash.xxh3_64_intdigest(record) != checksum:
                 raise RuntimeError("a record from another node does not fit its checksum")
@@ -209,8 +215,8 @@ class Forwarder(_Thread):
                 print(f"warning: {told}: is it closed to this node?", file=sys.stderr, flush=True)
             if connections > 1:  # anew: what was under way may be lost
                 connections = 1
-                for message in self._under_way:
-                    self.socket.send_multipart(message)
+                for head, record in self._under_way:
+                    self._send(head, record)
             while self.socket.poll(0 if self._has_room() else 50):
                 self._acknowledge(*struct.unpack("<Q", self.socket.recv()))
             if self._has_room():
@@ -237,8 +243,12 @@ class Forwarder(_Thread):
         head = HEAD.pack(self._name, self._count, xxhash.xxh3_64_intdigest(record))
         self._count += 1
         self._under_way.append([head, record])
-        self.socket.send_multipart(self._under_way[-1])
+        self._send(head, record)
         self.bytes += len(record)
+
+    def _send(self, head: bytes, record: bytes) -> None:
+        view = memoryview(record)
+        self.socket.send_multipart([head, *(view[at : at + FRAME] for at in range(0, len(record), FRAME))])
 
     def _acknowledge(self, taken: int) -> None:
         """taken: records, from the first on, that are in the receiver's ring."""

@@ -5,18 +5,17 @@ transformers: it starts in a blink.
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import inspect
 import json
 import math
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
 
+from rl import descendants, printable
 from rl.verifiers import BUILT_IN
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a verifier, by name
@@ -44,11 +43,11 @@ def load(spec: str):
     return function
 
 
-def one_line(error: BaseException) -> str:
-    """The error with the line of code it came from."""
+def in_one_line(error: BaseException) -> str:
+    """The error with the line of code it came from, fit for a terminal."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"  # a fault in the user's file
-    return f"{type(error).__name__}: {error}{place}".replace("\n", " ")
+    return printable.one_line(f"{type(error).__name__}: {error}{place}")
 
 
 def limit_cpu(seconds: float) -> None:
@@ -59,9 +58,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, however it dies
-    if os.getppid() != parent:
+    if not descendants.guard(parent):
         return
     if memory_gb:
         limit = int(memory_gb * 2**30)
@@ -87,7 +84,7 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     try:
         own = load(spec) if spec else None
     except (Exception, SystemExit) as error:
-        answer({"failed": one_line(error)})
+        answer({"failed": in_one_line(error)})
         return
     answer({"ready": True})
     for line in items:
@@ -100,7 +97,7 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
                 value = function(**item)
             answer({"number": number, "value": value})
         except (Exception, SystemExit) as error:
-            answer({"number": number, "failed": one_line(error)})
+            answer({"number": number, "failed": in_one_line(error)})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 from rl.errors import UserError
+from rl.printable import one_line
 from rl.ranges import LARGEST_FLOAT, Range
+from rl.reward_environment import check_passed
 from rl.scoring_process import Lost, ScoringProcess
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
@@ -39,6 +41,9 @@ class RewardArgs:
     """Scoring processes on each rank."""
     reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
     """Address space of each scoring process, in GiB; 0 is no limit."""
+    reward_env: tuple[str, ...] = ()
+    """Environment variables that the reward function gets in any case, by name or pattern (MY_*). Secrets (*TOKEN*, *KEY*,
+    *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are left out otherwise."""
     on_error: Literal["mask", "zero"] = "mask"
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
     give it a score of 0. It is counted either way. In a validation it counts as wrong, with 0 or, where that is below 0, the
@@ -126,6 +131,7 @@ class ScoringPool:
         self._threads = _Threads(args)
         self._finalizer = weakref.finalize(self, self._threads.close)
         if args.reward:
+            check_passed(args.reward_env)
             try:
                 self._threads.start_one()
                 self._threads.begun.wait()
@@ -254,8 +260,9 @@ class _Threads:
 
     def _use_one(self) -> Lost | None:
         """A scoring process for as long as it lasts; returns how it was lost if it was never ready."""
-        limits = self.args.reward_memory_limit_gb, self.args.reward_cpu_limit
-        with ScoringProcess(self.args.reward, *limits) as process:
+        args = self.args
+        limits = args.reward_memory_limit_gb, args.reward_cpu_limit
+        with ScoringProcess(args.reward, *limits, args.reward_env) as process:
             try:
                 self._await_ready(process)
             except Lost as lost:
@@ -283,7 +290,7 @@ class _Threads:
                     self.queue.put(task)
                     self.done.put(([], lost))
                 else:
-                    self.done.put(([(key, Score(None, event=lost.event, message=str(lost)))], lost))
+                    self.done.put(([(key, self._score_of_lost(item, lost))], lost))
                 return
         raise _Closed
 
@@ -295,9 +302,17 @@ class _Threads:
             raise Lost("timeout", self._too_long(process)) from None
         if process.asked == 1:
             self._first_calls.append(time.monotonic() - started)
-        if "failed" in reply:
+        if "failed" not in reply:
+            return as_score(reply["value"])
+        if self.args.reward:
             return Score(None, event="error", message=f"{reply['failed']:.500}")
-        return as_score(reply["value"])
+        return wrong_answer(json.loads(item))
+
+    def _score_of_lost(self, item: str, lost: Lost) -> Score:
+        """An answer that keeps a built-in grader busy is wrong. Of a user's function nobody knows whose fault it is."""
+        if self.args.reward or lost.event != "timeout":
+            return Score(None, event=lost.event, message=str(lost))
+        return wrong_answer(json.loads(item))
 
     def _limit(self, process: ScoringProcess) -> float:
         """Seconds that the process may take to get ready, or for its item."""
@@ -316,6 +331,12 @@ class _Threads:
         return message
 
 
+def wrong_answer(item: dict) -> Score:
+    """What a built-in grader gives for no answer: its lowest score."""
+    function = BUILT_IN[item["data_source"]]
+    return as_score(function(**item | {"solution_str": ""}))
+
+
 def as_score(value: Any) -> Score:
     """The return value of a reward function as a Score; anything but a finite number of fp32 is a bad_value event."""
     score, extra = value, {}
@@ -325,7 +346,7 @@ def as_score(value: Any) -> Score:
     if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
         wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
         wanted += " of fp32"
-        return Score(None, event="bad_value", message=f"the reward function returned {value!r:.100}, {wanted}")
+        return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {wanted}"))
     return Score(float(score), extra)
 
 

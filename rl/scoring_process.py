@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from rl import descendants, printable
+from rl.reward_environment import reward_environment
 
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 LOOK = 0.1  # seconds after which one who waits asks again how long it may
@@ -21,19 +24,23 @@ class Lost(Exception):
 
     def __init__(self, event: str, message: str, idle: bool = False):
         """event: one of rl.scoring's EVENTS; message: how it came to it; idle: whether it had nothing to score then."""
+        message = printable.one_line(message)
         super().__init__(message)
-        self.event, self.message, self.idle = event, message, idle
+        self.event = event
+        self.message = message
+        self.idle = idle
 
 
 class ScoringProcess:
-    """One scoring process in a session of its own, so that what it forks can be killed with it. It ends with the thread that
-    started it."""
+    """One scoring process, with a guard (rl/descendants.py) that ends what it has started. It ends with the thread that started
+    it."""
 
-    def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float):
-        """reward: path/to/file.py:function; without it a built-in verifier, which each item names."""
+    def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float, passed: Sequence[str] = ()):
+        """reward: path/to/file.py:function; without it a built-in verifier, which each item names. passed: --reward-env."""
         command = [sys.executable, "-m", "rl.reward_worker", reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid())]
         root = str(Path(__file__).resolve().parent.parent)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        env = reward_environment(os.environ, passed)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
         os.set_blocking(self.process.stdin.fileno(), False)  # a long item goes in pieces
@@ -44,11 +51,9 @@ class ScoringProcess:
         return self
 
     def __exit__(self, *_) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        descendants.end(self.process)
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait()
 
     def ask(self, item: str, limit: Callable[[], float]) -> dict:
         """Its answer to the item. limit: the seconds that it may take, which may change. Raises TimeoutError or Lost."""
@@ -91,8 +96,16 @@ class ScoringProcess:
             return "died", "the scoring process closed its pipe"
         if code == -signal.SIGXCPU:
             return "timeout", "no score within the CPU time of --reward-cpu-limit"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return "died", f"the scoring process {how}"
+
+
+def _signal_name(number: int) -> str:
+    """Python has no names for most of the real-time signals."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    first = signal.SIGRTMIN
+    return f"signal {number} (SIGRTMIN+{number - first})" if first <= number <= signal.SIGRTMAX else f"signal {number}"
 
 
 def _is_ready(pipe, seconds: float) -> bool:

@@ -44,17 +44,17 @@ def _number(text: str) -> Fraction | None:
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""1 if the last \boxed{} (or without any, the last line "Answer: ...") equals the ground truth as mathematics, else 0.
+    r"""1 if the last \boxed{} (or without any, the last line "Answer: ...") is the ground truth, else 0.
 
-    verl's graders of MATH compare spellings; this one takes what they take, and all that math-verify proves equal. Stricter
-    than math-verify: an answer that is not marked is none, and a decimal is not the irrational number that it approximates.
+    verl's grader of MATH compares spellings. This one takes what it takes, and other spellings of the same result. Like verl's
+    it computes nothing for the answer: \boxed{\binom{8}{4}} is not 70.
     """
     answer = boxed(solution_str) if BOX.search(solution_str) else answer_line(solution_str)
     return float(answer is not None and same(answer, str(ground_truth)))
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    r"""+1 if the last "Answer: ..." (or without any, the last \boxed{}) equals the ground truth as mathematics, else -1; DAPO's
+    r"""+1 if the last "Answer: ..." (or without any, the last \boxed{}) is the ground truth, else -1; DAPO's
     scale (arXiv 2503.14476). acc is 1 or 0.
 
     verl's grader compares spellings, within the last 300 characters, of "Answer:" alone; this one takes what it takes.
@@ -99,7 +99,7 @@ BUILT_IN: dict[str, Callable] = {
     "lighteval/MATH": math_verify,
     "DigitalLearningGmbH/MATH-lighteval": math_verify,
     "HuggingFaceH4/MATH-500": math_verify,
-    "math": math_verify,
+    "math": math_dapo,
     "math_dapo": math_dapo,
     "math_dapo_reasoning": math_dapo,
     "aime": math_dapo,  # and every name that begins so: aime24, aime_2025, ...
@@ -107,7 +107,7 @@ BUILT_IN: dict[str, Callable] = {
     "geo3k": geo3k,
 }
 # A few string operations that cannot hang: scored at once. Everything else goes to the pool: the user's function, which may
-# do anything, and math, where a response of the model's choice is handed to sympy and can keep it busy for ever.
+# do anything, and the graders of mathematics, which read a notation of the model's choice.
 HARMLESS = {exact, gsm8k, gsm8k_flexible}
 
 

@@ -5,9 +5,11 @@ import json
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -216,3 +218,41 @@ def test_a_cluster_key_that_anybody_can_read_is_warned_of(store, tmp_path, mode,
     (tmp_path / "key").chmod(mode)
     Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key")).close()
     assert ("key can be read by every user" in capfd.readouterr().err) == (mode == 0o644)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, as a client
+
+
+@pytest.mark.parametrize("announced", [2 << 30, 1 << 40, 64 << 20])
+@pytest.mark.parametrize("command", [True, False], ids=["as a command", "as a message"])
+def test_a_stranger_cannot_fill_the_receivers_memory(store, command, announced):
+    """It says that a long frame follows, before it has proved anything, and sends as much as it is let."""
+    with closing(Receiver(Ring.create(32 << 20), store, [1])) as receiver:
+        port = int(json.loads(store.get("relay/1"))[0].rpartition(":")[2])
+        before, sent = resident(), 0
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+            stranger.sendall(GREETING)
+            stranger.recv(64)
+            stranger.sendall(bytes([6 if command else 2]) + struct.pack(">Q", announced))
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                while sent < 64 << 20:
+                    stranger.sendall(bytes(1 << 20))
+                    sent += 1 << 20
+        assert sent < 64 << 20, "it was let go on"
+        assert resident() - before < 32 << 20
+        receiver.check()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("size", [0, 1, relay.FRAME - 1, relay.FRAME, relay.FRAME + 1, 3 * relay.FRAME, 7 * relay.FRAME + 5])
+def test_a_record_of_any_size_arrives_whole(store, size):
+    target, ring = Ring.create(32 << 20), Ring.create(32 << 20)
+    record = os.urandom(size) or b"x"
+    with closing(Receiver(target, store, [1])), closing(Forwarder(ring, store, 1)) as forwarder:
+        for sent in (record, b"next"):
+            ring.put(sent)
+        forwarder.wait(2)
+        assert drain(target, 2) == [record, b"next"]

@@ -358,7 +358,7 @@ def test_math_goes_through_the_pool_and_numpy_through_json():
     import numpy as np
 
     with ScoringPool(RewardArgs()) as pool:
-        pool.submit("a", "math", r"\boxed{\frac{2}{4}}", "0.5", {"array": np.arange(3), "n": np.int64(4)})
+        pool.submit("a", "math", r"\boxed{\frac{1}{2}}", "0.5", {"array": np.arange(3), "n": np.int64(4)})
         pool.submit("b", "demo", "46", "46", None)
         results = drain(pool)
     assert results["a"].score == results["b"].score == 1.0

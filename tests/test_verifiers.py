@@ -33,6 +33,15 @@ def test_the_table_covers_every_verifier_with_right_and_wrong_responses():
     assert judged == set(BUILT_IN.values()) - {exact} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
 
 
+def test_verls_name_math_is_verls_grader():
+    """verl serves "math" with DAPO's grader: +1 and -1, and "Answer: " counts before a box."""
+    assert BUILT_IN[verifier_name("math")] is BUILT_IN[verifier_name("math_dapo")] is math_dapo
+    assert (
+        BUILT_IN["math"]("math", "Answer: 4", "4")["score"] == 1 and BUILT_IN["math"]("math", "Answer: 5", "4")["score"] == -1
+    )
+    assert BUILT_IN["math"]("math", r"Answer: 5, or \boxed{4}", "4")["score"] == -1
+
+
 def test_scales():
     assert math_dapo("", "Answer: 4", "4") == {"score": 1, "acc": 1} and math_dapo("", "4", "4") == {"score": -1, "acc": 0}
     assert geo3k("", r"<think>a</think> so \boxed{5}.", "5")["score"] == pytest.approx(1.0)
@@ -85,7 +94,7 @@ def test_geometry_is_scored_as_in_verl(text, right, formed):
 
 def test_ground_truths_may_be_numbers():
     assert gsm8k("", "#### 18", 18) == gsm8k_flexible("", "18", 18) == 1
-    assert accuracy("math", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1
+    assert accuracy("lighteval/MATH", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1
 
 
 PIECES = [

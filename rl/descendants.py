@@ -1,0 +1,111 @@
+"""A process that ends together with everything it has started, in whatever session: scoring processes are one.
+
+A guard stands between the starter and the process. It adopts what loses its own parent (Linux: PR_SET_CHILD_SUBREAPER). When
+the process ends, when the guard gets SIGTERM or when the starter is killed, it kills all that is left. Other systems have no
+guard; there only the process's group is ended.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SET_DEATH_SIGNAL = 1  # options of prctl
+SET_SUBREAPER = 36
+NEWS = {signal.SIGTERM, signal.SIGCHLD}  # what a guard waits for
+PATIENCE = 10  # seconds that a guard may take to kill what it guards
+
+
+def guard(starter: int) -> bool:
+    """Forks: the process returns True, its guard ends with it and never returns. False if the starter has ended already."""
+    if sys.platform != "linux":
+        return os.getppid() == starter
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, NEWS)
+    _prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
+    _prctl(SET_SUBREAPER, 1)
+    if os.getppid() != starter:
+        return False
+    me = os.getpid()
+    process = os.fork()
+    if process:
+        _stand_by(process)
+    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NEWS)
+    return os.getppid() == me
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a guard, which this process has started in a session of its own, with all it guards."""
+    process.terminate()
+    try:
+        process.wait(PATIENCE if sys.platform == "linux" else 0)
+    except subprocess.TimeoutExpired:  # no guard, or one that the process has stopped
+        for pid in descendants(process.pid):
+            _kill(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes that the ancestor has started, and those that they have started, as the system lists them now."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            parent = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(file.parent.name))
+    found = list(children.get(ancestor, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _stand_by(process: int) -> None:
+    """The guard's life. Ends as the process does, once nothing is left."""
+    for pipe in (0, 1):  # they are the process's own: that it closes them tells the starter
+        os.close(pipe)
+    status = None
+    while status is None and signal.sigwait(NEWS) == signal.SIGCHLD:
+        status = _reaped().get(process)
+    while left := descendants(os.getpid()):  # what forks meanwhile is found in the next round
+        for pid in left:
+            _kill(pid)
+        signal.sigtimedwait({signal.SIGCHLD}, 0.1)
+        _reaped()
+    _end_as(signal.SIGKILL if status is None else status)
+
+
+def _reaped() -> dict[int, int]:
+    """The children that have ended since the last call, with how."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def _end_as(status: int) -> None:
+    """status: as os.waitpid has it."""
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left one
+    with contextlib.suppress(OSError):  # SIGKILL, and the signals that the C library keeps for itself
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(1)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,39 @@
+"""The environment of a scoring process: the rank's own, without secrets and without what belongs to the training job."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from rl.errors import UserError
+
+SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|JWT|CERT", re.IGNORECASE)  # within a name
+SERVICES = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_", "HUGGING_FACE_", "WANDB_", "MLFLOW_", "COMET_", "NEPTUNE_", "SWANLAB_")
+SERVICES += ("OPENAI_", "ANTHROPIC_", "GITHUB_", "GITLAB_", "DATABRICKS_", "CLEARML_", "VAULT_")
+JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+JOB_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+HARMLESS = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_MODULES_CACHE"}
+PASSWORD_IN_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+
+
+def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that a scoring process gets. passed: --reward-env, names or patterns such as MY_*."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in passed) or not _is_kept_back(name, value)
+    }
+
+
+def check_passed(passed: Sequence[str]) -> None:
+    """Raises UserError for a name in --reward-env that is not set, which the function would miss later."""
+    for name in passed:
+        if name not in os.environ and not set(name) & set("*?["):
+            raise UserError(f"--reward-env {name}: the environment has no variable of this name. Export it, or leave it out.")
+
+
+def _is_kept_back(name: str, value: str) -> bool:
+    if name in HARMLESS:
+        return False
+    prefixed = name.upper().startswith((*SERVICES, *JOB))
+    return prefixed or name in JOB_NAMES or bool(SECRETS.search(name) or PASSWORD_IN_URL.search(value))

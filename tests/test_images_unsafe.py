@@ -1,0 +1,192 @@
+"""Images of data that nobody has looked through: they start no program, block nothing, and read no file that is not theirs."""
+
+import io
+import os
+import stat
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from test_vision import dataset, vlms  # noqa: F401  (a fixture)
+from tiny_vlm import picture, row
+
+from rl import images
+from rl.errors import UserError
+from rl.images import ImageError
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def encoded(format: str) -> bytes:
+    out = io.BytesIO()
+    picture(40, 30).save(out, format)
+    return out.getvalue()
+
+
+def dos_eps() -> bytes:
+    """PostScript behind a binary header, as PIL finds it, too."""
+    return struct.pack("<IIIIIIIH", 0xC6D3D0C5, 30, len(EPS), 0, 0, 0, 0, 0xFFFF) + EPS
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_common_formats_are_read(format):
+    assert images.size(encoded(format)) == (40, 30) and images.to_rgb(encoded(format)).shape == (30, 40, 3)
+
+
+OTHERS = {"eps": EPS, "dos eps": dos_eps(), "wmf": b"\xd7\xcd\xc6\x9a" + bytes(60), "pdf": b"%PDF-1.4\n" + bytes(60)}
+OTHERS |= {format: encoded(format) for format in ("ICO", "PCX", "TGA", "SGI", "IM", "DDS", "ICNS")}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_are_refused_and_start_no_program(name, tmp_path, monkeypatch):
+    called = tmp_path / "called"
+    for program in ("gs", "gswin64c", "gswin32c", "convert", "xv"):
+        stub = tmp_path / "bin" / program
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/sh\necho $0 >> {called}\nexit 1\n")
+        stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for act in (images.size, images.to_rgb):
+        with pytest.raises(ImageError, match="is no image that can be read"):
+            act(OTHERS[name])
+    assert not called.exists()
+
+
+def test_every_place_that_opens_images_names_the_formats():
+    root = Path(images.__file__).parent.parent
+    sources = [*root.glob("*.py"), *root.glob("rl/**/*.py"), *root.glob("examples/**/*.py")]
+    opening = [line for file in sources for line in file.read_text().splitlines() if "Image.open(" in line]
+    assert opening and all("formats=" in line for line in opening), opening
+
+
+# --------------------------------------------------------------------------------------------------------- paths
+
+
+def unusual(kind: str, directory: Path) -> Path:
+    path = directory / "it"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(directory / "pipe")
+        path.symlink_to(directory / "pipe")
+    elif kind == "socket":
+        import socket
+
+        held = socket.socket(socket.AF_UNIX)
+        here = os.getcwd()
+        os.chdir(directory)  # a socket's path may have 107 characters
+        held.bind("it")
+        os.chdir(here)
+    elif kind == "device":
+        return Path("/dev/zero")
+    elif kind == "terminal":
+        return Path("/dev/tty")
+    elif kind == "too large":
+        with open(path, "wb") as file:
+            file.truncate(images.LARGEST_FILE + 1)
+    return path
+
+
+UNUSUAL = [
+    "pipe",
+    "directory",
+    "link to a device",
+    "link to itself",
+    "link to a pipe",
+    "socket",
+    "device",
+    "too large",
+    "missing",
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_path_that_is_no_image_file_is_refused_at_once(kind, tmp_path):
+    path, before = unusual(kind, tmp_path), time.process_time()
+    for value in (str(path), f"file://{path}", {"bytes": None, "path": str(path)}):
+        with pytest.raises(ImageError, match=rf"{path}"):
+            images.read(value, tmp_path)
+    assert time.process_time() - before < 5
+
+
+def test_a_null_character_in_a_path_is_an_error():
+    with pytest.raises(ImageError, match="cannot be read"):
+        images.read("a\0b")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "too large"])
+def test_the_start_names_file_and_row(kind, tmp_path, vlms):  # noqa: F811
+    (tmp_path / "fine.png").write_bytes(encoded("PNG"))
+    rows = [{**row("<image>How many?", []), "images": [path]} for path in ("fine.png", str(unusual(kind, tmp_path)))]
+    Dataset.from_list(rows).to_parquet(file := tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a.parquet row 1: image 0 .*(no regular file|more than)"):
+        dataset(vlms["qwen3-vl"], str(file))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The caches of the hub and of `datasets`, and where a dataset's files lie in them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
+    own = tmp_path / "hub" / "datasets--some--name"
+    (own / "blobs").mkdir(parents=True)
+    (own / "snapshots" / "1").mkdir(parents=True)
+    (own / "blobs" / "abc").write_bytes(encoded("PNG"))
+    (own / "snapshots" / "1" / "a.png").symlink_to("../../blobs/abc")
+    (tmp_path / "downloads" / "extracted").mkdir(parents=True)
+    (tmp_path / "downloads" / "extracted" / "b.png").write_bytes(encoded("PNG"))
+    (tmp_path / "secret.png").write_bytes(encoded("PNG"))
+    return own
+
+
+def test_a_hub_dataset_reads_its_own_files(hub, tmp_path):
+    directory, roots = images.places("some/name:config")
+    for path in (hub / "snapshots" / "1" / "a.png", tmp_path / "downloads" / "extracted" / "b.png"):
+        assert images.files_of([str(path), {"bytes": None, "path": str(path)}], directory, roots) == [encoded("PNG")] * 2
+
+
+@pytest.mark.parametrize(
+    "path", ["{}/secret.png", "../../secret.png", "/etc/hostname", "snapshots/1/link.png", "file://{}/secret.png"]
+)
+def test_a_hub_dataset_reads_no_other_files(path, hub, tmp_path):
+    (hub / "snapshots" / "1" / "link.png").symlink_to(tmp_path / "secret.png")
+    directory, roots = images.places("some/name")
+    with pytest.raises(ImageError, match=r"image 0 is .*, a file outside of the dataset"):
+        images.files_of([path.format(tmp_path)], directory, roots)
+
+
+def test_a_directory_of_images_is_its_own_limit(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(encoded("PNG"))
+    (tmp_path / "b.png").write_bytes(encoded("PNG"))
+    directory, roots = images.places(str(tmp_path / "set"))
+    assert images.read("a.png", directory, roots) == encoded("PNG")
+    with pytest.raises(ImageError, match="outside of the dataset"):
+        images.read("../b.png", directory, roots)
+
+
+def test_rows_of_a_users_own_file_may_name_any_file(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded("PNG"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text("{}")
+    directory, roots = images.places(str(tmp_path / "data" / "rows.jsonl"))
+    for value in ("../a.png", str(tmp_path / "a.png")):
+        assert images.read(value, directory, roots) == encoded("PNG")
+    assert stat.S_ISREG((tmp_path / "a.png").stat().st_mode)
+
+
+def test_a_hub_datasets_rows_are_read_by_its_rules(hub, tmp_path, vlms, monkeypatch):  # noqa: F811
+    rows = [{**row("<image>How many?", []), "images": [str(tmp_path / "secret.png")]}]
+    monkeypatch.setattr("rl.rows._read_hub", lambda *_: Dataset.from_list(rows))
+    with pytest.raises(UserError, match=r"some/name row 0: image 0 is .*outside of the dataset"):
+        dataset(vlms["qwen3-vl"], "some/name")
