@@ -114,7 +114,7 @@ def _read_environment(command: Command, words: list[str]) -> None:
     for word, following in zip(words, [*words, ""][1:], strict=False):
         name, equals, value = word.partition("=")
         value = value if equals else following
-        if assigned := ASSIGNMENT.fullmatch(word):
+        if (assigned := ASSIGNMENT.fullmatch(word)) and not INNER.search(word):
             command.environment[assigned[1]] = assigned[2]
         elif name == "--runtime-env":
             command.unseen.append(value)

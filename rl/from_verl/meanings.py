@@ -70,6 +70,11 @@ def warmup(run: Run) -> dict[str, object]:
             )
             return {}
         steps = int(ratio * (run.steps or 0))
+    if steps > 0 and run["A.actor.optim.zero_indexed_step"] is not False:
+        run.note(
+            f"warm-up: --lr-warmup-steps {steps} begins at 1/{steps} of --lr; verl's first training step has the rate 0, and "
+            f"its other steps of the warm-up are one step behind. From step {steps + 1} on both are the same."
+        )
     return {"--lr-warmup-steps": steps}
 
 

@@ -86,7 +86,8 @@ TABLE: dict[str, list[Row]] = {
         to(
             "A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0",
             "--lr-warmup-steps",
-            "training steps, in both; a ratio is of all steps. None in verl, 10 here by default", m.warmup,
+            "training steps, in both; a ratio is of all steps. None in verl, 10 here by default. The warm-up here is one step "
+            "ahead: of w steps the first trains at 1/w of the rate, in verl at 0", m.warmup,
         ),
         to(
             "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style|A.actor.optim.decay_type"
@@ -142,7 +143,8 @@ TABLE: dict[str, list[Row]] = {
                 "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style|A.actor.optim.wd_incr_style=constant "
                 "A.actor.optim.lr_wsd_decay_steps=null A.actor.optim.lr_wsd_decay_style=exponential A.actor.optim.lr_min=0 "
                 "A.actor.optim.lr_start=0 A.actor.optim.lr_decay_ratio=1.0 A.actor.optim.init_lr_ratio",
-                "the rate rises in a line over the warm-up, then stays or falls along half a cosine to the last step"),
+                "the rate warms up from 1/w of --lr in the first of w steps to all of it in the last, then stays or falls "
+                "along half a cosine to the last step"),
         missing("A.actor.optim.eps=1e-8", "it is 1e-8"),
         missing("A.actor.optim.main_grads_dtype=fp32 A.actor.optim.exp_avg_dtype=fp32 A.actor.optim.exp_avg_sq_dtype=fp32 "
                 "A.actor.optim.master_weight_dtype=fp32", "`--optim adamw_8bit` and `--grad-dtype` save memory"),
@@ -190,9 +192,10 @@ TABLE: dict[str, list[Row]] = {
                  "of verl's other engines; FSDP2 here, and their recomputation is `--gradient-checkpointing`"),
         unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype A.ref.optim.*",
                  "the reference policy has no optimizer"),
-        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step "
-                 "A.actor.optim.use_checkpoint_opt_param_scheduler",
-                 "the scripts set it"),
+        unneeded("A.actor.optim.zero_indexed_step", "verl's count from 0 (True) makes its warm-up one step later than the one "
+                 "here; from 1 (False) its warm-up is the one here"),
+        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl "
+                 "A.actor.optim.use_checkpoint_opt_param_scheduler", "the scripts set it"),
         unneeded("A.actor.optim.override_optimizer_config.overlap_* "
                  "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer",
                  "speed and precision of Megatron's optimizer"),
