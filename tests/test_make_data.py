@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -176,9 +177,10 @@ def test_prompts_that_never_ask_are_named(source, tmp_path):
     assert f"none of the first 3 prompts of '{source}' asks for" in warning and "make_data.py" in warning
 
 
-def test_prompts_that_ask_and_graders_that_take_all_are_not(tmp_path):
-    asked = {"data_source": "openai/gsm8k", "question": "1+1= after ####", "answer": "#### 2"}
-    others = [{"question": "1+1=", "answer": "2", "data_source": name} for name in ("demo", "my_own")]
-    assert unasked(dataset(jsonl(tmp_path / "x.jsonl", [asked, *others]))) == []
-    late = [{**others[0]}] * LOOKED_AT + [{**asked, "question": "1+1="}]
-    assert unasked(dataset(jsonl(tmp_path / "y.jsonl", late))) == [], "only the first rows are looked at"
+def test_prompts_that_ask_and_graders_that_take_all_are_not():
+    prompt = lambda source, text: SimpleNamespace(data_source=source, text=text)  # noqa: E731
+    asked, plain = prompt("gsm8k", "1+1? The answer after ####"), prompt("gsm8k", "1+1?")
+    others = [prompt(name, "1+1?") for name in ("demo", "my_own", "gsm8k_flexible")]
+    assert unasked([plain, asked, *others]) == [], "one that asks is enough: few-shot prompts differ"
+    assert len(unasked([plain, prompt("gsm8k", "2+2?"), *others])) == 1
+    assert unasked([others[0]] * LOOKED_AT + [plain]) == [], "only the first rows are looked at"
