@@ -13,6 +13,7 @@ from helpers import ROOT
 from rl import verifiers
 from rl.data import DataArgs, PromptDataset
 from rl.demo import build_tokenizer
+from rl.health import Health
 from rl.instructions import FORMATS, LOOKED_AT, unasked
 
 PNG = bytes.fromhex(
@@ -184,3 +185,20 @@ def test_prompts_that_ask_and_graders_that_take_all_are_not():
     assert unasked([plain, asked, *others]) == [], "one that asks is enough: few-shot prompts differ"
     assert len(unasked([plain, prompt("gsm8k", "2+2?"), *others])) == 1
     assert unasked([others[0]] * LOOKED_AT + [plain]) == [], "only the first rows are looked at"
+
+
+@pytest.mark.parametrize(("reward", "warnings"), [(None, 1), ("mine.py:score", 0)])
+def test_a_run_warns_of_them_before_its_first_step(reward, warnings):
+    """Not with a reward function of one's own, which may look for anything."""
+    said = []
+    prompts = Rows([SimpleNamespace(data_source="openai/gsm8k", text="1+1?")] * 2)
+    record = SimpleNamespace(say=said.append, warn=lambda *_: None)
+    job = SimpleNamespace(prompts=prompts, val_prompts=None)
+    Health(SimpleNamespace(reward=reward, truncation="error"), job, record, 0).at_start()
+    assert [text.startswith("warning: none of the first 2 prompts of 'openai/gsm8k' asks for ####") for text in said] == [
+        True
+    ] * warnings
+
+
+class Rows(list):
+    truncated = 0

@@ -56,6 +56,7 @@ builtin set -f -T
 builtin enable -n kill exec suspend exit logout trap source . hash history fc bind ulimit umask cd pushd popd enable 2>&9
 builtin set -r
 readonly PATH HISTFILE
+readonly -f _note command_not_found_handle
 eval "$VERL_SCRIPT"
 builtin wait
 """
