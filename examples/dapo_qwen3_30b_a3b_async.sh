@@ -15,6 +15,7 @@
 # Eight learners share a micro-batch of 8 x 4,096 tokens (verl: Ulysses 8); where a node has four of them, two nodes do.
 # verl counts validations and checkpoints in publishes, every 25 and 50: 50 and 100 steps. 3,200 prompts are 200 steps, verl's 100
 # publishes. The overlong buffer is off, as in verl's run.
+# Data: python examples/make_data.py dapo-math
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/dapo-math}

@@ -5,7 +5,7 @@
 #
 # Hardware: 2 devices of 24 GB or more. By count, not measured: 0.5B parameters x 16 bytes (fp32 weights, gradients and Adam) over 2
 # learners is 4 GB each; the engine takes 0.7 of the device, and sleeps while the learner works. Not run on either kind yet.
-# Data: verl's gsm8k parquet files, in $DATA.
+# Data: verl's gsm8k parquet files, in $DATA (python examples/make_data.py gsm8k).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/gsm8k}

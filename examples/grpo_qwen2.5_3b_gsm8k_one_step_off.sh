@@ -6,7 +6,8 @@
 # Hardware: 4 + 4 devices of 40 GB or more. By count, not measured: 3.1B parameters x 16 bytes over 4 learners is 12 GB each, the
 # reference (--use-kl-loss) waits in host memory, one copy of 12 GB over the 4; two devices share an engine, which holds 6 GB of
 # weights and its KV cache. Not run on either kind yet.
-# Data: verl's gsm8k parquet files, in $DATA.
+# Micro-batches of 12,288 tokens are verl's 8 sequences; its first script had 40 of them, 61,440 tokens. Only memory differs.
+# Data: verl's gsm8k parquet files, in $DATA (python examples/make_data.py gsm8k).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/gsm8k}

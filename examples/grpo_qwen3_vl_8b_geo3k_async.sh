@@ -6,7 +6,9 @@
 #
 # Hardware: 32 devices of 80 GB on 4 nodes of 8 (DEVICE=npu: 2 nodes of 16, 64 GB). By count, not measured: 8.8B parameters x 16
 # bytes over 16 learners is 9 GB each, the reference policy 2 GB. Every node both generates and learns: verl's 16 + 16 are here
-# 4 + 4 on each node (NPU: 8 + 8).
+# 4 + 4 on each node (NPU: 8 + 8). verl's own layout, nodes of one role: GENERATORS=0 where a node learns (the first one), and
+# GENERATORS=8 (NPU: 16) where it generates.
+# Data: python examples/make_data.py geo3k
 # Unlike verl, whose split modes compare the policy being trained with the generator's, the correction recomputes log-probs first.
 # verl validates every 5 publishes: every 20 steps. 51,200 prompts are 400 steps.
 set -euo pipefail
@@ -16,7 +18,7 @@ nodes=4 ranks=8
 if [[ ${DEVICE:-gpu} == npu ]]; then nodes=2 ranks=16; fi
 
 torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-localhost}" --master-port 29500 \
-  --nproc-per-node $ranks train_async.py --generators $((ranks / 2)) \
+  --nproc-per-node $ranks train_async.py --generators "${GENERATORS:-$((ranks / 2))}" \
   --model "${MODEL:-Qwen/Qwen3-VL-8B-Instruct}" \
   --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" --no-shuffle \
   --max-prompt-length 1024 --max-response-length 2048 --filter-overlong-prompts --truncation error \

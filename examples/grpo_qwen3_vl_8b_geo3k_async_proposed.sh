@@ -6,8 +6,12 @@
 #
 # Hardware: 32 devices of 80 GB on 4 nodes of 8 (DEVICE=npu: 2 nodes of 16, 64 GB). By count, not measured: 8.8B parameters x 16
 # bytes over 16 learners is 9 GB each, the reference policy 2 GB. Every node both generates and learns: verl's 16 + 16 are here
-# 4 + 4 on each node (NPU: 8 + 8).
-# The correction recomputes log-probs and compares them with the generator's, at the price of another forward pass.
+# 4 + 4 on each node (NPU: 8 + 8). verl's own layout, nodes of one role: GENERATORS=0 where a node learns (the first one), and
+# GENERATORS=8 (NPU: 16) where it generates.
+# Data: python examples/make_data.py geo3k
+# The correction recomputes log-probs and compares them with the generator's, at the price of another forward pass. Its band for the
+# mean ratio of a response, 0.999_1.001, is narrow: stale, short or bf16 responses may all be rejected, and nothing is learned. Watch
+# rollout_corr/rollout_rs_masked_fraction; a wider band is --rollout-rs-threshold 0.99_1.01.
 # verl validates every 5 publishes: every 25 steps. 51,200 prompts are 400 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +20,7 @@ nodes=4 ranks=8
 if [[ ${DEVICE:-gpu} == npu ]]; then nodes=2 ranks=16; fi
 
 torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-localhost}" --master-port 29500 \
-  --nproc-per-node $ranks train_async.py --generators $((ranks / 2)) \
+  --nproc-per-node $ranks train_async.py --generators "${GENERATORS:-$((ranks / 2))}" \
   --model "${MODEL:-Qwen/Qwen3-VL-8B-Instruct}" \
   --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" --no-shuffle \
   --max-prompt-length 1024 --max-response-length 2048 --filter-overlong-prompts --truncation error \

@@ -8,6 +8,7 @@
 # memory; four devices share a micro-batch of 40,960 tokens, a quarter of which wants some 5 GB of activations on each; two devices
 # share an engine, which takes its share and sleeps while the learner works. Graph mode is off on an NPU alone. Not run on either
 # kind yet.
+# Data: verl's gsm8k parquet files, in $DATA (python examples/make_data.py gsm8k).
 # verl's warm-up is 0.05 of 500 steps. Its 10 epochs would end the run after 140 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."

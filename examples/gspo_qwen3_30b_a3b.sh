@@ -13,8 +13,10 @@
 #
 # What is another thing here: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine
 # of 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), the 8 of a node share experts, an engine is
-# 4 ranks, and nothing of this size has been run. verl 0.9.1 aggregates gspo as this run's
-# loss_agg_mode says, token-mean; when the run was made verl took seq-mean-token-mean, as the paper does and the flag can say.
+# 4 ranks, and nothing of this size has been run.
+# token-mean is this run's loss_agg_mode, which verl 0.9.1 follows. When the run was made verl took seq-mean-token-mean whatever the
+# key said, as the paper does: --loss-agg-mode seq-mean-token-mean.
+# Data: python examples/make_data.py dapo-math
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/dapo-math}

@@ -310,6 +310,20 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
         ("+A.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", {"grad-dtype": "bfloat16"}),
         ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
+        ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-correction": "sequence_tis_geometric_rs"}),
+        ("async.rollout_correction=token_tis", {"rollout-correction": "token_tis"}),
+        ("async_training.rollout_correction=decoupled_geo_rs_seq_tis()", {"rollout-correction": "sequence_tis_geometric_rs"}),
+        ("algorithm.rollout_correction=token_tis algorithm.rollout_correction.rollout_is_threshold=3.0",
+         {"rollout-correction": "token_tis", "rollout-is-threshold": 3.0}),
+        ("A.actor.policy_loss.loss_mode=sapo A.actor.policy_loss.tau_pos=2.0", {"loss-args": ["tau_pos=2.0", "tau_neg=1.05"]}),
+        ("A.actor.optim.decay_type=cosine A.actor.optim.min_lr_factor=0.1",
+         {"lr-scheduler-type": "cosine", "min-lr-ratio": 0.1}),
+        ("A.actor.use_kl_loss=True A.ref.fsdp_config.offload_policy=True", {"ref-offload": True}),
+        ("A.actor.veomni.param_offload=True A.actor.veomni.ulysses_parallel_size=2",
+         {"param-offload": True, "sequence-parallel": 2}),
+        ("A.actor.torchtitan.optimizer_offload=True A.actor.torchtitan.expert_parallel_size=2",
+         {"optimizer-offload": True, "expert-parallel": 2}),
+        ("trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=0.5", {"over-sample": 0.5}),
     ],
 )  # fmt: skip
 def test_values_keep_their_meaning(words, flags_):
@@ -336,6 +350,87 @@ SPLIT = (
 )
 def test_words_alone_may_speak_of_verl(text):
     assert shown(translate.translate(read_text(text)))["adv-estimator"] == "rloo"
+
+
+V1 = (
+    *SPLIT, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1", "trainer.n_gpus_per_node=4",
+    "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=100",
+    "trainer.test_freq=5", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "flags_"),
+    [
+        # verl's defaults: 4 updates a step, one batch ahead, at most 8 versions in a response
+        ((), {"trigger-parameter-sync-step": 4, "staleness-threshold": 1.0, "max-staleness": 7, "stale": "drop"}),
+        (("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.num_warmup_batches=1.5"),
+         {"trigger-parameter-sync-step": 2, "staleness-threshold": 1.5}),
+        (("trainer.v1.sampler.max_off_policy_threshold=3", "trainer.v1.sampler.max_off_policy_strategy=wait"),
+         {"max-staleness": 2, "stale": "wait"}),
+        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "stale": None}),
+        # what it counts in publishes
+        ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
+        ((), {"generators": 4, "partial-rollout": "recompute", "ppo-mini-batch-size": 16}),
+    ],
+)  # fmt: skip
+def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
+    found = ours(*V1, *words, script="trainer.main_ppo")
+    assert found.script == "train_async.py" and not found.refusal
+    got = shown(found) | {"trainer": None}
+    defaults = {"staleness-threshold": 1.0, "stale": "drop"} if "max-staleness" in got else {"staleness-threshold": 1.0}
+    assert {name: got.get(name, defaults.get(name)) for name in flags_} == flags_
+
+
+def test_verls_newer_trainer_is_synchronous_by_default():
+    keys_ = ("trainer.use_v1=True", "trainer.v1.trainer_mode=sync", "trainer.v1.sampler.max_off_policy_threshold=8")
+    found = ours("algorithm.adv_estimator=grpo", *keys_, "trainer.v1.sampler.sync_refill_failed_groups=True")
+    assert found.script == "train_sync.py" and {kind for kind, _ in found.verdicts.values()} <= {"translated", "not needed"}
+    old = ours("trainer.use_v1=False", "trainer.v1.trainer_mode=separate_async", script="trainer.main_ppo")
+    assert old.script == "train_sync.py"
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc", "score", "seq_reward"])
+def test_groups_are_filtered_by_the_score_without_the_penalty_on_length(metric):
+    of = "algorithm.filter_groups."
+    words = ("algorithm.adv_estimator=grpo", of + "enable=True", f"{of}metric={metric}", of + "max_num_gen_batches=3")
+    overlong = (
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=9",
+    )
+    assert ours(*words).verdicts[of + "metric"][0] == "translated", "no false alarm"
+    differs = metric in ("reward", "seq_reward")
+    assert ours(*words, *overlong).verdicts[of + "metric"][0] == ("not here" if differs else "translated")
+    by_default = ours(words[0], words[1], *overlong)
+    assert any("the penalty on length in it" in note for note in by_default.notes), "verl's default is the reward"
+
+
+KEYS_OF_0_9_1 = """async_training.use_dynamic_resource_scheduling=False async_training.dynamic_schedule_policy=default
+async_training.concurrent_samples_per_replica=16 A.rollout.standalone_gpu_memory_utilization=null
+A.rollout.router_config_path=null A.actor.veomni.moe_implementation=fused
+A.ref.veomni.attn_implementation=flash_attention_2 A.actor.torchtitan.attn_type=flex
+A.ref.torchtitan.tensor_parallel_size=1 A.actor.optim.muon_momentum=0.95 A.actor.optim.lr_min=0.0 A.actor.optim.eps=1e-08
+A.actor.megatron.use_megatron_fsdp=False A.actor.megatron.pad_to_length_bucket=512 A.ref.fsdp_config.seed=42 A.ref.optim.lr=1e-3
+trainer.checkpoint_callback_class=null trainer.v1.sampler.sync_refill_failed_groups=False trainer.v1.sync={}
+trainer.v1.separate_async.hybrid_rollout.enable_switch=False trainer.v1.sampler.custom_sampler.path=null"""
+
+
+def test_the_defaults_of_verl_0_9_1_ask_for_nothing_that_is_missing():
+    found = ours("algorithm.adv_estimator=grpo", *KEYS_OF_0_9_1.replace("A.", "actor_rollout_ref.").split())
+    assert {key: why for key, why in found.verdicts.items() if why[0] not in ("translated", "not needed")} == {}
+
+
+def test_a_batch_of_fewer_prompts_than_ranks_says_what_to_give():
+    of = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    small = ours(*of, "data.train_batch_size=6", "trainer.n_gpus_per_node=8")
+    (note,) = [note for note in small.notes if "less than a prompt" in note]
+    assert "--nproc-per-node 6" in note and "--train-batch-size 8" in note and "--train-batch-size" in small.refusal
+    for words in (
+        ("data.train_batch_size=6", "trainer.n_gpus_per_node=6"),
+        ("data.train_batch_size=8", "trainer.n_gpus_per_node=8"),
+    ):
+        assert not ours(*of, *words).refusal and not any("less than a prompt" in note for note in ours(*of, *words).notes)
 
 
 def test_fully_async_counts_in_publishes_and_prompts():

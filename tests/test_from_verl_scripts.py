@@ -1,10 +1,14 @@
 """verl's start as people's scripts have it: behind guards, on clusters, in containers, its output into a file."""
 
+import socket
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from rl.errors import UserError
 from rl.from_verl.command import read_script
@@ -43,6 +47,56 @@ def test_the_way_verl_is_started_changes_no_key(way, tmp_path, monkeypatch):
     assert command.module == "verl.trainer.main_ppo"
     assert command.values == {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4}
     assert not any(tmp_path.iterdir()), "reading a script writes nothing"
+
+
+# A line each would end or stop process PID, or damage FILE, if anything of it were run.
+HARM = (ROOT / "tests" / "data" / "verl" / "harm.txt").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("spelling", HARM)
+def test_nothing_is_run_however_it_is_spelt(spelling, sleeper, tmp_path, monkeypatch):
+    """A process of our own lives, a file stays as it is, and verl's start is found after it."""
+    victim = tmp_path / "file"
+    victim.write_text("here")
+    (tmp_path / "kills.sh").write_text(f"command kill -9 {sleeper.pid}\n/bin/kill -9 {sleeper.pid}\n")
+    monkeypatch.chdir(tmp_path)
+    harm = spelling.replace("PID", str(sleeper.pid)).replace("FILE", str(victim)).replace("DIR", str(tmp_path))
+    command = read_script(f"{harm}\n{VERL}")
+    assert command.values["data.train_batch_size"] == 8
+    assert sleeper.poll() is None and Path(f"/proc/{sleeper.pid}/status").read_text().split("State:\t")[1][0] in "SR"
+    assert victim.read_text() == "here" and {path.name for path in tmp_path.iterdir()} == {"file", "kills.sh"}
+
+
+@pytest.mark.parametrize("end", ["exit 1", "command exit 1", "builtin exit", "command -- exit", "command logout", "exec true"])
+def test_what_would_end_the_script_does_not_hide_its_start(end):
+    assert read_script(f"{end}\n{VERL}").module == "verl.trainer.main_ppo"
+
+
+def test_no_connection_is_made():
+    """bash itself connects to /dev/tcp/HOST/PORT."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        read_script(f"read x < /dev/tcp/127.0.0.1/{port}; exec 5<>/dev/tcp/127.0.0.1/{port}; echo > /dev/udp/x/1\n{VERL}")
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_long_commands_into_a_pipe_are_read_whole():
+    """Both ends of a pipe are noted at the same time, a long command in many pieces."""
+    keys = {f"data.key_{i}": i for i in range(1500)}
+    words = " ".join(f"{key}={value}" for key, value in keys.items())
+    for _ in range(8):
+        command = read_script(f"python3 -m verl.trainer.main_ppo {words} 2>&1 | tee a.log | tee b.log | tee c.log")
+        assert command.values == keys and not command.unread
 
 
 def test_a_loop_without_end_after_the_start_does_not_hide_it_and_leaves_no_process(monkeypatch):

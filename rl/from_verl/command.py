@@ -56,6 +56,7 @@ builtin set -f -T
 builtin enable -n kill exec suspend exit logout trap source . hash history fc bind ulimit umask cd pushd popd enable 2>&9
 builtin set -r
 readonly PATH HISTFILE
+readonly -f _note command_not_found_handle
 eval "$VERL_SCRIPT"
 builtin wait
 """
@@ -114,7 +115,7 @@ def _read_environment(command: Command, words: list[str]) -> None:
     for word, following in zip(words, [*words, ""][1:], strict=False):
         name, equals, value = word.partition("=")
         value = value if equals else following
-        if assigned := ASSIGNMENT.fullmatch(word):
+        if (assigned := ASSIGNMENT.fullmatch(word)) and not INNER.search(word):
             command.environment[assigned[1]] = assigned[2]
         elif name == "--runtime-env":
             command.unseen.append(value)

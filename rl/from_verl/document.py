@@ -1,7 +1,8 @@
-"""The tables of docs/from-verl.md, made from table.py."""
+"""The tables of docs/from-verl.md, made from table.py and environment.py."""
 
 from pathlib import Path
 
+from rl.from_verl.environment import VARIABLES, Variable
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
 from rl.from_verl.table import TABLE
 
@@ -24,6 +25,8 @@ def tables() -> str:
     for section, rows in TABLE.items():
         out += [f"### {section}", "| verl | here |", "|---|---|"]
         out += [f"| {_names(row)} | {_here(row)} |" for row in rows] + [""]
+    out += ["### Environment variables", "| variable | here |", "|---|---|"]
+    out += [f"| {_variables(row)} | {row.verdict}: {row.why} |" for row in VARIABLES] + [""]
     return "\n".join(out)
 
 
@@ -35,6 +38,10 @@ def _names(row: Row) -> str:
         shown = [f"`{name.replace('actor_rollout_ref.', 'A.', 1)}`" for name in names]
         out.append(shown[0] + default + (f" or {', '.join(shown[1:])}" if shown[1:] else ""))
     return ", ".join(out)
+
+
+def _variables(row: Variable) -> str:
+    return ", ".join(f"`{name}`" for name in row.names.split())
 
 
 def _value(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from rl.from_verl.command import Command
 
 KEEP, NOT_NEEDED, HARMFUL = "needed here too", "not needed", "harmful, unset it"
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|S?$)", re.IGNORECASE)
 OF_A_KEY = re.compile(r".*env_vars\.(\w+)")  # ray_kwargs.ray_init.runtime_env.env_vars.NAME
 OFF = ("", "0", "false")
 
@@ -93,8 +93,3 @@ def _shown(name: str, value: str) -> str:
 
 def _of_cann(file: str) -> str:
     return ". CANN's are needed here too: source it before" if file.endswith("set_env.sh") else ""
-
-
-def table() -> str:
-    rows = [f"| {', '.join(f'`{name}`' for name in row.names.split())} | {row.verdict}: {row.why} |" for row in VARIABLES]
-    return "\n".join(["| variable | here |", "|---|---|", *rows, ""])

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rl.from_verl.command import parse_value
-from rl.from_verl.verl_run import Run
+from rl.from_verl.verl_run import V1, Run
 
 TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 
@@ -26,7 +26,7 @@ class Row:
 def _row(kind: str, keys: str, flags: str = "", note: str = "", meaning: Callable | None = None) -> Row:
     names, defaults = [], {}
     for word in keys.split():
-        name, equals, default = word.replace("A.", "actor_rollout_ref.").partition("=")
+        name, equals, default = word.replace("A.", "actor_rollout_ref.").replace("V1.", V1).partition("=")
         names.append(tuple(name.split("|")))
         if equals:
             defaults[names[-1][0]] = parse_value(default)

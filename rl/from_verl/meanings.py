@@ -21,10 +21,6 @@ def files(run: Run) -> dict[str, object]:
     return {flag: listed(run[key]) or None for flag, key in keys.items()}
 
 
-def seed(run: Run) -> dict[str, object]:
-    return {"--seed": run["data.seed"]}
-
-
 def batch(run: Run) -> dict[str, object]:
     size, mini = run["data.train_batch_size"], {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
     if run.script != ASYNC:
@@ -70,6 +66,11 @@ def warmup(run: Run) -> dict[str, object]:
             )
             return {}
         steps = int(ratio * (run.steps or 0))
+    if steps > 0 and run["A.actor.optim.zero_indexed_step"] is not False:
+        run.note(
+            f"warm-up: --lr-warmup-steps {steps} begins at 1/{steps} of --lr; verl's first training step has the rate 0, and "
+            f"its other steps of the warm-up are one step behind. From step {steps + 1} on both are the same."
+        )
     return {"--lr-warmup-steps": steps}
 
 
@@ -379,18 +380,6 @@ def resume(run: Run) -> dict[str, object]:
             "trainer.resume_from_path", "verl's checkpoints cannot be read; start from its Hugging Face export with --model"
         )
     return {"--resume-mode": "disable" if mode == "disable" else "auto"}
-
-
-def output_dir(run: Run) -> dict[str, object]:
-    return {"--output-dir": run["trainer.default_local_dir"]}
-
-
-def project(run: Run) -> dict[str, object]:
-    return {"--project-name": run["trainer.project_name"] if run.has("trainer.project_name") else None}
-
-
-def experiment(run: Run) -> dict[str, object]:
-    return {"--experiment-name": run["trainer.experiment_name"] if run.has("trainer.experiment_name") else None}
 
 
 def logger(run: Run) -> dict[str, object]:

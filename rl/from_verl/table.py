@@ -1,21 +1,14 @@
 """Verl's keys and what each is here: the one table, from which the translator works and docs/from-verl.md is made.
 
-`A.` stands for actor_rollout_ref. A row may name several keys, each with verl's default behind `=`; `new|old` are two names of
-one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those of its others in OTHER_DEFAULTS.
+`A.` stands for actor_rollout_ref., `V1.` for trainer.v1. A row may name several keys, each with verl's default behind `=`;
+`new|old` are two names of one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those of its others in
+OTHER_DEFAULTS.
 """
 
 from rl.from_verl import meanings as m
 from rl.from_verl import memory, split
 from rl.from_verl.keys import Row, missing, to, unneeded
 from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, V1
-
-ENGINES = ("fsdp_config", "megatron", "veomni", "torchtitan")
-
-
-def of_engines(setting: str, role: str = "actor") -> str:
-    """One setting's names under verl's engines."""
-    return "|".join(f"A.{role}.{engine}.{setting}" for engine in ENGINES)
-
 
 # fmt: off
 TABLE: dict[str, list[Row]] = {
@@ -27,16 +20,12 @@ TABLE: dict[str, list[Row]] = {
         to("data.filter_overlong_prompts=False", "--filter-overlong-prompts"),
         to("data.truncation=error", "--truncation", "verl's `middle` is not here"),
         to("data.shuffle=True", "--shuffle"),
-        to("data.seed=null", "--seed", "here also of the sampling; 0 by default", m.seed),
+        to("data.seed=null", "--seed", "here also of the sampling; 0 by default"),
         to("data.train_max_samples=-1", "--train-max-samples"),
         to("data.val_max_samples=-1", "--val-max-samples"),
-        to(
-            "data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256",
-            "--train-batch-size, --ppo-mini-batch-size",
-            "both count prompts over all ranks, as in verl. In `train_async.py` there is no batch size: a step is "
-            "`--ppo-mini-batch-size` times `--require-batches`",
-            m.batch,
-        ),
+        to("data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256", "--train-batch-size, --ppo-mini-batch-size", "both "
+           "count prompts over all ranks, as in verl. In `train_async.py` there is no batch size: a step is "
+           "`--ppo-mini-batch-size` times `--require-batches`", m.batch),
         to("data.image_key=images", "--image-key"),
         to("data.mm_processor_kwargs.min_pixels=null", "--min-pixels"),
         to("data.mm_processor_kwargs.max_pixels=null", "--max-pixels"),
@@ -59,69 +48,49 @@ TABLE: dict[str, list[Row]] = {
         to("A.model.path", "--model"),
         to("A.model.trust_remote_code|data.trust_remote_code=False", "--trust-remote-code"),
         to("A.model.enable_gradient_checkpointing=True", "--gradient-checkpointing", "on in verl, off here by default"),
-        to(
-            "A.actor.fsdp_config.dtype|A.actor.megatron.dtype|A.actor.torchtitan.dtype=bfloat16",
-            "--dtype",
-            "`bfloat16` in verl, `float32` here by default; master weights are fp32 either way",
-            memory.dtype,
-        ),
-        to(
-            f"{of_engines('param_offload')}=False {of_engines('optimizer_offload')}=False "
-            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy|A.actor.veomni.enable_fsdp_offload=False "
-            "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
-            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0",
-            "--param-offload, --optimizer-offload",
-            "the first is parameters, gradients and moments together, the second moments alone. Megatron's fraction of 0 "
-            "offloads nothing, whatever else is said",
-            memory.offload,
-        ),
-        to(
-            f"{of_engines('param_offload', 'ref')}=False "
-            "A.ref.fsdp_config.offload_policy|A.ref.veomni.enable_fsdp_offload=False",
-            "--ref-offload",
-            "on by default here; without a KL term there is no reference policy",
-            memory.ref_offload,
-        ),
+        to("A.actor.fsdp_config.dtype|A.actor.megatron.dtype|A.actor.torchtitan.dtype=bfloat16", "--dtype", "`bfloat16` in "
+           "verl, `float32` here by default; master weights are fp32 either way", memory.dtype),
+        to("A.actor.fsdp_config.param_offload|A.actor.megatron.param_offload|A.actor.veomni.param_offload|"
+           "A.actor.torchtitan.param_offload=False "
+           "A.actor.fsdp_config.optimizer_offload|A.actor.megatron.optimizer_offload|A.actor.veomni.optimizer_offload|"
+           "A.actor.torchtitan.optimizer_offload=False "
+           "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy|A.actor.veomni.enable_fsdp_offload=False "
+           "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
+           "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0", "--param-offload, --optimizer-offload",
+           "the first is parameters, gradients and moments together, the second moments alone. Megatron's fraction of 0 "
+           "offloads nothing, whatever else is said", memory.offload),
+        to("A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload|A.ref.veomni.param_offload|"
+           "A.ref.torchtitan.param_offload=False "
+           "A.ref.fsdp_config.offload_policy|A.ref.veomni.enable_fsdp_offload=False", "--ref-offload", "on by default here; "
+           "without a KL term there is no reference policy", memory.ref_offload),
         to("A.actor.optim.lr=1e-6", "--lr"),
-        to(
-            "A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0",
-            "--lr-warmup-steps",
-            "training steps, in both; a ratio is of all steps. None in verl, 10 here by default", m.warmup,
-        ),
-        to(
-            "A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style|A.actor.optim.decay_type"
-            "=constant",
-            "--lr-scheduler-type",
-            "`constant` in verl, `cosine` here by default",
-            m.scheduler,
-        ),
+        to("A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0", "--lr-warmup-steps", "training steps, "
+           "in both; a ratio is of all steps. None in verl, 10 here by default. The warm-up here is one step ahead: of w steps "
+           "the first trains at 1/w of the rate, in verl at 0", m.warmup),
+        to("A.actor.optim.lr_scheduler_type|A.actor.optim.warmup_style|A.actor.optim.lr_decay_style|"
+           "A.actor.optim.decay_type=constant",
+           "--lr-scheduler-type", "`constant` in verl, `cosine` here by default", m.scheduler),
         to("A.actor.optim.min_lr_ratio|A.actor.optim.min_lr_factor=0.0", "--min-lr-ratio"),
         to("A.actor.optim.weight_decay=0.01", "--weight-decay"),
         to("A.actor.optim.betas=[0.9,0.999]", "--adam-beta1, --adam-beta2", "", m.betas),
         to("A.actor.grad_clip|A.actor.optim.clip_grad=1.0", "--grad-clip"),
         to("A.actor.ppo_epochs=1", "--ppo-epochs"),
-        to(
-            "A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
-            "A.actor.ppo_micro_batch_size=null",
-            "--ppo-max-token-len-per-gpu",
-            "micro-batches are always filled by tokens; a micro-batch size becomes so many prompts and responses of full "
-            "length; where verl is given none, which it refuses, as many as fit. At least one full sequence together with "
-            "`--sequence-parallel`",
-            m.token_budget,
-        ),
+        to("A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
+           "A.actor.ppo_micro_batch_size=null", "--ppo-max-token-len-per-gpu", "micro-batches are always filled by tokens; a "
+           "micro-batch size becomes so many prompts and responses of full length; where verl is given none, which it refuses, "
+           "as many as fit. At least one full sequence together with `--sequence-parallel`", m.token_budget),
         to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size|"
-           "A.actor.veomni.ulysses_parallel_size=1", "--sequence-parallel",
-           "a micro-batch has so many times the tokens of one device, as in verl"),
-        missing(
-            "A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
-            "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
-            "A.*.megatron.expert_tensor_parallel_size=1 A.*.megatron.dynamic_context_parallel=False "
-            "A.*.torchtitan.tensor_parallel_size=1 A.*.torchtitan.pipeline_parallel_size=1 "
-            "A.*.torchtitan.context_parallel_size=1",
-            "the model is sharded over all learners (FSDP2); besides, only sequences and experts can be divided",
-        ),
+           "A.actor.veomni.ulysses_parallel_size=1",
+           "--sequence-parallel", "a micro-batch has so many times the tokens of one device, as in verl"),
+        missing("A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
+                "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
+                "A.*.megatron.expert_tensor_parallel_size=1 A.*.megatron.dynamic_context_parallel=False "
+                "A.*.torchtitan.tensor_parallel_size=1 A.*.torchtitan.pipeline_parallel_size=1 "
+                "A.*.torchtitan.context_parallel_size=1", "the model is sharded over all learners (FSDP2); besides, only "
+                "sequences and experts can be divided"),
         to("A.actor.megatron.expert_model_parallel_size|A.actor.veomni.expert_parallel_size|"
-           "A.actor.torchtitan.expert_parallel_size=1", "--expert-parallel"),
+           "A.actor.torchtitan.expert_parallel_size=1",
+           "--expert-parallel"),
         unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size "
                  "A.ref.megatron.expert_model_parallel_size A.ref.*.expert_parallel_size A.ref.*.ulysses_parallel_size",
                  "`--sequence-parallel` and `--expert-parallel` also hold for the reference policy"),
@@ -130,8 +99,8 @@ TABLE: dict[str, list[Row]] = {
            memory.activation_offload),
         missing("A.model.tiled_mlp.enabled=False", "not for activations within a layer"),
         missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
-        missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null",
-                "a model is one directory or hub name"),
+        missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null", "a model is one directory "
+                "or hub name"),
         missing("A.model.mtp.enable=False A.rollout.mtp=null", "multi-token prediction"),
         missing("A.model.override_config.* A.model.override_config", "edit the model's config.json"),
         to("A.actor.freeze_vision_tower=False", "--freeze-vision-tower", "verl 1dda039 reads it nowhere"),
@@ -141,26 +110,19 @@ TABLE: dict[str, list[Row]] = {
         missing("A.actor.optim.lr_warmup_init=0 A.actor.optim.min_lr=0 A.actor.optim.lr_decay_steps=null "
                 "A.actor.optim.num_cycles=0.5 A.actor.optim.weight_decay_incr_style|A.actor.optim.wd_incr_style=constant "
                 "A.actor.optim.lr_wsd_decay_steps=null A.actor.optim.lr_wsd_decay_style=exponential A.actor.optim.lr_min=0 "
-                "A.actor.optim.lr_start=0 A.actor.optim.lr_decay_ratio=1.0 A.actor.optim.init_lr_ratio",
-                "the rate rises in a line over the warm-up, then stays or falls along half a cosine to the last step"),
+                "A.actor.optim.lr_start=0 A.actor.optim.lr_decay_ratio=1.0 A.actor.optim.init_lr_ratio", "the rate warms up "
+                "from 1/w of --lr in the first of w steps to all of it in the last, then stays or falls along half a cosine to "
+                "the last step"),
         missing("A.actor.optim.eps=1e-8", "it is 1e-8"),
         missing("A.actor.optim.main_grads_dtype=fp32 A.actor.optim.exp_avg_dtype=fp32 A.actor.optim.exp_avg_sq_dtype=fp32 "
                 "A.actor.optim.master_weight_dtype=fp32", "`--optim adamw_8bit` and `--grad-dtype` save memory"),
         unneeded("A.actor.optim.muon_* A.actor.optim.use_layer_wise_distributed_optimizer "
                  "A.actor.optim.use_precision_aware_optimizer A.actor.optim.master_weights "
                  "A.actor.optim.store_param_remainders", "only for optimizers of verl's other engines"),
-        to(
-            "A.actor.router_replay.mode=disabled A.rollout.enable_rollout_routing_replay=False",
-            "--router-replay",
-            "`off`, `R2` or `R3`; R3 turns the generator's record on by itself",
-            m.router_replay,
-        ),
-        to(
-            "A.actor.megatron.override_transformer_config.moe_router_dtype=null",
-            "--moe-router-dtype",
-            "fp32 by default here, in Megatron the model's own",
-            m.router_dtype,
-        ),
+        to("A.actor.router_replay.mode=disabled A.rollout.enable_rollout_routing_replay=False", "--router-replay", "`off`, "
+           "`R2` or `R3`; R3 turns the generator's record on by itself", m.router_replay),
+        to("A.actor.megatron.override_transformer_config.moe_router_dtype=null", "--moe-router-dtype", "fp32 by default here, "
+           "in Megatron the model's own", m.router_dtype),
         missing("A.ref.router_replay.mode=disabled", "the reference policy chooses its own experts"),
         missing("A.actor.qat.enable=False A.*.fsdp_config.qat.enable=False A.*.megatron.qat.enable=False A.rollout.qat=null "
                 "A.*.veomni.qat_implementation=none", "no quantised training"),
@@ -186,48 +148,45 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.ref.log_prob_* A.rollout.log_prob_*", "log-probs are computed in the learner's micro-batches"),
         unneeded("A.actor.shuffle A.actor.data_loader_seed A.*.fsdp_config.seed A.*.fsdp_config.full_determinism",
                  "mini-batches keep the batch's order"),
-        unneeded("A.*.megatron.* A.*.veomni.* A.*.torchtitan.* A.*.automodel.*",
-                 "of verl's other engines; FSDP2 here, and their recomputation is `--gradient-checkpointing`"),
-        unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype A.ref.optim.*",
-                 "the reference policy has no optimizer"),
-        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl A.actor.optim.zero_indexed_step "
-                 "A.actor.optim.use_checkpoint_opt_param_scheduler",
-                 "the scripts set it"),
+        unneeded("A.*.megatron.* A.*.veomni.* A.*.torchtitan.* A.*.automodel.*", "of verl's other engines; FSDP2 here, and "
+                 "their recomputation is `--gradient-checkpointing`"),
+        unneeded("A.ref.fsdp_config.optimizer_offload A.ref.fsdp_config.dtype A.ref.optim.*", "the reference policy has no "
+                 "optimizer"),
+        unneeded("A.actor.optim.zero_indexed_step", "verl's count from 0 (True) makes its warm-up one step later than the one "
+                 "here; from 1 (False) its warm-up is the one here"),
+        unneeded("A.actor.optim.total_training_steps A.actor.optim.optimizer_impl "
+                 "A.actor.optim.use_checkpoint_opt_param_scheduler", "the scripts set it"),
         unneeded("A.actor.optim.override_optimizer_config.overlap_* "
-                 "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer",
-                 "speed and precision of Megatron's optimizer"),
+                 "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer", "speed and precision of Megatron's "
+                 "optimizer"),
         unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to go on "
                  "(checkpoints.md)"),
         unneeded("A.nccl_timeout", "every wait is watched: `--hang-timeout`"),
         unneeded("A.actor.rollout_n A.ref.rollout_n", "`--rollout-n`"),
     ],
     "Algorithm": [
-        to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator",
-           "verl's words work; `gae`, verl's default, needs a critic, which is not here. Without division by the standard "
-           "deviation `grpo` is `dr_grpo`", m.estimator),
+        to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae`, "
+           "verl's default, needs a critic, which is not here. Without division by the standard deviation `grpo` is `dr_grpo`",
+           m.estimator),
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
-        to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode",
-           "`token-mean` in verl; here that of the loss's paper by default. Denominators are global; "
-           "`geo_mean` and `sapo` are `seq-mean-token-mean` in both, `gspo` was before verl 0.9.1", m.aggregation),
-        to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2",
-           "--clip-ratio-low, --clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's "
-           "paper",
-           m.clips),
+        to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "
+           "default. Denominators are global; `geo_mean` and `sapo` are `seq-mean-token-mean` in both, `gspo` was before verl "
+           "0.9.1", m.aggregation),
+        to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2", "--clip-ratio-low, "
+           "--clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's paper", m.clips),
         to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv`, too; there 20 here by default, the paper's",
            m.dual_clip),
         to("A.actor.entropy_coeff=0.0", "--entropy-coeff"),
-        to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl",
-           "--use-kl-loss, --kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
+        to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl", "--use-kl-loss, "
+           "--kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
         to("algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed "
-           "algorithm.kl_ctrl.kl_coef=0.001 "
-           "algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
+           "algorithm.kl_ctrl.kl_coef=0.001 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
            "--use-kl-in-reward, --kl-penalty, --kl-ctrl-type, --kl-coef, --target-kl, --horizon", "", m.kl_in_reward),
         to("algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "
            "algorithm.rollout_correction.rollout_is_batch_normalize=False algorithm.rollout_correction.rollout_rs=null "
-           "algorithm.rollout_correction.rollout_rs_threshold=null",
-           "--rollout-is, --rollout-is-threshold, --rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold",
-           "", m.correction),
+           "algorithm.rollout_correction.rollout_rs_threshold=null", "--rollout-is, --rollout-is-threshold, "
+           "--rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold", "", m.correction),
         to("algorithm.rollout_correction|async_training.rollout_correction|async.rollout_correction=null",
            "--rollout-correction", "a word: ours, or that of verl's constructor, such as `decoupled_geo_rs_seq_tis` for "
            "`sequence_tis_geometric_rs`", m.preset),
@@ -235,9 +194,9 @@ TABLE: dict[str, list[Row]] = {
            "A.actor.use_rollout_log_probs|async_training.use_rollout_log_probs|async.use_rollout_log_probs=False",
            "--use-rollout-log-probs", "on by default where batches may be stale, as in verl", m.old_log_probs),
         to("algorithm.filter_groups.enable=False algorithm.filter_groups.max_num_gen_batches=0 "
-           "algorithm.filter_groups.metric=reward",
-           "--filter-groups, --max-num-gen-batches", "by the score without the penalty on length, as verl's `acc`; its "
-           "`reward` is the same without an overlong buffer; 0 is no limit in verl", m.filter_groups),
+           "algorithm.filter_groups.metric=reward", "--filter-groups, --max-num-gen-batches", "by the score without the "
+           "penalty on length, as verl's `acc`; its `reward` is the same without an overlong buffer; 0 is no limit in verl",
+           m.filter_groups),
         missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
         missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
                 "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
@@ -258,23 +217,20 @@ TABLE: dict[str, list[Row]] = {
     ],
     "Reward": [
         to("reward.custom_reward_function.path|custom_reward_function.path=null "
-           "reward.custom_reward_function.name|custom_reward_function.name=compute_score",
-           "--reward", "`path.py:name`, called with the same arguments", m.own_reward),
-        to("reward.reward_kwargs.overlong_buffer_cfg.enable|reward_model.reward_kwargs.overlong_buffer_cfg.enable|"
+           "reward.custom_reward_function.name|custom_reward_function.name=compute_score", "--reward", "`path.py:name`, called "
+           "with the same arguments", m.own_reward),
+        to(
+           "reward.reward_kwargs.overlong_buffer_cfg.enable|reward_model.reward_kwargs.overlong_buffer_cfg.enable|"
            "reward_model.overlong_buffer.enable=False "
            "reward.reward_kwargs.overlong_buffer_cfg.len|reward_model.reward_kwargs.overlong_buffer_cfg.len|"
            "reward_model.overlong_buffer.len=0 "
            "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor|"
-           "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor|"
-           "reward_model.overlong_buffer.penalty_factor=1.0 "
-           "reward.reward_kwargs.max_resp_len|reward_model.reward_kwargs.max_resp_len=null",
-           "--overlong-buffer-len, --overlong-penalty-factor",
-           "a length of 0 is off; the response budget is `--max-response-length`. In verl of effect with the manager `dapo` "
-           "alone",
-           m.overlong),
+           "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor|reward_model.overlong_buffer.penalty_factor=1.0 "
+           "reward.reward_kwargs.max_resp_len|reward_model.reward_kwargs.max_resp_len=null", "--overlong-buffer-len, "
+           "--overlong-penalty-factor", "a length of 0 is off; the response budget is `--max-response-length`. In verl of "
+           "effect with the manager `dapo` alone", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
-           "`naive`, "
-           "`dapo` and `prime` score alike here", m.reward_manager),
+           "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
         missing("reward_model.enable=False reward.reward_model.enable=False", "no reward model but one called in `--reward`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
@@ -295,8 +251,8 @@ TABLE: dict[str, list[Row]] = {
         to("A.rollout.ignore_eos=False", "--ignore-eos"),
         to("A.rollout.val_kwargs.n=1", "--val-n"),
         to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0.0 A.rollout.val_kwargs.top_p=1.0 "
-           "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p",
-           "`do_sample=False` is temperature 0; no top_k in the validation", m.validation),
+           "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p", "`do_sample=False` is temperature 0; no top_k in "
+           "the validation", m.validation),
         to("A.rollout.tensor_model_parallel_size=2", "--rollout-tp", "2 in verl, 1 here by default"),
         to("A.rollout.gpu_memory_utilization=0.5 A.rollout.standalone_gpu_memory_utilization=null", "--gpu-memory-utilization",
            "the second in verl's fully async mode", m.gpu_memory),
@@ -306,30 +262,28 @@ TABLE: dict[str, list[Row]] = {
         to("A.rollout.enforce_eager=False", "--enforce-eager"),
         to("A.rollout.load_format=dummy", "--load-format", "the learner's weights come in any case", m.load_format),
         to("A.rollout.free_cache_engine|A.rollout.enable_sleep_mode=True", "--free-cache-engine", "of effect in "
-           "`train_sync.py`",
-           m.free_cache),
+           "`train_sync.py`", m.free_cache),
         to("A.rollout.dtype=bfloat16", "--rollout-dtype", "by default that of `--dtype`", m.rollout_dtype),
         missing("A.rollout.pipeline_model_parallel_size=1", "an engine is split by tensor parallelism alone"),
         missing("A.rollout.data_parallel_size=1", "each `--rollout-tp` ranks are an engine of their own; none shares experts "
-                "with "
-                "another"),
+                "with another"),
         missing("A.rollout.expert_parallel_size=1", "experts are split by tensor parallelism, as everything else"),
         missing("A.rollout.engine_kwargs.*", "other vLLM settings have no flags"),
         missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
                 "A.rollout.agent.agent_loop_config_path=null", "one turn, no tools"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
-        missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0",
-                "sampling by temperature, top-p and top-k"),
+        missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0", "sampling by temperature, "
+                "top-p and top-k"),
         missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` lets it go on in the "
                 "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
         missing("A.rollout.trace.* A.rollout.prometheus.*", "metrics go where `--logger` says"),
         unneeded("A.rollout.engine_kwargs.vllm.mm_processor_cache_gb "
-                 "A.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache "
-                 "A.rollout.limit_images", "images come to vLLM as prepared pixels, any number of them"),
+                 "A.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache A.rollout.limit_images", "images come to vLLM as "
+                 "prepared pixels, any number of them"),
         unneeded("A.rollout.mode A.rollout.router_config_path", "a generator draws the next prompt when it has room"),
-        unneeded("A.rollout.max_model_len A.rollout.prompt_length A.rollout.response_length",
-                 "prompt and response budget together"),
+        unneeded("A.rollout.max_model_len A.rollout.prompt_length A.rollout.response_length", "prompt and response budget "
+                 "together"),
         unneeded("A.rollout.calculate_log_probs A.rollout.logprobs_mode", "log-probs always come with the tokens"),
         unneeded("A.rollout.layered_summon", "weights are gathered one by one, always"),
         unneeded("A.rollout.enable_prefix_caching A.rollout.scheduling_policy A.rollout.cudagraph_capture_sizes "
@@ -342,39 +296,38 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "of use with several turns alone"),
     ],
     "Asynchronous training": [
-        to(f"async_training.staleness_threshold|async.staleness_threshold|{V1}separate_async.num_warmup_batches",
+        to("async_training.staleness_threshold|async.staleness_threshold|V1.separate_async.num_warmup_batches",
            "--staleness-threshold"),
-        to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step|"
-           f"{V1}separate_async.parameter_sync_step", "--trigger-parameter-sync-step"),
+        to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step|V1.separate_async.parameter_sync_step",
+           "--trigger-parameter-sync-step"),
         to("async_training.require_batches|async.require_batches", "--require-batches"),
-        to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout",
-           "True is `recompute`: a response goes on with a fresh KV cache; `keep`, the default here, spares the time for it. "
-           "False is `off`", split.partial_rollout),
-        to(f"{V1}sampler.max_off_policy_threshold=null {V1}sampler.max_off_policy_strategy=drop", "--max-staleness, --stale",
+        to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout", "True is `recompute`: a response goes "
+           "on with a fresh KV cache; `keep`, the default here, spares the time for it. False is `off`", split.partial_rollout),
+        to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness, --stale",
            "verl counts the versions that a response spans, `--max-staleness` the age of its oldest token: one less. null is "
            "no bound", split.off_policy),
-        to(f"{V1}colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "
+        to("V1.colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "
            "responses go on in the next step", split.over_sample),
-        to(f"{V1}trainer_mode=sync", "", "`sync` and `colocate_async` are `train_sync.py`, `separate_async` is "
-           "`train_async.py`, whose steps are mini-batches: what verl counts in publishes is multiplied", split.trainer_mode),
-        missing(f"{V1}separate_async.hybrid_rollout.enable_switch=False async_training.use_dynamic_resource_scheduling=False "
+        to("V1.trainer_mode=sync", "", "`sync` and `colocate_async` are `train_sync.py`, `separate_async` is `train_async.py`, "
+           "whose steps are mini-batches: what verl counts in publishes is multiplied", split.trainer_mode),
+        missing("V1.separate_async.hybrid_rollout.enable_switch=False async_training.use_dynamic_resource_scheduling=False "
                 "async.use_dynamic_resource_scheduling=False", "learners never generate; plan.py finds the best split"),
-        missing(f"{V1}sampler.custom_sampler.* {V1}sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
-        unneeded(f"trainer.use_v1 {V1}sync {V1}*", "of verl's newer trainer alone"),
-        unneeded(f"{V1}sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
+        missing("V1.sampler.custom_sampler.* V1.sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
+        unneeded("trainer.use_v1 V1.sync V1.*", "of verl's newer trainer alone"),
+        unneeded("V1.sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
                  "`--on-error`"),
         to("trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.nnodes|A.rollout.nnodes=1 "
-           "rollout.n_gpus_per_node|A.rollout.n_gpus_per_node=8 A.rollout.n_gpus|rollout.n_gpus=null",
-           "--generators", "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, "
-           "with `--generators` of its ranks generating; roles of their own: nodes.md. `n_gpus` alone is a part of the "
-           "trainer's devices", split.devices),
+           "rollout.n_gpus_per_node|A.rollout.n_gpus_per_node=8 A.rollout.n_gpus|rollout.n_gpus=null", "--generators",
+           "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, with "
+           "`--generators` of its ranks generating; roles of their own: nodes.md. `n_gpus` alone is a part of the trainer's "
+           "devices", split.devices),
         missing("rollout.n", "verl itself reads `A.rollout.n`"),
-        missing("async_training.compute_prox_log_prob=False async.compute_prox_log_prob=False",
-                "`--loss-mode decoupled_ppo` computes it"),
+        missing("async_training.compute_prox_log_prob=False async.compute_prox_log_prob=False", "`--loss-mode decoupled_ppo` "
+                "computes it"),
         unneeded("async_training.use_trainer_do_validate async.use_trainer_do_validate "
                  "async_training.parallel_validate_and_rollout async.parallel_validate_and_rollout", "the generators validate"),
-        unneeded("async_training.checkpoint_engine.* async.checkpoint_engine.*",
-                 "weights are broadcast over the job's own process group"),
+        unneeded("async_training.checkpoint_engine.* async.checkpoint_engine.*", "weights are broadcast over the job's own "
+                 "process group"),
         unneeded("rollout.max_concurrent_samples_per_replica async_training.concurrent_samples_per_replica "
                  "async_training.dynamic_schedule_*", "as many as the engine takes: `--max-num-seqs`"),
         unneeded("A.rollout.total_rollout_steps", "verl reads `rollout.total_rollout_steps`"),
@@ -382,21 +335,20 @@ TABLE: dict[str, list[Row]] = {
     "Trainer": [
         to("trainer.total_epochs|rollout.total_epochs=30 trainer.total_training_steps=null rollout.total_rollout_steps=null",
            "--total-epochs, --total-training-steps, --total-rollout-steps", "`total_rollout_steps` counts prompts: the smaller "
-           "of it and the epochs ends a fully async run. `total_training_steps` overrules both here; in verl epochs may "
-           "still end the run earlier. A step may reach from one epoch into the next, where verl drops the rest of an epoch",
+           "of it and the epochs ends a fully async run. `total_training_steps` overrules both here; in verl epochs may still "
+           "end the run earlier. A step may reach from one epoch into the next, where verl drops the rest of an epoch",
            m.length),
         to("trainer.test_freq|rollout.test_freq=-1", "--test-freq", "in steps; verl's fully async mode counts publishes: times "
            "`--trigger-parameter-sync-step`. -1 in verl, 0 here is never", m.test_freq),
         to("trainer.val_before_train=True", "--val-before-train"),
         to("trainer.save_freq=-1", "--save-freq", "as `--test-freq`; there is always a checkpoint at the end", m.save_freq),
-        to("trainer.max_actor_ckpt_to_keep=null", "--max-ckpt-to-keep", "verl keeps all, here 3 by default; 0 keeps "
-           "all", m.keep),
-        to("trainer.resume_mode=auto trainer.resume_from_path=null", "--resume-mode",
-           "`auto`, `disable` or the path of a checkpoint of ours: verl's cannot be read. auto needs the same "
-           "`--experiment-name`", m.resume),
-        to("trainer.default_local_dir", "--output-dir", "the run's directory is made in it", m.output_dir),
-        to("trainer.project_name=verl_examples", "--project-name", "", m.project),
-        to("trainer.experiment_name=gsm8k", "--experiment-name", "", m.experiment),
+        to("trainer.max_actor_ckpt_to_keep=null", "--max-ckpt-to-keep", "verl keeps all, here 3 by default; 0 keeps all",
+           m.keep),
+        to("trainer.resume_mode=auto trainer.resume_from_path=null", "--resume-mode", "`auto`, `disable` or the path of a "
+           "checkpoint of ours: verl's cannot be read. auto needs the same `--experiment-name`", m.resume),
+        to("trainer.default_local_dir", "--output-dir", "the run's directory is made in it"),
+        to("trainer.project_name", "--project-name"),
+        to("trainer.experiment_name", "--experiment-name"),
         to("trainer.logger=[console,wandb]", "--logger", "`console`, `tensorboard`, `wandb`", m.logger),
         to("trainer.log_val_generations=0", "--log-val-generations"),
         missing("trainer.val_only=False", "validation alone"),
@@ -404,8 +356,8 @@ TABLE: dict[str, list[Row]] = {
         missing("trainer.rollout_data_dir=null", "`--record` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
         missing("trainer.checkpoint_callback_class=null", "call it in your copy of the script"),
-        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* "
-                "trainer.npu_profile.*", "profile a script as any other Python program"),
+        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* trainer.npu_profile.*",
+                "profile a script as any other Python program"),
         unneeded("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", "there is no critic"),
         unneeded("trainer.balance_batch", "micro-batches are always balanced over the ranks"),
         unneeded("trainer.device", "what the machine has"),

@@ -1,0 +1,204 @@
+"""examples/make_data.py: rows of the hub's layout become verl's, with what the grader wants; and prompts that never ask."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import ROOT
+
+from rl import verifiers
+from rl.data import DataArgs, PromptDataset
+from rl.demo import build_tokenizer
+from rl.health import Health
+from rl.instructions import FORMATS, LOOKED_AT, unasked
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"
+    "0000000049454e44ae426082"
+)
+GSM8K = [
+    {"question": "Ann has 3 pens and buys 1,999 more. How many?", "answer": "3 + 1,999 = <<3+1999=2002>>2,002\n#### 2,002"},
+    {"question": "It is 2 degrees, and falls by 7.", "answer": "2 - 7 = -5\n#### -5"},
+]
+ASKS = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def made(*words, code: int = 0) -> str:
+    """What make_data.py prints: its output, or its errors if it ends with a code."""
+    command = [sys.executable, str(ROOT / "examples" / "make_data.py"), *map(str, words)]
+    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
+    """The repository has two configurations, of which `main` is meant, and files of several parts."""
+    for split, rows in (("train", GSM8K), ("test", GSM8K[1:])):
+        file = tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), file)
+        wrong = [{"question": "another?", "answer": "#### 0"}]
+        jsonl(tmp_path / "gsm8k" / "socratic" / f"{split}-00000-of-00001.jsonl", wrong)
+    made("gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out")
+    first, second = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert first == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{GSM8K[0]['question']} {ASKS}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2002"},
+        "extra_info": {"split": "train", "index": 0, "answer": GSM8K[0]["answer"], "question": GSM8K[0]["question"]},
+    }
+    assert second["reward_model"]["ground_truth"] == "-5" and second["extra_info"]["index"] == 1
+    (test,) = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
+    assert test["extra_info"]["split"] == "test"
+
+
+def test_it_makes_gsm8k_as_verl_has_it(gsm8k, tmp_path):
+    """The raw rows, taken out of verl's files, give these files again."""
+    for split in ("train", "test"):
+        rows = pq.read_table(gsm8k / f"{split}.parquet").to_pylist()
+        jsonl(tmp_path / f"{split}.jsonl", [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows])
+    made("gsm8k", "--train-files", tmp_path / "train.jsonl", "--val-files", tmp_path / "test.jsonl", "--out", tmp_path)
+    for split in ("train", "test"):
+        made_table, verls = (pq.read_table(at / f"{split}.parquet") for at in (tmp_path, gsm8k))
+        assert made_table.schema.equals(verls.schema, check_metadata=False)
+        assert made_table.to_pylist() == verls.to_pylist()
+
+
+def test_it_makes_geo3k_as_verl_has_it(gsm8k, tmp_path):
+    file = gsm8k.parent / "geo3k" / "train.parquet"
+    if not file.exists():
+        pytest.skip(f"no {file}")
+    verls = pq.read_table(file).to_pylist()
+    raw = [{"images": r["images"], "problem": r["extra_info"]["question"], "answer": r["extra_info"]["answer"]} for r in verls]
+    pq.write_table(pa.Table.from_pylist(raw), tmp_path / "raw.parquet")
+    made("geo3k", "--train-files", tmp_path / "raw.parquet", "--out", tmp_path)
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    for number, row in enumerate(verls):  # verl's file is a choice of rows, with their numbers in the whole
+        row["extra_info"]["index"] = number
+    assert rows == verls
+
+
+def test_images_of_paths_are_read(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(PNG)
+    file = jsonl(tmp_path / "x.jsonl", [{"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "3"}])
+    made("geo3k", "--val-files", file, "--out", tmp_path)
+    (row,) = pq.read_table(tmp_path / "test.parquet").to_pylist()
+    assert row["images"] == [{"bytes": PNG, "path": "a.png"}] and row["data_source"] == "hiyouga/geometry3k"
+    assert (
+        row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think") and not (tmp_path / "train.parquet").exists()
+    )
+
+
+def test_dapos_rows_stay_as_they_are_once_each(tmp_path):
+    row = {
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": "Solve it. Answer: $Answer"}], "ability": "MATH",
+        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b"},
+    }  # fmt: skip
+    other = row | {"prompt": [{"role": "user", "content": "Solve that. Answer: $Answer"}]}
+    files = [jsonl(tmp_path / f"{name}.jsonl", [row, other, row]) for name in ("dapo", "aime")]
+    said = made("dapo-math", "--train-files", files[0], "--val-files", files[1], "--out", tmp_path)
+    assert "2 rows, 1 repetitions left out" in said
+    assert pq.read_table(tmp_path / "dapo-math-17k.parquet").to_pylist() == [row, other]
+    assert pq.read_table(tmp_path / "aime-2024.parquet").to_pylist() == [row, other, row], "a validation may ask 32 times"
+
+
+def test_plain_problems_become_dapos(tmp_path):
+    rows = [{"prompt": "What is 1+1?", "solution": "2", "reward_model": {"ground_truth": "2", "style": "rule"}}]
+    made("dapo-math", "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path)
+    (row,) = pq.read_table(tmp_path / "dapo-math-17k.parquet").to_pylist()
+    (message,) = row["prompt"]
+    assert message["content"].startswith("Solve the following math problem") and "\n\nWhat is 1+1?\n\n" in message["content"]
+    assert (row["reward_model"]["ground_truth"], row["data_source"]) == ("2", "math_dapo")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("gsm8k", [GSM8K[0], {"question": "1+1?", "answer": "2"}], "row 1: column 'answer' has no answer with '#### NUMBER'"),
+        ("gsm8k", [{"question": " ", "answer": "#### 2"}], "x.jsonl row 0: column 'question' is no text, or empty"),
+        ("gsm8k", [{"q": "1+1?", "answer": "#### 2"}], "there is no column 'question'"),
+        ("geo3k", [{"problem": "<image>x", "answer": "2", "images": ["gone.png"]}], "row 0: image 0 cannot be read"),
+        ("geo3k", [{"problem": "x", "answer": "2", "images": ["gone.png"]}], "1 images, and 0 times <image>"),
+        ("dapo-math", [{"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": ""}}], "truth is empty"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_used_are_named(name, rows, words, tmp_path):
+    said = made(name, "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path, code=1)
+    assert said.startswith("error: ") and words in said and said.count("\n") == 1
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_without_a_network_it_says_what_to_give(tmp_path):
+    said = made("gsm8k", "--out", tmp_path, code=1)
+    assert said.splitlines()[-1].startswith("error: openai/gsm8k: it cannot be loaded from the hub here") and "--source" in said
+    said = made("gsm8k", "--source", tmp_path, code=1)
+    assert "no .parquet, .json or .jsonl file there begins with 'train'" in said
+
+
+# ------------------------------------------------------------------------------------------------ prompts that never ask
+
+
+def dataset(file):
+    return PromptDataset([str(file)], "train", build_tokenizer(), DataArgs(max_prompt_length=2000))
+
+
+RIGHT = {  # a response as each instruction asks for it -> the grader that must find the answer 2 in it
+    verifiers.gsm8k: "one and one\n#### 2",
+    verifiers.math_verify: "one and one: \\boxed{2}",
+    verifiers.math_dapo: "one and one\nAnswer: 2",
+    verifiers.geo3k: "<think>one and one</think> \\boxed{2}",
+}
+
+
+@pytest.mark.parametrize("grader", FORMATS, ids=lambda grader: grader.__name__)
+def test_an_instruction_asks_for_what_its_grader_finds(grader):
+    score = grader("x", RIGHT[grader], "2")
+    assert (score["score"] if isinstance(score, dict) else score) == 1
+    wanted = FORMATS[grader]
+    assert any(mark in wanted.prompt("?") and mark in RIGHT[grader] for mark in wanted.marks)
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "hiyouga/geometry3k"])
+def test_prompts_that_never_ask_are_named(source, tmp_path):
+    plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2", "data_source": source}] * 3)
+    (warning,) = unasked(dataset(plain))
+    assert f"none of the first 3 prompts of '{source}' asks for" in warning and "make_data.py" in warning
+
+
+def test_prompts_that_ask_and_graders_that_take_all_are_not():
+    prompt = lambda source, text: SimpleNamespace(data_source=source, text=text)  # noqa: E731
+    asked, plain = prompt("gsm8k", "1+1? The answer after ####"), prompt("gsm8k", "1+1?")
+    others = [prompt(name, "1+1?") for name in ("demo", "my_own", "gsm8k_flexible")]
+    assert unasked([plain, asked, *others]) == [], "one that asks is enough: few-shot prompts differ"
+    assert len(unasked([plain, prompt("gsm8k", "2+2?"), *others])) == 1
+    assert unasked([others[0]] * LOOKED_AT + [plain]) == [], "only the first rows are looked at"
+
+
+@pytest.mark.parametrize(("reward", "warnings"), [(None, 1), ("mine.py:score", 0)])
+def test_a_run_warns_of_them_before_its_first_step(reward, warnings):
+    """Not with a reward function of one's own, which may look for anything."""
+    said = []
+    prompts = Rows([SimpleNamespace(data_source="openai/gsm8k", text="1+1?")] * 2)
+    record = SimpleNamespace(say=said.append, warn=lambda *_: None)
+    job = SimpleNamespace(prompts=prompts, val_prompts=None)
+    Health(SimpleNamespace(reward=reward, truncation="error"), job, record, 0).at_start()
+    assert [text.startswith("warning: none of the first 2 prompts of 'openai/gsm8k' asks for ####") for text in said] == [
+        True
+    ] * warnings
+
+
+class Rows(list):
+    truncated = 0
