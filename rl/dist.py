@@ -137,6 +137,7 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
     here = launch.here()
+    device.check_enough(here.local_world_size, "rank")
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
     store = launch.join(timeout)
     _watch(f"rank {here.rank}", hang_timeout)
@@ -165,6 +166,8 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
     heartbeat.start(node_timeout)
     _check_split(launch.nodes(), elastic_at)
     number = [node.first for node in launch.nodes()].index(here.first)
+    for role in ("learner", "generator"):
+        device.check_enough(getattr(launch.nodes()[number], f"{role}s"), role)
     node, before = launch.nodes()[number], launch.nodes()[:number]
     learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
     if here.local_rank < node.learners:
@@ -244,6 +247,23 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 def stopping() -> bool:
     """True if any rank of the default group has been told to stop (SIGTERM). A collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
+
+
+def engines_first(role: str) -> None:
+    """Where generators and learners share this node's devices: a generator reports that its engine has started, and a learner
+    returns when all engines here have. An engine counts memory that is taken while it starts as its own."""
+    here = launch.here()
+    node = next((node for node in launch.nodes() if node.first == here.first), None)
+    shares = node and node.generators and node.learners
+    if not shares or device.kind() == "cpu" or not device.devices_are_shared():
+        return
+    engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
+    store = launch.open_store(timedelta(days=7))
+    if role == "generator":
+        store.set(f"engine/{here.first}/{here.local_rank}", "started")
+        return
+    with watchdog.doing("the engines on this node's devices to start"):
+        store.wait(engines)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives

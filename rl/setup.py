@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.algorithm_args import AlgorithmArgs
 from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder, demo_files
-from rl.dist import Ranks
+from rl.dist import Ranks, engines_first
 from rl.engine import EngineArgs
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
@@ -164,6 +164,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its schedule laid out over the whole run."""
+    engines_first("learner")
     updates = args.ppo_epochs * args.prompts_per_step // args.prompts_per_update  # a step
     return Learner(
         job.path, args, ranks, job.total_steps, updates, args.temperature, args.needs_reference, args.trust_remote_code

@@ -325,6 +325,8 @@ def _refuse(func, tensors: list[torch.Tensor]) -> None:
         raise NotImplementedError(f"{func}: no kernel on {_refuses}, which computes it on the host or not at all")
     if func.namespace != "c10d":
         return
+    if _refuses == KIND and func.name().startswith("c10d::gather_"):
+        raise NotImplementedError(f"{func}: HCCL has none, and torch-npu makes one of pickles")
     precisions = {x.dtype for x in tensors if x.device.type == KIND}
     sums = func.name().removeprefix("c10d::").startswith(SUMMING)
     lacks = precisions & NCCL_LACKS if _refuses == "cuda" else precisions - HCCL_SUMS if sums else set()
