@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rl import host_memory, launch
 from rl.errors import UserError
 
+HOST = "cpu"
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
 # Before torch's first attention: cuDNN's, which it prefers on the newest GPUs, makes a plan of tens of milliseconds for each
@@ -163,12 +164,13 @@ def _number_in_node(device: torch.device) -> str:
 
 
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """A group apart from the default one which sends device memory directly; None unless each member has a device of its own.
-    Collective."""
+    """A group apart from the default one which sends device memory directly; None unless each member has a device of its own,
+    or where a member gives the host in its place. Collective."""
     store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
     if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
         devices = store.multi_get([f"device/{i}" for i in range(size)])
-        store.set("device/own", str(int(len(set(devices)) == size)))
+        on_host = any(f"/{HOST}/".encode() in name for name in devices)
+        store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
     if store.get("device/own") != b"1" or not is_accelerator(device):
         return None
     if device.type == "npu":

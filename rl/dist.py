@@ -152,10 +152,12 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
-def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, elastic_at: str | None = None) -> Split:
+def init_split(
+    generators: int, hang_timeout: float = 0, node_timeout: float = 0, elastic_at: str | None = None, over: str = "auto"
+) -> Split:
     """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
     UserError where the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
-    seconds; 0 for none. elastic_at: the address at which generators may join."""
+    seconds; 0 for none. elastic_at: the address at which generators may join. over: --publish-over."""
     here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     store = launch.join(timeout)
@@ -182,8 +184,9 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
     sender_of = senders(launch.nodes(), one=bool(elastic_at))
+    sent_from = own_device if over == "auto" else torch.device(device.HOST)
     with watchdog.doing("the bridge's ranks to join"):
-        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, own_device, timeout)
+        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, sent_from, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
     launch.heed_sigterm(store, learns=role == "learner")

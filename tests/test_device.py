@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed
 from helpers import ROOT, command, environment
 
 import train_sync
@@ -35,6 +38,47 @@ def test_devices_are_told_apart_by_uuid_and_by_what_a_rank_sees(machine, monkeyp
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
         assert device._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
     assert device._number_in_node(torch.device("cpu")) == "0"
+
+
+class HCCL:
+    """As torch_npu 2.10's ProcessGroupHCCL is bound to Python: no Options with a timeout, no gather."""
+
+    made: ClassVar[list["HCCL"]] = []
+
+    def __init__(self, store, rank: int, size: int, timeout: timedelta):
+        self.place, self.sent = (rank, size, timeout), []
+        HCCL.made.append(self)
+
+    def broadcast(self, tensors: list, options) -> SimpleNamespace:
+        assert len(tensors) == 1 and options.rootRank == 0 and options.rootTensor == 0
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def hccl(machine, monkeypatch):
+    """A machine with NPUs."""
+    HCCL.made.clear()
+    for name in ("torch_npu", "torch_npu._C"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", SimpleNamespace(ProcessGroupHCCL=HCCL))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: SimpleNamespace(device=device))
+    machine("npu", 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "direct"), [(("npu", 1), True), (("npu", 0), False), (("cpu", None), False)], ids=["own", "shared", "host"]
+)
+def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others, direct):
+    """place: as torch.device would have it; a build without NPUs has none."""
+    store, mine = torch.distributed.HashStore(), SimpleNamespace(type="npu", index=0)
+    other = SimpleNamespace(type=others[0], index=others[1])
+    store.set("device/1", f"{device.platform.node()}/{other.type}/{device._number_in_node(other)}")
+    group = device.device_group(store, 0, 2, mine, timedelta(seconds=9))
+    assert (group is not None) == direct and store.get("device/own") == str(int(direct)).encode()
+    if direct:
+        assert HCCL.made == [group] and group.place == (0, 2, timedelta(seconds=9))
+        assert [tensor.device for tensor in group.sent] == [mine], "members meet at the start"
 
 
 def test_more_ranks_of_a_role_than_devices_are_refused(machine, monkeypatch):
