@@ -34,7 +34,7 @@ PACKED_ATTENTION = {
     "cuda": ("flash", HALF, 2**31, 256),
     "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
 }
-LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
+LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without torch's grouped products (rl/grouped_experts.py)
 ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
 # Of devices on which a gather to one rank is one to all behind a pickled broadcast of the shapes (HCCL)
 GATHER_TO_ALL_KINDS = {"npu"}
@@ -129,7 +129,11 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 
 def experts_implementation() -> str | None:
     """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
-    return "eager" if kind() in LOOPED_EXPERTS_KINDS else None
+    if kind() not in LOOPED_EXPERTS_KINDS:
+        return None
+    from rl import grouped_experts  # which imports transformers
+
+    return grouped_experts.NAME if grouped_experts.use(torch.device(kind())) else "eager"
 
 
 def seeds_are_slow() -> bool:
