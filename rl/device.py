@@ -245,7 +245,7 @@ def empty_cache() -> None:
 
 def devices_are_shared() -> bool:
     """Whether more ranks of this node than it has accelerators compute on them."""
-    return launch.here().local_world_size > torch.accelerator.device_count()
+    return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()
 
 
 def memory_left() -> tuple[int, int] | None:

@@ -258,7 +258,7 @@ def engines_first(role: str) -> None:
     here = launch.here()
     node = next((node for node in launch.nodes() if node.first == here.first), None)
     shares = node and node.generators and node.learners
-    if not shares or device.kind() == "cpu" or not device.devices_are_shared():
+    if not shares or not device.devices_are_shared():
         return
     engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
     store = launch.open_store(timedelta(days=7))
