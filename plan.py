@@ -56,7 +56,8 @@ def main(words: list[str]) -> None:
         return
     name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
-    args = flags.read(both, __doc__, words[1:])
+    planned = any(word.partition("=")[0] == "--device" for word in words)  # on which --dtype auto is another than here
+    args = flags.read(both, __doc__, words[1:], {"dtype": "bfloat16"} if planned else None)
     machine, kind = Machine(args.nnodes, args.nproc_per_node), args.device and device(args.device)
     if kind:
         plan_memory(name, args, machine, args.response_lengths, kind, args.image_size)

@@ -220,5 +220,5 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators)
+    meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators, args.publish_over)
     process.run(lambda split: main(args, split), join=lambda: dist.init_split(*meet))

@@ -212,6 +212,5 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    process.run(
-        lambda split: main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout, args.node_timeout)
-    )
+    meet = (args.generators, args.hang_timeout, args.node_timeout, None, args.publish_over)
+    process.run(lambda split: main(args, split), join=lambda: dist.init_split(*meet))

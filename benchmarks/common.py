@@ -237,16 +237,20 @@ def fifty_milliseconds(data_source, solution_str, ground_truth, extra_info=None)
     return share_of_digits(data_source, solution_str, ground_truth)
 
 
-def random_model(path: str, hidden: int, layers: int, vocabulary: int, tied: bool = False, kv_heads: int | None = None) -> int:
+def random_model(
+    path: str, hidden: int, layers: int, vocabulary: int, tied: bool = False, kv_heads: int | None = None, fill: bool = False
+) -> int:
     """Saves a random Qwen2 model whose end token (id 1) is one of `vocabulary` about equally likely ones, so that responses
-    have geometric lengths of about that mean, and a tokenizer of one token a character. Returns its parameters."""
+    have geometric lengths of about that mean, and a tokenizer of one token a character. fill: names the rest of a larger
+    vocabulary, which otherwise decodes to nothing. Returns its parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     from rl.demo import CHARACTERS, CHAT_TEMPLATE, SPECIAL
 
     letters = [chr(c) for c in range(33, 127) if chr(c) not in CHARACTERS]
-    characters = [*SPECIAL, *CHARACTERS, *letters][:vocabulary]  # of a larger vocabulary the rest decodes to nothing
+    characters = [*SPECIAL, *CHARACTERS, *letters][:vocabulary]
+    characters += [f"<{number}>" for number in range(len(characters), vocabulary)] if fill else []
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,

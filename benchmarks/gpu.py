@@ -1,16 +1,18 @@
-"""On one GPU: the learner's tokens/s, MFU and peak memory, the embedded engine's tokens/s, and async with both on the same GPU.
+"""On one accelerator: speed, MFU and peak memory of the learner and of both engines, sleeping and waking, async on one device.
 
-    python benchmarks/gpu.py              # about 15 minutes on an H100; writes benchmarks/results/gpu.{json,md}
+    python benchmarks/gpu.py              # about 20 minutes on an H100; writes benchmarks/results/gpu.{json,md}, row by row
     python benchmarks/gpu.py --toy        # the same at toy size on any machine, to see that it runs; writes nothing
 
 Random weights in the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; bf16 compute, fp32 master weights and AdamW.
 - learner: `learn` of train_sync.py, one optimizer step of four micro-batches of 8,192 packed tokens (eight sequences of 1,024
   in each); MFU counts no recomputation (rl/metrics.py).
-- engine: 256 requests of 256 tokens (prompts of 128), end tokens ignored.
+- engine, vllm: 256 requests of 256 tokens (prompts of 128), end tokens ignored.
+- sleep: seconds that vLLM takes to sleep, to wake and to take new weights, and the memory that sleeping gives back.
+- values: mean difference of vLLM's log-probs from transformers', at temperatures 1 and 0.6, after a publish.
 - async: train_async.py, one generator and one learner on the one device, whose weights then travel over gloo (nccl wants a
   device for each rank). What is not possible there: a KV cache or an optimizer that takes the whole memory, since neither side
   gives any back while the other works; and sharing without a cost, since both compete for the same multiprocessors.
-Each measurement is a process of its own; one that runs out of memory says so in its row.
+Each measurement is a process of its own. One that fails says so in its row, and the others go on.
 """
 
 import json
@@ -18,8 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -73,8 +78,10 @@ SHAPES = {
 class Args:
     shapes: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-4B")
     """Which models."""
-    parts: tuple[str, ...] = ("learner", "engine", "async")
+    parts: tuple[str, ...] = ("learner", "engine", "vllm", "sleep", "values", "async")
     """Which measurements; async is of the first shape."""
+    kind: Literal["auto", "cuda", "npu"] = "auto"
+    """Devices that must be there; with auto whatever there is."""
     repeats: int = 5
     """Steps that are counted, after two that are not."""
     toy: bool = False
@@ -91,7 +98,7 @@ class Args:
 
 def save(shape: str, path: str) -> None:
     """Random weights in bf16, made on the device, with the demo's characters for a tokenizer."""
-    random_model(path, 64, 1, 64)  # for its tokenizer
+    random_model(path, 64, 1, SHAPES[shape].vocab_size, fill=True)  # for its tokenizer
     torch.manual_seed(0)
     with torch.device(device.kind()):
         model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16)
@@ -137,14 +144,25 @@ def learner(args: Args, ranks: Ranks) -> dict:
     return out
 
 
+def requests_of(args: Args) -> tuple[int, int, int]:
+    """(requests, tokens of a prompt, of a response)"""
+    return (256, 128, 256) if not args.toy else (8, 8, 8)
+
+
 def engine(args: Args, ranks: Ranks) -> dict:
     from rl.embedded_engine import TransformersEngine
+
+    requests, prompt, response = requests_of(args)
+    model = TransformersEngine(args.path, prompt + response, requests, dtype=torch.bfloat16, device=ranks.device)
+    return decoded(model, args)
+
+
+def decoded(model, args: Args) -> dict:
+    """Tokens/s of an engine."""
     from rl.engine import Request, SamplingParams
 
-    requests, prompt, response = (256, 128, 256) if not args.toy else (8, 8, 8)
-    vocabulary, rng = SHAPES[args.shape].vocab_size, np.random.default_rng(0)
-    model = TransformersEngine(args.path, prompt + response, requests, dtype=torch.bfloat16, device=ranks.device)
-    seconds = []
+    requests, prompt, response = requests_of(args)
+    vocabulary, rng, seconds = SHAPES[args.shape].vocab_size, np.random.default_rng(0), []
     for repeat in range(1 + args.repeats // 2):
         for i in range(requests):
             ids = rng.integers(4, vocabulary, prompt).tolist()
@@ -157,6 +175,65 @@ def engine(args: Args, ranks: Ranks) -> dict:
         seconds.append(time.perf_counter() - started)
     middle = float(np.median(seconds[1:] or seconds))
     return {"tokens_per_s": requests * response / middle, "seconds": seconds[1:]} | device.memory_gb()
+
+
+def vllm_engine(args: Args, ranks: Ranks):
+    from rl.engine import EngineArgs
+    from rl.engine_vllm import VLLMEngine
+
+    requests, prompt, response = requests_of(args)
+    flags = EngineArgs(max_num_seqs=requests, max_num_batched_tokens=8192, gpu_memory_utilization=0.5)
+    return VLLMEngine(args.path, flags, prompt + response, torch.bfloat16, ranks.device)
+
+
+def vllm(args: Args, ranks: Ranks) -> dict:
+    return decoded(vllm_engine(args, ranks), args)
+
+
+def sleep(args: Args, ranks: Ranks) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16).to(ranks.device)
+    engine, seconds, freed = vllm_engine(args, ranks), {}, None
+    for version in range(2):
+        before = device.memory_left() if engine.sleeps else None
+        started = time.perf_counter()
+        engine.sleep()
+        synchronize()
+        slept = time.perf_counter()
+        freed = (device.memory_left()[0] - before[0]) / 2**30 if before else None
+        engine.update(model.named_parameters(), version)
+        synchronize()
+        seconds = {"sleep": slept - started, "wake and publish": time.perf_counter() - slept}
+    note = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    return {
+        "seconds": seconds,
+        "freed_gb": freed,
+        "note": f"{note}, " + (f"{freed:.1f} GiB freed" if freed else "no sleep mode"),
+    }
+
+
+@torch.no_grad()
+def values(args: Args, ranks: Ranks) -> dict:
+    from rl.engine import Request, SamplingParams
+
+    model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16).to(ranks.device).eval()
+    engine, rng, means = vllm_engine(args, ranks), np.random.default_rng(0), {}
+    engine.update(model.named_parameters(), 0)
+    for temperature in (1.0, 0.6):
+        prompts = [rng.integers(4, SHAPES[args.shape].vocab_size, 8).tolist() for _ in range(8)]
+        for i, ids in enumerate(prompts):
+            engine.add(Request(i, ids, SamplingParams(temperature, max_tokens=8, ignore_eos=True), i))
+        outputs = []
+        while engine.num_unfinished:
+            outputs += engine.step()
+        differences = []
+        for output in outputs:
+            ids = torch.tensor([prompts[output.id] + output.token_ids], device=ranks.device)
+            theirs = (model(ids).logits[0, 7:-1].float() / temperature).log_softmax(-1)
+            theirs = theirs.gather(1, torch.tensor(output.token_ids, device=ranks.device)[:, None])[:, 0].cpu()
+            differences.append((theirs - torch.tensor(output.log_probs)).abs())
+        means[str(temperature)] = float(torch.cat(differences).mean())
+    wrong = "" if max(means.values()) < 0.05 else "WRONG: "
+    return {"mean_difference": means, "note": wrong + ", ".join(f"{mean:.4f} at {t}" for t, mean in means.items())}
 
 
 def shared(args: Args, path: str) -> dict:
@@ -175,60 +252,84 @@ def shared(args: Args, path: str) -> dict:
 
 
 def measured(args: Args, part: str, shape: str, path: str, checkpointing: bool) -> dict:
-    """One measurement in a process of its own; {"error": ...} if it ran out of memory."""
+    """One measurement in a process of its own."""
     command = [sys.executable, __file__, "--part", part, "--shape", shape, "--path", path, "--repeats", str(args.repeats)]
     command += ["--toy"] if args.toy else []
     command += ["--gradient-checkpointing"] if checkpointing else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if done.returncode and "out of memory" in done.stderr:
-        return {"error": "out of memory"}
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            "out of memory" if "out of memory" in done.stderr else done.stderr[-3000:] or f"exit {done.returncode}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def attempt(measure: Callable[[], dict]) -> dict:
+    """{"error": its last line} of a measurement that fails; what it printed is printed."""
+    try:
+        return measure()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return {"error": lines[-1][:200]}
+
+
 def row(name: str, shape: str, r: dict) -> list[str]:
-    if "error" in r:
-        return [name, shape, r["error"], "", ""]
     memory = r.get("perf/max_memory_reserved_gb")
     return [
         name,
         shape,
-        f"{r['tokens_per_s']:,.0f}",
+        f"{r['tokens_per_s']:,.0f}" if "tokens_per_s" in r else "",
         f"{r['mfu']:.0%}" if "mfu" in r else "",
         f"{memory:.1f}" if memory else "",
+        r.get("error") or r.get("note", ""),
     ]
 
 
+def measurements(args: Args, shape: str, is_first: bool, path: str) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """(name of the row, what measures it) of a model."""
+    names = {
+        "learner": "learner",
+        "engine": "embedded engine",
+        "vllm": "vLLM",
+        "sleep": "vLLM, sleep",
+        "values": "vLLM, values",
+    }
+    for part in args.parts:
+        if part == "async":
+            if is_first:
+                yield "async, one device", partial(shared, args, path)
+            continue
+        yield names.get(part, part), partial(measured, args, part, shape, path, False)
+        if part == "learner":
+            yield "learner, gradient checkpointing", partial(measured, args, part, shape, path, True)
+
+
 def main(args: Args) -> None:
+    if args.kind not in ("auto", device.kind()):
+        sys.exit(f"error: --kind {args.kind}, but this machine has {device.kind()} (driver, torch: docs/engines.md).")
     if device.kind() == "cpu" and not args.toy:
         print("no GPU here: nothing is measured. --toy shows that it runs.")
         return
     shapes = ("toy",) if args.toy else args.shapes
     results: dict[str, dict] = {}
-    for shape in shapes:
-        with tempfile.TemporaryDirectory() as path:
-            save(shape, path)
-            for checkpointing in (False, True) if "learner" in args.parts else ():
-                name = "learner, gradient checkpointing" if checkpointing else "learner"
-                results[f"{name}/{shape}"] = measured(args, "learner", shape, path, checkpointing)
-            if "engine" in args.parts:
-                results[f"embedded engine/{shape}"] = measured(args, "engine", shape, path, False)
-            if "async" in args.parts and shape == shapes[0]:
-                results[f"async, one device/{shape}"] = shared(args, path)
-        for key in [key for key in results if key.endswith(shape)]:
-            print(f"{key}: {results[key]}", flush=True)
-    rows = [row(*key.split("/"), r) for key, r in results.items()]
     here = setting("transformers", device=device.name())
-    text = f"{table(['what', 'model', 'tokens/s', 'MFU', 'peak GB'], rows)}\n\n{words(here)}"
     with tempfile.TemporaryDirectory() as nowhere:
-        write("gpu", {"setting": here, "results": results}, text, Path(nowhere) if args.toy else RESULTS)
+        out = Path(nowhere) if args.toy else RESULTS
+        for shape in shapes:
+            with tempfile.TemporaryDirectory() as path:
+                save(shape, path)
+                for name, measure in measurements(args, shape, shape == shapes[0], path):
+                    results[f"{name}/{shape}"] = attempt(measure)
+                    rows = [row(*key.split("/"), r) for key, r in results.items()]
+                    text = f"{table(['what', 'model', 'tokens/s', 'MFU', 'peak GB', ''], rows)}\n\n{words(here)}"
+                    write("gpu", {"setting": here, "results": results}, text, out)  # now: the next one may end the machine
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.part:
-        part = {"learner": learner, "engine": engine}[args.part]
+        part = {"learner": learner, "engine": engine, "vllm": vllm, "sleep": sleep, "values": values}[args.part]
         process.run(lambda ranks: print(json.dumps(part(args, ranks))))
     else:
         main(args)

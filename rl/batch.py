@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rl.attention import Packed
+from rl.device import moved
 from rl.dist import Ranks, all_gather_bytes, all_reduce_sum
 from rl.errors import UserError
 from rl.router import row_of_routes
@@ -316,7 +317,7 @@ class Batch:
 
     def select(self, micro: "MicroBatch", *names: str) -> list[torch.Tensor]:
         """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
-        return [getattr(self, name)[micro.index].to(micro.labels.device) for name in names]
+        return [moved(getattr(self, name)[micro.index], device=micro.labels.device) for name in names]
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:

@@ -45,6 +45,9 @@ class SplitArgs:
     publish: Literal["full", "delta"] = "full"
     """What a publish of the weights sends. delta: the elements that have changed since the one before, in the generators'
     precision, where that takes less; worth it for --rollout-dtype bfloat16. The first of a run is always whole."""
+    publish_over: Literal["auto", "host"] = "auto"
+    """The way of the weights. auto: from device to device (NCCL, HCCL) where each rank has a device of its own. host: through
+    host memory, and between nodes over gloo."""
     cluster_key: str | None = None
     """File with a secret that all nodes hold, by which those that only generate send samples to those that learn. Without it
     torchrun's store holds one, open to the network that the job trusts."""

@@ -9,9 +9,11 @@ import json
 import os
 import platform
 import resource
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,12 @@ import torch.distributed as dist
 from rl import host_memory, launch
 from rl.errors import UserError
 
+HOST = "cpu"
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
+# Before torch's first attention: cuDNN's, which it prefers on the newest GPUs, makes a plan of tens of milliseconds for each
+# length of the keys, and in decoding these grow by one each step.
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 HALF = {torch.float16, torch.bfloat16}
 # Kernels for attention over packed rows (rl/packed_kernels.py): name, precisions, most segments, most numbers a head
@@ -28,8 +34,10 @@ PACKED_ATTENTION = {
     "cuda": ("flash", HALF, 2**31, 256),
     "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
 }
-LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without grouped products: experts are computed one after another
+LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without torch's grouped products (rl/grouped_experts.py)
 ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
+# Of devices on which a gather to one rank is one to all behind a pickled broadcast of the shapes (HCCL)
+GATHER_TO_ALL_KINDS = {"npu"}
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -38,8 +46,13 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
+    "H20": 148e12,  # behind H200, whose name begins alike
     "910B": 354e12,
+    "Ascend910_93": 376e12,  # half of a chip of two dies, each of which is a device
 }
+DRIVER_FILES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}  # in DEVICE_FILES, one for each device that a driver shows
+DEVICE_FILES = Path("/dev")
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # the devices of a process, by number or name
 
 
 @cache
@@ -54,7 +67,37 @@ def kind() -> str:
     if wanted not in ("cpu", found):
         has = "only a CPU" if found == "cpu" else f"{found} devices and the CPU"
         raise UserError(f"RL_DEVICE={wanted}, but torch finds {has} here: unset RL_DEVICE.")
+    if found == "cpu" and not os.environ.get("RL_DEVICE") and launch.here().local_rank == 0:
+        _warn_of_unused()
     return wanted
+
+
+def _warn_of_unused() -> None:
+    """One line where the machine has devices that torch cannot use."""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    remedies = {
+        "cuda": f"torch {torch.__version__} is {built}. Check the driver with nvidia-smi, and install requirements-cuda.txt",
+        "npu": "Check the driver with npu-smi info, and install requirements-npu.txt",
+    }
+    for of_kind, pattern in DRIVER_FILES.items():
+        if files := sorted(DEVICE_FILES.glob(pattern)):
+            found = f"warning: {files[0]} exists, but torch finds no {of_kind} device, so this runs on the CPU. "
+            print(f"{found}{remedies[of_kind]} (docs/engines.md). RL_DEVICE=cpu hides this line.", file=sys.stderr, flush=True)
+
+
+def default_dtype() -> str:
+    """The precision that --dtype auto takes: half on accelerators, whose fast products and kernels know no other."""
+    return "float32" if kind() == "cpu" else "bfloat16"
+
+
+def check_enough(ranks: int, role: str) -> None:
+    """Raises UserError where so many ranks of one role on this node have fewer devices: their collectives want one each."""
+    if kind() == "cpu" or ranks <= (count := torch.accelerator.device_count()):
+        return
+    raise UserError(
+        f"{platform.node()} has {ranks} {role}s and {count} {kind()} device(s), and each {role} needs one of its own. Start "
+        f"at most {count} here (--nproc-per-node, --generators), or set RL_DEVICE=cpu. A generator and a learner may share one."
+    )
 
 
 def claim(local_rank: int) -> torch.device:
@@ -86,7 +129,11 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 
 def experts_implementation() -> str | None:
     """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
-    return "eager" if kind() in LOOPED_EXPERTS_KINDS else None
+    if kind() not in LOOPED_EXPERTS_KINDS:
+        return None
+    from rl import grouped_experts  # which imports transformers
+
+    return grouped_experts.NAME if grouped_experts.use(torch.device(kind())) else "eager"
 
 
 def seeds_are_slow() -> bool:
@@ -94,7 +141,17 @@ def seeds_are_slow() -> bool:
     return kind() in ONE_DRAW_KINDS
 
 
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of host memory on the device. The host does not wait for what the device is at."""
+    return x.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else x.to(device)
+
+
 # ---------------------------------------------------------------------------------------------------------- process groups
+
+
+def gathers_to_one(device: torch.device) -> bool:
+    """Whether the backend sends a gather's parts to its one receiver only."""
+    return device.type not in GATHER_TO_ALL_KINDS
 
 
 def backend(device: torch.device) -> str:
@@ -102,15 +159,31 @@ def backend(device: torch.device) -> str:
     return BACKENDS[device.type]
 
 
+def _number_in_node(device: torch.device) -> str:
+    """Names a device among all of this machine: ranks that see one device each all call it number 0."""
+    uuid = getattr(_module().get_device_properties(device), "uuid", None) if is_accelerator(device) else None
+    visible = os.environ.get(VISIBLE.get(device.type, ""), "").split(",")
+    index = device.index or 0
+    return str(uuid or (visible[index] if index < len(visible) and visible[index] else index))
+
+
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """A group apart from the default one which sends device memory directly; None unless each member has a CUDA device of its
-    own."""
-    store.set(f"device/{rank}", f"{platform.node()}/{device}")
+    """A group apart from the default one which sends device memory directly; None unless each member has a device of its own,
+    or where a member gives the host in its place. Collective."""
+    store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
     if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
         devices = store.multi_get([f"device/{i}" for i in range(size)])
-        store.set("device/own", str(int(len(set(devices)) == size)))
-    if store.get("device/own") != b"1" or device.type != "cuda":
+        on_host = any(f"/{HOST}/".encode() in name for name in devices)
+        store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
+    if store.get("device/own") != b"1" or not is_accelerator(device):
         return None
+    if device.type == "npu":
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+        group = ProcessGroupHCCL(store, rank, size, timeout=timeout)
+        # Members connect with their first message, within HCCL_CONNECT_TIMEOUT (two minutes): now, not with the first weights.
+        group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
+        return group
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -137,11 +210,13 @@ def flight_record(backend_name: str) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
+@cache  # a new one each time would be another of a pool, and the allocator keeps what was freed apart for each
 def side_stream(device: torch.device):
     """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
+@cache
 def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
     """Two of the device's queues for copies, to it and from it, beside that of its work; None on a CPU."""
     return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
@@ -170,7 +245,7 @@ def empty_cache() -> None:
 
 def devices_are_shared() -> bool:
     """Whether more ranks of this node than it has accelerators compute on them."""
-    return launch.here().local_world_size > torch.accelerator.device_count()
+    return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()
 
 
 def memory_left() -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """Digests of weights, by which generators know that they compute with what the learners sent."""
 
+from collections.abc import Iterable
+
 import torch
 import xxhash
 
@@ -31,15 +33,21 @@ class Digests:
         """Signed, so that they fit into a tensor."""
         if self.on_host:
             return [_signed(h.intdigest()) for h in self._hashes]
-        return [_signed(sum(map(int, sums))) for sums in self._sums]
+        totals = iter(_read([torch.stack(sums).sum() for sums in self._sums if sums]))
+        return [next(totals) if sums else 0 for sums in self._sums]
 
 
-def digest(tensor: torch.Tensor, device: torch.device) -> int:
-    """The digest of a single tensor, as Digests would find it."""
-    flat = tensor.contiguous().view(-1)
+def digests_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[int]:
+    """The digest of each tensor, as Digests would find it."""
+    flat = (tensor.contiguous().view(-1) for tensor in tensors)
     if not is_accelerator(device):
-        return _signed(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()))
-    return _signed(int(_weighted_sum(flat, first=0)))
+        return [_signed(xxhash.xxh3_64_intdigest(x.view(torch.uint8).numpy())) for x in flat]
+    return _read([_weighted_sum(x, first=0) for x in flat])
+
+
+def _read(sums: list[torch.Tensor]) -> list[int]:
+    """Sums modulo 2^64 from the device, in one copy: each would wait for it."""
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _weighted_sum(flat: torch.Tensor, first: int) -> torch.Tensor:

@@ -137,6 +137,7 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
     here = launch.here()
+    device.check_enough(here.local_world_size, "rank")
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
     store = launch.join(timeout)
     _watch(f"rank {here.rank}", hang_timeout)
@@ -151,10 +152,12 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
-def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, elastic_at: str | None = None) -> Split:
+def init_split(
+    generators: int, hang_timeout: float = 0, node_timeout: float = 0, elastic_at: str | None = None, over: str = "auto"
+) -> Split:
     """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
     UserError where the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
-    seconds; 0 for none. elastic_at: the address at which generators may join."""
+    seconds; 0 for none. elastic_at: the address at which generators may join. over: --publish-over."""
     here, timeout = launch.here(), _limit(hang_timeout)
     own_device = device.claim(here.local_rank)
     store = launch.join(timeout)
@@ -165,6 +168,8 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
     heartbeat.start(node_timeout)
     _check_split(launch.nodes(), elastic_at)
     number = [node.first for node in launch.nodes()].index(here.first)
+    for role in ("learner", "generator"):
+        device.check_enough(getattr(launch.nodes()[number], f"{role}s"), role)
     node, before = launch.nodes()[number], launch.nodes()[:number]
     learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
     if here.local_rank < node.learners:
@@ -179,8 +184,9 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
     sender_of = senders(launch.nodes(), one=bool(elastic_at))
+    sent_from = own_device if over == "auto" else torch.device(device.HOST)
     with watchdog.doing("the bridge's ranks to join"):
-        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, own_device, timeout)
+        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, sent_from, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
     launch.heed_sigterm(store, learns=role == "learner")
@@ -244,6 +250,23 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 def stopping() -> bool:
     """True if any rank of the default group has been told to stop (SIGTERM). A collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
+
+
+def engines_first(role: str) -> None:
+    """Where generators and learners share this node's devices: a generator reports that its engine has started, and a learner
+    returns when all engines here have. An engine counts memory that is taken while it starts as its own."""
+    here = launch.here()
+    node = next((node for node in launch.nodes() if node.first == here.first), None)
+    shares = node and node.generators and node.learners
+    if not shares or not device.devices_are_shared():
+        return
+    engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
+    store = launch.open_store(timedelta(days=7))
+    if role == "generator":
+        store.set(f"engine/{here.first}/{here.local_rank}", "started")
+        return
+    with watchdog.doing("the engines on this node's devices to start"):
+        store.wait(engines)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rl import watchdog
 from rl.blocks import blocks_of_all_ranks
+from rl.device import gathers_to_one
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
 UNDER_WAY = 3  # buckets: over a slow network one does not wait for the way of the one before
@@ -39,12 +40,13 @@ class Shards:
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
             shards = [held[name].to_local().flatten() for name in names]
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
-            received = [torch.empty_like(mine) for _ in sizes] if receives else None
-            if to is None:
+            to_all = to is None or not gathers_to_one(device)
+            received = [torch.empty_like(mine) for _ in sizes] if receives or to_all else None
+            if to_all:
                 works = [dist.all_gather(received, mine, async_op=True)]
             else:
                 works = [dist.gather(mine, received if dist.get_rank() == one else None, one, async_op=True) for one in to]
-            under_way.append((works, names, received, mine))
+            under_way.append((works, names, received if receives else None, mine))
             if len(under_way) == UNDER_WAY:
                 yield from self._arrived(*under_way.popleft()[:3])
         for works, names, received, _ in under_way:

@@ -333,4 +333,5 @@ def make_generator(
     check_ring(args, job.path)
     length = args.max_prompt_length + args.max_response_length
     engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
+    dist.engines_first("generator")
     return Generator(engine, job, pool, args, EngineRanks(ranks, args.rollout_tp), give_up)

@@ -22,7 +22,7 @@ from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
 from rl.blocks import local
 from rl.compiled import compile_layers
-from rl.device import is_accelerator, memory_gb, peak_flops
+from rl.device import default_dtype, is_accelerator, memory_gb, peak_flops
 from rl.dist import Ranks, all_reduce_sum
 from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
@@ -50,9 +50,9 @@ UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu 
 class LearnerArgs(OptimizerArgs, RouterArgs):
     """Precision, memory and layout of the learners."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the computation. Master weights are fp32 in any case; so are gradients and the optimizer's moments unless
-    --grad-dtype and --optim say otherwise."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are fp32 in any
+    case; so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
     third more time."""
@@ -77,6 +77,10 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Passes over each batch."""
     freeze_vision_tower: bool = False
     """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
+
+    def __post_init__(self):
+        if self.dtype == "auto":
+            self.dtype = default_dtype()
 
     @property
     def masters_on_host(self) -> bool:
@@ -357,16 +361,16 @@ class LossMeans:
 
     def add(self, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """terms: name -> scalar, a micro-batch's share; stats: name -> [n]; mask [n]. Every rank adds the same names."""
-        self.tokens += mask.sum().cpu()
+        self.tokens = self.tokens + mask.sum()
         for name, value in terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + value.detach().double().cpu()
+            self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
         for name, value in stats.items():
-            total = torch.where(mask, value.detach(), 0.0).sum().double().cpu()
+            total = torch.where(mask, value.detach(), 0.0).sum().double()
             self.stats[name] = self.stats.get(name, 0.0) + total
 
     def over_ranks(self, prefix: str, updates: int) -> dict[str, float]:
         """prefix/<name> -> mean. A collective."""
-        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()])
+        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the one wait for the device
         tokens, *sums = all_reduce_sum(own, self._ranks.data_group)
         over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)
         names = [*self.terms, *self.stats]
@@ -377,8 +381,17 @@ class FirstLogProbs:
     """The log-probs that a step's first update computes: those of the policy that starts the step."""
 
     def __init__(self, batch: Batch):
-        self.values = torch.full((len(batch.token),), torch.nan)  # [N]; NaN for tokens of later updates
+        self._tokens = len(batch.token)
+        self._computed: list[tuple[torch.Tensor, torch.Tensor]] = []  # (index, log-probs on the device) of each micro-batch
 
     def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
         """log_prob [n], on any device."""
-        self.values[micro.index] = log_prob.detach().cpu()
+        self._computed.append((micro.index, log_prob.detach()))
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[N] on the CPU; NaN for tokens of later updates."""
+        out = torch.full((self._tokens,), torch.nan)
+        for index, log_prob in self._computed:
+            out[index] = log_prob.cpu()
+        return out

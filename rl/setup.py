@@ -15,7 +15,7 @@ from rl import flag_needs
 from rl.algorithm_args import AlgorithmArgs
 from rl.checkpoint import CheckpointArgs
 from rl.data import DataArgs, PromptDataset, PromptOrder, demo_files
-from rl.dist import Ranks
+from rl.dist import Ranks, engines_first
 from rl.engine import EngineArgs
 from rl.errors import UserError
 from rl.learner import Learner, LearnerArgs
@@ -177,4 +177,5 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its learning rates laid out over the whole run."""
+    engines_first("learner")
     return Learner(job.path, args, ranks, job.total_steps, args.temperature, args.needs_reference, args.trust_remote_code)

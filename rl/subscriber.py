@@ -21,7 +21,7 @@ from rl.arrival import Announcements, Arrival, has_room
 from rl.buckets import Bucket, Plan
 from rl.channel import State
 from rl.device import is_accelerator
-from rl.digests import Digests, digest
+from rl.digests import Digests, digests_of
 from rl.dist import Split
 from rl.engine import Engine
 
@@ -91,8 +91,10 @@ class Subscriber:
         if not self._shares:
             self._check_loaded(version, arrived.values())
         else:
-            for i in self._moved():
-                found[i] = digest(self.engine.read_back(self.plan.names[i]), self.device)
+            moved = self._moved()
+            live = (self.engine.read_back(self.plan.names[i]) for i in moved)
+            for i, value in zip(moved, digests_of(live, self.device), strict=True):
+                found[i] = value
         last, table = self._table
         self._wait(last)
         sent_version, *sent = table.tolist()
@@ -110,11 +112,17 @@ class Subscriber:
 
     def _check_loaded(self, version: int, arrived: list[int]) -> None:
         """Compares what an engine with memory of its own has made of the parameters with what it was given."""
-        for number, name in enumerate(self.plan.names):
-            live = self.engine.read_back(name)
-            if live is None:
-                continue
-            if digest(live.to(self.plan.dtype) + 0.0, self.device) != arrived[number]:
+        read = []  # (number) of what can be read, in the order of the digests
+
+        def values() -> Iterator[torch.Tensor]:
+            for number, name in enumerate(self.plan.names):
+                if (live := self.engine.read_back(name)) is not None:
+                    read.append(number)
+                    yield live.to(self.plan.dtype) + 0.0
+
+        for number, found in zip(read, digests_of(values(), self.device), strict=True):
+            if found != arrived[number]:
+                name = self.plan.names[number]
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
     def _incoming(self, digests: Digests, arrived: Digests) -> Iterator[tuple[str, torch.Tensor]]:

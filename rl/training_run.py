@@ -67,6 +67,8 @@ class TrainingRun:
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
         held = precisions(args)
         if args.ppo_max_token_len_per_gpu == "auto":
+            if generator and not generator.engine.num_unfinished:
+                generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
             learner.chosen_tokens = choose_tokens(args, learner)
         chosen = {"precision": held, "micro_batch_tokens": learner.micro_batch_tokens}
         self.record = Run(args, *of_job, resumed.origin, job.notes | chosen)

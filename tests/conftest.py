@@ -15,6 +15,8 @@ import nodes
 import pytest
 from helpers import CONFIGS, GSM8K, ROOT, demo, environment, save_model
 
+os.environ.setdefault("RL_DEVICE", "cpu")  # on a machine with a GPU, too: RL_DEVICE=cuda pytest -m device
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:

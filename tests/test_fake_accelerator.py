@@ -61,8 +61,6 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "Probe.of": r"tensor\.to",
     # moved before or after, or made on the host on purpose
     "Learner.weights": "local|whole",
-    # numbers by themselves, at which fake tensors do not look
-    "LossMeans.add": "value|torch.where",
     "_fill_rest": "known.get",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",

@@ -31,9 +31,9 @@ from rl.device import is_accelerator
 from rl.dist import Ranks
 from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
+from rl.plan.npu_operators import KIND
 from rl.plan.operators import has_kernel
 
-KIND = "npu"
 aten = torch.ops.aten
 
 
@@ -325,9 +325,12 @@ def _refuse(func, tensors: list[torch.Tensor]) -> None:
         raise NotImplementedError(f"{func}: no kernel on {_refuses}, which computes it on the host or not at all")
     if func.namespace != "c10d":
         return
+    if _refuses == KIND and func.name().startswith("c10d::gather_"):
+        raise NotImplementedError(f"{func}: HCCL has none, and torch-npu makes one of pickles")
     precisions = {x.dtype for x in tensors if x.device.type == KIND}
     sums = func.name().removeprefix("c10d::").startswith(SUMMING)
-    lacks = precisions & NCCL_LACKS if _refuses == "cuda" else precisions - HCCL_SUMS if sums else set()
+    of_npu = precisions - HCCL_SUMS if sums else set()
+    lacks = of_npu if _refuses == KIND else precisions & NCCL_LACKS
     if lacks:
         raise NotImplementedError(f"{func}: Unsupported data type {lacks} on {_refuses}")
 

@@ -5,6 +5,7 @@ From torch_npu/csrc/aten/npu_native_functions.yaml and npu_native_functions_by_c
 for the device each time, unless torch composes it of operators that are here (rl/plan/operators.py).
 """
 
+KIND = "npu"  # the devices that have them
 NAMES = """
 __ilshift__.Scalar __ilshift__.Tensor __ior__.Scalar __ior__.Tensor __irshift__.Scalar __irshift__.Tensor __lshift__.Scalar
 __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from rl.plan.npu_operators import NAMES
+from rl.plan.npu_operators import KIND, NAMES
 
 NPU = frozenset(NAMES.split())
 PART_OF = {"repeat_interleave.Tensor": "repeat_interleave.self_Tensor"}  # of what an NPU has whole, where torch composes it
@@ -23,7 +23,7 @@ def has_kernel(kind: str, func: torch._ops.OpOverload) -> bool:
     if func.namespace != "aten" or torch.Tag.pt2_compliant_tag not in func.tags:
         return True
     name, (of_cuda, delegates) = func.name().removeprefix("aten::").removesuffix(".default"), _table()
-    kernels, name = (of_cuda, name) if kind == "cuda" else (NPU, PART_OF.get(name, name))
+    kernels, name = (NPU, PART_OF.get(name, name)) if kind == KIND else (of_cuda, name)
     if name in kernels or delegates.get(name) in kernels or _has(func, *COMPOSED):
         return True
     return name not in delegates and _has(func, BY_DELEGATE)

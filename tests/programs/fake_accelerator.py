@@ -106,6 +106,7 @@ def learn(
     publish, and what a checkpoint holds."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
+    flags = {"dtype": "float32"} | flags
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2) for t in range(prompts)]
     if args.router_replay == "R3":
@@ -151,6 +152,7 @@ def adamw(*lists, state_steps, step=compact_adamw.adamw, **more) -> None:
 def fill(path: str, **flags) -> None:
     """Micro-batches of as many tokens as are chosen for a device of 100 MB: they fit it, and few more would. A run that goes on
     keeps the number where a little less is free, takes fewer on a smaller device, and one sequence at the least."""
+    flags = {"dtype": "float32"} | flags
     place, longest = start(), {"max_prompt_length": 1, "max_response_length": 99}
     args = train_sync.Args(model=path, rollout_n=64, ppo_max_token_len_per_gpu="auto", **longest, **flags)
     with FakeDevice(), MemoryCount(32) as count:

@@ -1,0 +1,148 @@
+"""What rl/device.py decides on machines with accelerators, with torch's answers replaced, and a step on a real one."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed
+from helpers import ROOT, command, environment
+
+import train_sync
+from rl import device, dist, launch
+from rl.errors import UserError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(kind, devices, uuids): makes this a machine with such devices."""
+
+    def make(kind: str, devices: int = 1, uuids: tuple[str, ...] = ()):
+        properties = lambda place: SimpleNamespace(**({"uuid": uuids[place.index]} if uuids else {}))  # noqa: E731
+        monkeypatch.setattr(device, "kind", lambda: kind)
+        monkeypatch.setattr(device, "_module", lambda: SimpleNamespace(get_device_properties=properties))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+
+    return make
+
+
+def test_devices_are_told_apart_by_uuid_and_by_what_a_rank_sees(machine, monkeypatch):
+    machine("cuda", uuids=("GPU-a", "GPU-b"))
+    assert device._number_in_node(torch.device("cuda", 1)) == "GPU-b"
+    machine("npu")  # whose properties have no uuid
+    for visible, index, expected in (("5", 0, "5"), ("2,7", 1, "7"), ("", 1, "1")):
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+        assert device._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
+    assert device._number_in_node(torch.device("cpu")) == "0"
+
+
+class HCCL:
+    """As torch_npu 2.10's ProcessGroupHCCL is bound to Python: no Options with a timeout, no gather."""
+
+    made: ClassVar[list["HCCL"]] = []
+
+    def __init__(self, store, rank: int, size: int, timeout: timedelta):
+        self.place, self.sent = (rank, size, timeout), []
+        HCCL.made.append(self)
+
+    def broadcast(self, tensors: list, options) -> SimpleNamespace:
+        assert len(tensors) == 1 and options.rootRank == 0 and options.rootTensor == 0
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def hccl(machine, monkeypatch):
+    """A machine with NPUs."""
+    HCCL.made.clear()
+    for name in ("torch_npu", "torch_npu._C"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", SimpleNamespace(ProcessGroupHCCL=HCCL))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: SimpleNamespace(device=device))
+    machine("npu", 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "direct"), [(("npu", 1), True), (("npu", 0), False), (("cpu", None), False)], ids=["own", "shared", "host"]
+)
+def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others, direct):
+    """place: as torch.device would have it; a build without NPUs has none."""
+    store, mine = torch.distributed.HashStore(), SimpleNamespace(type="npu", index=0)
+    other = SimpleNamespace(type=others[0], index=others[1])
+    store.set("device/1", f"{device.platform.node()}/{other.type}/{device._number_in_node(other)}")
+    group = device.device_group(store, 0, 2, mine, timedelta(seconds=9))
+    assert (group is not None) == direct and store.get("device/own") == str(int(direct)).encode()
+    if direct:
+        assert HCCL.made == [group] and group.place == (0, 2, timedelta(seconds=9))
+        assert [tensor.device for tensor in group.sent] == [mine], "members meet at the start"
+
+
+def test_more_ranks_of_a_role_than_devices_are_refused(machine, monkeypatch):
+    machine("cuda", 2)
+    device.check_enough(2, "learner")
+    with pytest.raises(UserError, match=r"has 3 learners and 2 cuda device\(s\)[\s\S]*Start at most 2"):
+        device.check_enough(3, "learner")
+    monkeypatch.setattr(launch, "here", lambda: launch.Launch(0, 4, 0, 4, 0))
+    with pytest.raises(UserError, match="has 4 ranks and 2 cuda"):
+        dist.init()
+    machine("cpu", 0)
+    device.check_enough(64, "generator")
+
+
+@pytest.mark.parametrize(("file", "told"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
+def test_a_driver_that_torch_cannot_use_is_told(tmp_path, file, told):
+    if file:
+        (tmp_path / file).touch()
+    say = (
+        f"from rl import device; from pathlib import Path; device.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
+    )
+    for chosen in ("", "cpu"):
+        env = environment(RL_DEVICE=chosen)
+        done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+        if "cpu" not in done.stdout:
+            pytest.skip("this machine has an accelerator")
+        warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+        assert len(warned) == bool(told and not chosen) and all(told in line for line in warned)
+
+
+def test_the_precision_follows_the_device_unless_it_is_given(machine):
+    machine("cpu")
+    assert train_sync.Args().dtype == "float32"
+    machine("npu")
+    assert train_sync.Args().dtype == "bfloat16" and train_sync.Args(dtype="float32").dtype == "float32"
+
+
+def test_streams_are_made_once(machine, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "Stream", lambda place: made.append(place) or len(made))
+    place = torch.device("cuda", 7)
+    assert device.side_stream(place) == device.side_stream(place) and device.copy_streams(place) == device.copy_streams(place)
+    assert len(made) == 3
+    device.side_stream.cache_clear(), device.copy_streams.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [("NVIDIA H20", 148e12), ("NVIDIA H200", 989e12), ("Ascend910_9382", 376e12), ("Ascend910B3", 354e12), ("NVIDIA T4", None)],
+)
+def test_the_peak_is_of_that_device(monkeypatch, name, flops):
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(device, "name", lambda: name)
+    assert device.peak_flops() == flops
+
+
+def test_decoding_stays_clear_of_cudnns_attention():
+    assert os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
+
+
+@pytest.mark.device
+def test_three_steps_on_the_accelerator(tmp_path):
+    if os.environ["RL_DEVICE"] == "cpu":
+        pytest.skip("no accelerator: RL_DEVICE says cpu")
+    flags = ["--total-training-steps", "3", "--test-freq", "0", "--engine", "transformers", "--output-dir", tmp_path]
+    done = subprocess.run(command("train_sync.py", *flags, fresh=True), cwd=ROOT, env=environment(), timeout=280)
+    assert done.returncode == 0

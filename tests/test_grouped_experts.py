@@ -1,0 +1,88 @@
+"""Experts as grouped products on an NPU, by a fake of torch-npu's kernel that takes what the kernel takes and no more."""
+
+import types
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from rl import device, grouped_experts
+
+
+def npu_grouped_matmul(x, weight, *, group_list, group_list_type, split_item, group_type):
+    """By torch-npu 2.10's registration of shapes and its documents: one x, one weight, numbers of rows, one output."""
+    assert len(x) == len(weight) == 1 and group_list.dtype == torch.long and (group_list_type, split_item) == (1, 3)
+    (x,), (weight,) = x, weight
+    assert x.dim() == 2 and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    rows, start, out = group_list.tolist(), 0, []
+    if group_type == 0:
+        assert weight.dim() == 3 and x.shape[1] == weight.shape[1] and sum(rows) == len(x)
+        for expert, count in enumerate(rows):
+            out.append(x[start : start + count].float() @ weight[expert].float())
+            start += count
+        return [torch.cat(out).to(x.dtype)]
+    assert group_type == 2 and weight.dim() == 2 and x.shape[1] == len(weight) == sum(rows)
+    for count in rows:
+        part = x[:, start : start + count].float() @ weight[start : start + count].float()
+        out.append(part if count else torch.full_like(part, torch.nan))  # what it leaves unwritten
+        start += count
+    return [torch.stack(out).to(x.dtype)]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """kernel(function): torch-npu's kernel is this."""
+
+    def make(function) -> None:
+        monkeypatch.setattr(torch.ops, "npu", types.SimpleNamespace(npu_grouped_matmul=function), raising=False)
+
+    monkeypatch.setattr(grouped_experts, "is_accelerator", lambda device: True)
+    before = dict(ALL_EXPERTS_FUNCTIONS._local_mapping)
+    grouped_experts.use.cache_clear()
+    make(npu_grouped_matmul)
+    yield make
+    grouped_experts.use.cache_clear()
+    ALL_EXPERTS_FUNCTIONS._local_mapping.clear()
+    ALL_EXPERTS_FUNCTIONS._local_mapping.update(before)
+
+
+def small_model(implementation: str) -> torch.nn.Module:
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=64, head_dim=32, **sizes, **experts)
+    return AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+
+
+def test_a_model_has_the_outputs_and_gradients_of_its_experts_one_after_another(kernel):
+    ids, found = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1)), []
+    for implementation in ("eager", grouped_experts.NAME):
+        if implementation != "eager":
+            assert grouped_experts.use(torch.device("cpu"))
+        model = small_model(implementation)
+        logits = model(ids).logits
+        logits.square().mean().backward()
+        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["values", "weights' gradients", "no kernel"])
+def test_a_kernel_that_is_wrong_or_missing_is_not_used(kernel, fault, monkeypatch):
+    def wrong(x, weight, **how):
+        out = npu_grouped_matmul(x, weight, **how)
+        return [out[0].flip(0)] if how["group_type"] == (0 if fault == "values" else 2) else out
+
+    def missing(*_, **__):
+        raise NotImplementedError("Could not run 'npu::npu_grouped_matmul'")
+
+    kernel(missing if fault == "no kernel" else wrong)
+    monkeypatch.setattr(device, "kind", lambda: "npu")
+    monkeypatch.setattr(torch, "device", lambda *_, real=torch.device: real("cpu"))
+    with pytest.warns(UserWarning, match="npu_grouped_matmul is not used"):
+        assert device.experts_implementation() == "eager"
+    assert grouped_experts.NAME not in ALL_EXPERTS_FUNCTIONS._local_mapping
+    kernel(npu_grouped_matmul)
+    grouped_experts.use.cache_clear()
+    assert device.experts_implementation() == grouped_experts.NAME
