@@ -149,7 +149,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
         version = engine.version if in_the_way else state.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        stop, version, fresh, engines = shared.agree([state.stop, version, fresh, state.engines])
+        stop, version, fresh, engines, held = shared.agree([state.stop, version, fresh, state.engines, tickets.held])
         if stop and version == engine.version:  # also the last weights are taken, and verified
             break
         if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
@@ -168,7 +168,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         # Fresh tickets, one engine step, and what is finished with it.
         for ticket in fresh:
             generator.start(ticket, tickets.partial(ticket))
-        for group in generator.poll(wait=2e-3):
+        for group in generator.poll(wait=2e-3, held=held):
             outbox.send_group(group)
         if validating and not generator.is_validating:
             outbox.send_rows(args.step_of(engine.version, job.total_steps), generator.take_rows(), parts=split.generators)
