@@ -24,9 +24,10 @@ from matplotlib.figure import Figure
 
 from rl import generations
 from rl.errors import UserError
-from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, count, overview, speedup
+from rl.report.conclusions import conclude, overview, speedup
 from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
+from rl.report.numbers import IDLE, REWARD, THROUGHPUT, count
 from rl.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
@@ -140,7 +141,7 @@ def shares(group: RunGroup) -> dict[str, dict[str, float]]:
     """The ledger: {role: {phase: share of its ranks' time}}, over all ranks, steps and runs of the group."""
     out: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for log in group.logs:
-        for name in sorted({n for row in log.rows for n in row if n.startswith("ledger/") and n.count("/") == 2}):
+        for name in sorted(n for n in log.names if n.startswith("ledger/") and n.count("/") == 2):
             _, rank, phase = name.split("/")
             out[rank.rpartition("_")[0]][phase].append(log.over_time(name))
     return {role: {phase: float(np.mean(v)) for phase, v in phases.items()} for role, phases in out.items()}
@@ -171,7 +172,7 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
     def add(file: str, title: str, drawn: bool) -> None:
         made.extend([("heading", title), ("image", f"{file}.png", title)]) if drawn else absent.append(title.lower())
 
-    accuracies = sorted({n for g in groups for log in g.logs for row in log.rows for n in row if is_accuracy(n)})
+    accuracies = sorted({n for g in groups for log in g.logs for n in log.names if is_accuracy(n)})
     wanted = [("reward", "Reward", REWARD, *smoothing(REWARD, "reward", smooth))]
     wanted += [(f"accuracy_{i}", f"Validation accuracy: {n}", n, "accuracy", 1) for i, n in enumerate(accuracies, 1)]
     for file, title, name, label, width in wanted:

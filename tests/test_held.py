@@ -140,8 +140,8 @@ def metrics_of(reports: list[dict]) -> list[dict]:
 
 
 def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
-    """Two prompts a step, half a period ahead: three samples may be under way, each a token long. A step is learned in 5 tokens'
-    time, which is the unit here.
+    """Two prompts a step, half a period ahead: three samples may be under way, each a token long. A step is learned in the
+    time of 5 tokens.
 
     0-3: tickets 0, 1, 2; the learner takes two at 2 and publishes at 7: 4 of 7 are held. Then two more may start, made
     until 9; the learner has two again at 8 and publishes at 13: 4 of 6. In the last period one ticket is left (six in all),
