@@ -27,12 +27,19 @@ from rl.errors import UserError
 from rl.report.conclusions import conclude, overview, speedup
 from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
-from rl.report.numbers import IDLE, REWARD, THROUGHPUT, count
+from rl.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
 from rl.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
-    "throughput": ("Throughput", {THROUGHPUT: "tokens/s of all ranks, prompts included"}),
-    "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
+    "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),
+    "idle": (
+        "Idle ratios",
+        {
+            IDLE["learner"]: "first learner waits (share)",
+            IDLE["generator"]: "generators wait (share)",
+            HELD: "generators held by the staleness bound (share)",
+        },
+    ),
     "lengths": (
         "Response lengths",
         {"response_length/mean": "mean response, tokens", "response_length/clip_ratio": "truncated share"},
@@ -50,7 +57,7 @@ LINES = {  # file: title, and for each panel its metric and label
     ),
     "mfu": ("MFU", {"perf/mfu/actor": "MFU of the update"}),
 }
-SMOOTHED = {REWARD, THROUGHPUT, *IDLE.values()}  # differ much from step to step
+SMOOTHED = {REWARD, THROUGHPUT, STEP_SECONDS, HELD, *IDLE.values()}  # differ much from step to step
 PHASES = """Seconds of a mean step, the first step of each attempt left out. generate: the engine's steps. score: verifiers.
 wait: for the other role. publish: sending or taking weights. train: forward, backward and optimizer. other: everything
 without a timer of its own, which is mostly bookkeeping (drawing tickets and reading the control block, both round trips to

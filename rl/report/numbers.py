@@ -8,7 +8,8 @@ from rl.report.logs import Log, RunGroup, is_accuracy
 
 MIN_STEPS = 20  # of a run, for a conclusion about its learning or its speed
 MIN_SEEDS = 3  # runs of each group, for a conclusion about the difference of their learning
-REWARD, THROUGHPUT = "critic/score/mean", "tokens/s"
+REWARD, THROUGHPUT, STEP_SECONDS = "critic/score/mean", "tokens/s", "perf/time_per_step"
+HELD = "fully_async/rollouter/held_ratio"
 IDLE = {"generator": "fully_async/rollouter/idle_ratio", "learner": "fully_async/trainer/idle_ratio"}
 Row = tuple[str, str, str]  # of what, conclusion, the numbers it rests on
 

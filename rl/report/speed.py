@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.report.logs import Log, RunGroup, own_seconds
-from rl.report.numbers import MIN_STEPS, Row, count, digits, times
+from rl.report.numbers import MIN_STEPS, STEP_SECONDS, Row, count, digits, times
 
 RESAMPLES = 2000
 
 
 def _seconds(row: dict[str, float]) -> float | None:
     """Of the step without validation and saving, where that was recorded."""
-    return row.get("perf/time_per_step") or own_seconds(row) or None
+    return row.get(STEP_SECONDS) or own_seconds(row) or None
 
 
 def _tokens(row: dict[str, float]) -> tuple[float, float] | None:
-    seconds = row.get("perf/time_per_step")
+    seconds = row.get(STEP_SECONDS)
     return (row["perf/total_num_tokens"], seconds) if seconds and "perf/total_num_tokens" in row else None
 
 

@@ -6,10 +6,8 @@ import numpy as np
 
 from rl.balance import BALANCED, advice
 from rl.report.logs import Log, RunGroup
-from rl.report.numbers import IDLE, Row, count, last, spread, too_few_steps
+from rl.report.numbers import HELD, IDLE, Row, count, last, spread, too_few_steps
 from rl.report.verl_console import MAX_REQUIRED, PAUSES
-
-HELD = "fully_async/rollouter/held_ratio"
 
 
 def waiting(group: RunGroup) -> list[Row]:
