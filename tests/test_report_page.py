@@ -1,4 +1,4 @@
-"""docs/report.md: every sentence that it quotes, and every column that it names, is one of a report's; its commands are taken."""
+"""docs/report.md: the sentences that it quotes and the columns that it names are a report's; its commands are taken."""
 
 import re
 import shlex

@@ -41,9 +41,7 @@ def console(path: Path, text: str) -> Path:
 def sync_log(steps=58, **how) -> str:
     """A synchronous run's console: Ray's prefixes in color, other ranks' lines, a progress bar, a validation before the first
     step."""
-    before = (
-        "+ python3 -m verl.trainer.main_ppo\n2025-11-03 10:00:00,000\tINFO worker.py:1832 -- Started a local Ray instance.\n"
-    )
+    before = "+ python3 -m verl.trainer.main_ppo\n2025-11-03 10:00:00\tINFO worker.py:1832 -- Started a local Ray instance.\n"
     out = [before, f"{CYAN}(TaskRunner pid=222265){PLAIN} {line(0, {ACCURACY: 0.508}, numpy=False)}\n"]
     for i in range(1, steps + 1):
         out.append(f"{CYAN}(WorkerDict pid=22{i:04d}){PLAIN} INFO:2025 compute_log_prob step: {i} - done\n")
@@ -235,9 +233,7 @@ def test_verls_tensorboard_directory_beside_a_run_of_ours(tmp_path):
     (ours / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (ours / "config.json").write_text(json.dumps({"script": "train_sync", "flags": {"seed": 0}, "total_steps": 30}))
     text = page(tmp_path / "out", tmp_path / "verl", ours)
-    assert (
-        "train_sync makes 2.0x the tokens/s of experiment (2.0-2.0 over steps); on 2 against 8 ranks, which is 8.0x a" in text
-    )
+    assert "train_sync makes 2.0x the tokens/s of experiment (2.0-2.0 over steps); on 2 against 8 ranks" in text
     assert cells(text)["experiment"]["tokens/s of all ranks, median step"] == "1,225"
 
 
