@@ -198,21 +198,22 @@ def test_other_machines_are_named_beside_a_speed():
 def validated(path: Path, lines: list[dict]) -> Path:
     path.mkdir()
     rows = [{"step": i, "time": 1000.0 + 2 * i, "timing_s/step": 2.0, "critic/score/mean": 0.1} for i in range(1, 31)]
+    rows[0] |= {"val-core/demo/acc/mean@1": 0.1, "training/validated_step": 0}
     rows[9] |= {"val-core/demo/acc/mean@1": 0.99, "training/validated_step": 8}  # what the file says again, and better
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "metr')
+    (path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "val-')
     return path
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_every_validation_of_the_file_counts_at_its_own_step(tmp_path, nested):
-    """Two came in together with step 10: each has its own step, and the time at which it came."""
-    name, lines = "val-core/demo/acc/mean@1", []
-    for step, time, accuracy in ((4, 1019.0, 0.3), (8, 1019.5, 0.4), (20, 1041.0, 0.5)):
-        lines.append({"step": step, "time": time} | ({"metrics": {name: accuracy}} if nested else {name: accuracy}))
+def test_every_validation_of_the_file_counts_at_its_own_step(tmp_path):
+    """Two arrived together during step 10: each has its own step, and the time at which it arrived. One stands in a row alone,
+    as of an older version from which the run was resumed."""
+    name = "val-core/demo/acc/mean@1"
+    lines = [{"step": 4, "at_step": 10, "time": 1019.0, name: 0.3}, {"step": 8, "at_step": 10, "time": 1019.5, name: 0.4}]
+    lines.append({"step": 20, "version": 9, "at_step": 21, "time": 1041.0, "chooses_best": True, name: 0.5})
     log = load(validated(tmp_path / "a", lines))
-    assert log.points(name).tolist() == [[4, 0.3], [8, 0.4], [20, 0.5]]
-    assert log.points(name, "seconds").tolist() == [[20, 0.3], [20, 0.4], [42, 0.5]]
+    assert log.points(name).tolist() == [[0, 0.1], [4, 0.3], [8, 0.4], [20, 0.5]]
+    assert log.points(name, "seconds").tolist() == [[2, 0.1], [20, 0.3], [20, 0.4], [42, 0.5]]
     assert any(note.startswith("validations.jsonl line 4: cut off") for note in log.notes)
     main(Args((str(tmp_path / "a"),), output=str(tmp_path / "out")))
-    assert "3 validations, 1 run: 0.300 before, 0.500 after" in (tmp_path / "out" / "report.md").read_text()
+    assert "4 validations, 1 run: 0.100 before, 0.500 after" in (tmp_path / "out" / "report.md").read_text()

@@ -8,7 +8,6 @@ between them.
 """
 
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,9 +32,10 @@ class Log:
     config: dict
     rows: list[dict[str, float]]
     notes: list[str] = field(default_factory=list)  # what is wrong with the record
-    validations: list[dict[str, float]] = field(default_factory=list)  # where they are recorded by themselves
+    validations: list[dict[str, float]] = field(default_factory=list)  # the lines of validations.jsonl, then all
 
     def __post_init__(self):
+        self.validations = readers.validations(self.validations, self.rows)
         self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
         self.starts: set[float] = set()  # the first step of each attempt
         self._read_clock()
@@ -100,22 +100,13 @@ class Log:
         """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
         result came in."""
         out, per_step = [], self.responses_per_step
-        is_validation = name.startswith("val-")
-        alone = is_validation and bool(self.validations)
-        for row in self.validations if alone else self.rows:
-            step = row.get("training/validated_step", row["step"]) if is_validation else row["step"]
-            x = {"step": step, "responses": step * per_step if per_step else None}.get(axis)
+        for row in self.validations if name.startswith("val-") else self.rows:
+            x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
             if axis == "seconds":
-                x = self._seconds_at(row) if alone else self.clock.get(row["step"])
+                x = self.clock.get(row.get("at_step", row["step"]))
             if name in row and x is not None:
                 out.append((x, row[name]))
         return np.array(out, dtype=float).reshape(-1, 2)
-
-    def _seconds_at(self, validation: dict[str, float]) -> float | None:
-        """When the validation came in, on the clock: with the first step that was recorded after it, or else the last."""
-        time = validation.get("time", math.inf)
-        later = (row["step"] for row in self.rows if row.get("time", -math.inf) >= time)
-        return self.clock.get(next(later, self.steps))
 
     def over_time(self, name: str) -> float | None:
         """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out

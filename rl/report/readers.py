@@ -71,14 +71,24 @@ def read_lines(file: Path) -> tuple[list[dict], list[str]]:
 
 
 def read_validations(directory: Path, notes: list[str]) -> list[dict]:
-    """The validations of a run that records them in a file of their own, in the order of their steps; the last of each step."""
+    """The lines of validations.jsonl: one for each validation, with the step of its weights and, as at_step, the step during
+    which its result arrived."""
     file = directory / "validations.jsonl"
-    if not file.exists():
-        return []
-    rows, bad = read_lines(file)
+    lines, bad = read_lines(file) if file.exists() else ([], [])
     notes += bad
-    of = {row["step"]: {name: value for name, value in _flat(row, "metrics").items() if is_number(value)} for row in rows}
-    return [of[step] for step in sorted(of)]
+    return [{name: value for name, value in line.items() if is_number(value)} for line in lines]
+
+
+def validations(lines: list[dict], rows: list[dict]) -> list[dict]:
+    """All validations of a run in the order of their steps: those of validations.jsonl, and of older runs those in the rows of
+    their steps. The last of a step counts."""
+    found = {}
+    for row in rows:
+        if metrics := {name: value for name, value in row.items() if name.startswith("val-")}:
+            step = row.get("training/validated_step", row["step"])
+            found[step] = {"step": step, "at_step": row["step"]} | metrics
+    found |= {line["step"]: line for line in lines}
+    return [found[step] for step in sorted(found)]
 
 
 def read_events(files: list[Path]) -> list[dict]:
