@@ -2,12 +2,13 @@
 
     python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
+    python report.py verl/sync.log runs/async           # a console log of verl's, compared with a run of ours (docs/report.md)
 
 Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
-to highest.
-Unfinished and damaged logs are read as far as they go. A conclusion stands beside the numbers it rests on; where they are too
-few to carry one, it says so. Responses that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left
-out: anything else that is not in the metrics (docs/metrics.md). Needs no torch.
+to highest. Unfinished and damaged logs are read as far as they go. A conclusion is next to the numbers it rests on; where they
+are too few, it says so: a difference in speed needs two runs of 20 steps, one in learning three runs of each group. Responses
+that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left out: anything else that is not in the
+metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
@@ -69,7 +70,8 @@ WRAP = 38  # characters of a label's line that fit a panel
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Directories of runs, directories that hold runs, metrics.jsonl files or TensorBoard event files."""
+    """Directories of runs, directories that hold runs, metrics.jsonl files, TensorBoard directories or event files, and console
+    logs or file logs of verl's."""
     output: str = "report"
     """Directory for report.md, report.html and the plots."""
     title: str = "Report"

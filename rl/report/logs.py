@@ -11,6 +11,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class Log:
     def steps(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         """All metrics that were recorded."""
         return {name for row in [*self.rows, *self.validations] for name in row}

@@ -24,12 +24,12 @@ def _seconds(row: dict[str, float]) -> float | None:
 
 def _tokens(row: dict[str, float]) -> tuple[float, float] | None:
     seconds = row.get(STEP_SECONDS)
-    return (row["perf/total_num_tokens"], seconds) if seconds and "perf/total_num_tokens" in row else None
+    return (row["perf/total_num_tokens"], seconds) if seconds and row.get("perf/total_num_tokens") else None
 
 
 def _tokens_of_a_rank(row: dict[str, float]) -> tuple[float, float] | None:
     seconds = _seconds(row)
-    return (row["perf/throughput"] * seconds, seconds) if seconds and "perf/throughput" in row else None
+    return (row["perf/throughput"] * seconds, seconds) if seconds and row.get("perf/throughput") else None
 
 
 def _step(row: dict[str, float]) -> tuple[float, float] | None:
@@ -85,7 +85,7 @@ MFU = Quantity("MFU of the update", _mfu, ".1%", "the update of {ours} has {rati
 def compared(ours: RunGroup, base: RunGroup) -> list[Row]:
     """Rows on how fast a group is, compared with another: of what both have recorded. Where they do not both say the tokens of
     all ranks, it is those of a rank."""
-    both = [q for q in (TOKENS, A_RANK, STEP, MFU) if all(q.recorded(log) for log in [*ours.logs, *base.logs])]
+    both = [q for q in (TOKENS, A_RANK, STEP, MFU) if all(len(q.steps(log)) for log in [*ours.logs, *base.logs])]
     return [_row(quantity, ours, base) for quantity in both if not (quantity is A_RANK and TOKENS in both)]
 
 
@@ -119,7 +119,7 @@ def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
 
 def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> str:
     """What belongs to the sentence: the tokens of the steps that are compared, or the ranks that share the tokens."""
-    if quantity is STEP and all(TOKENS.recorded(log) for log in [*ours.logs, *base.logs]):
+    if quantity is STEP and all(len(TOKENS.steps(log)) for log in [*ours.logs, *base.logs]):
         sizes = [np.mean(np.concatenate([TOKENS.steps(log) for log in group.logs])[:, 0]) for group in (ours, base)]
         return f", with {times(sizes[0] / sizes[1])} the tokens"
     ranks = [_ranks(ours), _ranks(base)]
