@@ -2,7 +2,7 @@
 
     python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
-    python report.py verl/sync.log runs/async           # a console log of verl's, compared with a run of ours (docs/report.md)
+    python report.py verl/sync.log runs/async           # a verl console log, compared with a run of ours (docs/report.md)
 
 Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
 to highest. Unfinished and damaged logs are read as far as they go. A conclusion is next to the numbers it rests on; where they
@@ -70,8 +70,8 @@ WRAP = 38  # characters of a label's line that fit a panel
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Directories of runs, directories that hold runs, metrics.jsonl files, TensorBoard directories or event files, and console
-    logs or file logs of verl's."""
+    """Directories of runs, directories that hold runs, metrics.jsonl files, TensorBoard directories or event files, and verl's
+    console logs or file logs."""
     output: str = "report"
     """Directory for report.md, report.html and the plots."""
     title: str = "Report"

@@ -70,3 +70,14 @@ def test_its_commands_are_taken():
     assert len(commands) == 5
     for command in commands:
         assert tyro.cli(Args, args=shlex.split(command)).runs
+
+
+def test_the_example_has_todays_columns_and_conclusions(reports):
+    """If they change, regenerate it: python benchmarks/report_demo.py. On a CPU the MFU is unknown."""
+    text = (ROOT / "examples" / "report" / "report.md").read_text()
+    head = re.search(r"^\| (group \|.*) \|$", text, re.M)[1].split(" | ")
+    assert {*head} == reports[1] - {"MFU", "tokens/s a rank, median step"}
+    assert re.search(r"makes [\d.]+x the tokens/s|tokens/s of all ranks: ", text)
+    assert re.search(r"the staleness bound of \d+ samples held", text) and "versions of the weights old" in text
+    images = re.findall(r"\]\(([\w.]+\.png)\)", text)
+    assert {path.name for path in (ROOT / "examples" / "report").glob("*.png")} == {*images}

@@ -69,8 +69,8 @@ class Quantity:
         amount, of = np.concatenate([self.steps(log) for log in group.logs]).sum(0)
         return float(amount / of)
 
-    def told(self, group: RunGroup) -> str:
-        """The same, and the quartiles of the steps."""
+    def with_quartiles(self, group: RunGroup) -> str:
+        """That value, with the quartiles of the steps in brackets."""
         steps = np.concatenate([self.steps(log) for log in group.logs])
         low, high = (f"{quartile:{self.form}}" for quartile in np.quantile(steps[:, 0] / steps[:, 1], (0.25, 0.75)))
         return f"{self.of_all(group):{self.form}} ({low} - {high})"
@@ -83,15 +83,15 @@ MFU = Quantity("MFU of the update", _mfu, ".1%", "the update of {ours} has {rati
 
 
 def compared(ours: RunGroup, base: RunGroup) -> list[Row]:
-    """Rows on how fast a group is, compared with another: of what both have recorded. Where they do not both say the tokens of
-    all ranks, it is those of a rank."""
+    """Rows on how fast a group is compared with another, for each quantity that both recorded. Without the tokens of all ranks,
+    those of a rank are compared."""
     both = [q for q in (TOKENS, A_RANK, STEP, MFU) if all(len(q.steps(log)) for log in [*ours.logs, *base.logs])]
     return [_row(quantity, ours, base) for quantity in both if not (quantity is A_RANK and TOKENS in both)]
 
 
 def _row(quantity: Quantity, ours: RunGroup, base: RunGroup) -> Row:
     of = f"{ours.label} / {base.label}"
-    rests = f"{quantity.name} over all steps, with the steps' quartiles: {quantity.told(ours)} / {quantity.told(base)}"
+    rests = f"{quantity.name} over all steps, with the steps' quartiles: {quantity.with_quartiles(ours)} / {quantity.with_quartiles(base)}"
     steps = [sum(map(quantity.recorded, group.logs)) for group in (ours, base)]
     rests += f"; {steps[0]} and {count(steps[1], 'step')}, {len(ours.logs)} and {count(len(base.logs), 'run')}"
     if len(machines := {_machine(log) for log in [*ours.logs, *base.logs]}) > 1 and None not in machines:
@@ -118,7 +118,7 @@ def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
 
 
 def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> str:
-    """What belongs to the sentence: the tokens of the steps that are compared, or the ranks that share the tokens."""
+    """The end of the sentence: how many tokens the compared steps have, or how many ranks share the tokens."""
     if quantity is STEP and all(len(TOKENS.steps(log)) for log in [*ours.logs, *base.logs]):
         sizes = [np.mean(np.concatenate([TOKENS.steps(log) for log in group.logs])[:, 0]) for group in (ours, base)]
         return f", with {times(sizes[0] / sizes[1])} the tokens"
@@ -129,8 +129,8 @@ def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> s
 
 
 def interval(ours: list[tuple[np.ndarray, int]], base: list[tuple[np.ndarray, int]]) -> tuple[float, float]:
-    """The middle 95% of the ratio of ours to base, over resamples of the steps of each run, [n, 2], in blocks of at least so
-    many neighbours."""
+    """The middle 95% of the ratio of ours to base, over resamples of each run's steps, [n, 2], in blocks of neighbours. The
+    number with each run is the shortest block."""
     random = np.random.default_rng(0)
     sums = [sum(_resampled(steps, block, random) for steps, block in of) for of in (ours, base)]
     ratios = (sums[0][:, 0] / sums[0][:, 1]) / (sums[1][:, 0] / sums[1][:, 1])
@@ -139,7 +139,7 @@ def interval(ours: list[tuple[np.ndarray, int]], base: list[tuple[np.ndarray, in
 
 
 def _resampled(steps: np.ndarray, block: int, random: np.random.Generator) -> np.ndarray:
-    """[RESAMPLES, 2]: sums over as many steps as there are, drawn in blocks; a block goes on at the beginning."""
+    """[RESAMPLES, 2]: sums over as many steps as there are, drawn in blocks that wrap around."""
     n = len(steps)
     block = min(n, max(block, round(n ** (1 / 3))))
     up_to = np.concatenate([np.zeros((1, 2)), np.cumsum(np.concatenate([steps, steps[:block]]), axis=0)])
@@ -153,7 +153,7 @@ def _period(log: Log) -> int:
 
 
 def _ranks(group: RunGroup) -> int | None:
-    """Of the whole job, by what a step says of all ranks' tokens/s and of one's."""
+    """Ranks of the whole job: the tokens/s of all over those of one."""
     rows = [row for log in group.logs for row in log.steady if _tokens(row) and row.get("perf/throughput")]
     return round(np.median([row["tokens/s"] / row["perf/throughput"] for row in rows])) if rows else None
 

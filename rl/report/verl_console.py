@@ -1,9 +1,9 @@
-"""Reads the console of a run of verl that was kept with `tee`: its logger's lines, and what its rollouter says of pauses.
+"""Reads a verl run's console output, as `tee` keeps it: the lines of its logger, and its rollouter's messages about pauses.
 
     (TaskRunner pid=1234) step:12 - actor/grad_norm:np.float64(0.13) - perf/throughput:365.2 - ...
 
-Such a line may have colors, a progress bar or another rank's name before it, and a word of Ray's after it. There are several
-lines of a step where verl logs its validation or the weights' publish later.
+Colors, a progress bar or a rank's name may precede such a line, and a remark of Ray's may follow it. A step has several lines if
+verl logs its validation or its weight sync later.
 """
 
 import re

@@ -11,7 +11,7 @@ from rl.report.verl_console import MAX_REQUIRED, PAUSES
 
 
 def waiting(group: RunGroup) -> list[Row]:
-    """Who waited for whom, and the split that would balance them where it is known which ranks there were."""
+    """Who waited for whom, and, if the ranks were recorded, the split that would balance them."""
     idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
     if not all(idle.values()):
         return []
@@ -36,7 +36,7 @@ def ranks_of(group: RunGroup, role: str) -> set[str]:
 
 
 def reasons(group: RunGroup) -> list[Row]:
-    """Why the generators waited: for the bound of staleness, or for something else."""
+    """Why the generators waited: because of the staleness bound, or for another reason."""
     idle, held = (group.each(lambda log, n=name: log.over_time(n)) for name in (IDLE["generator"], HELD))
     paused = [sum(row.get(name, 0) for log in group.logs for row in log.rows) for name in PAUSES.values()]
     bound = f"the staleness bound{_of_samples(group)}"
@@ -76,7 +76,7 @@ def oldest_age(log: Log) -> float | None:
 
 
 def columns(groups: list[RunGroup]) -> dict[str, list[str]]:
-    """Columns of the table of groups, those that none has left out."""
+    """Columns of the table of groups, without those that no group recorded."""
     share = lambda name: lambda log: log.over_time(name)  # noqa: E731
     numbers = {
         "learners wait": (share(IDLE["learner"]), ".0%"),
