@@ -91,7 +91,8 @@ def compared(ours: RunGroup, base: RunGroup) -> list[Row]:
 
 def _row(quantity: Quantity, ours: RunGroup, base: RunGroup) -> Row:
     of = f"{ours.label} / {base.label}"
-    rests = f"{quantity.name} over all steps, with the steps' quartiles: {quantity.with_quartiles(ours)} / {quantity.with_quartiles(base)}"
+    rests = f"{quantity.name} over all steps, with the steps' quartiles: "
+    rests += " / ".join(map(quantity.with_quartiles, (ours, base)))
     steps = [sum(map(quantity.recorded, group.logs)) for group in (ours, base)]
     rests += f"; {steps[0]} and {count(steps[1], 'step')}, {len(ours.logs)} and {count(len(base.logs), 'run')}"
     if len(machines := {_machine(log) for log in [*ours.logs, *base.logs]}) > 1 and None not in machines:

@@ -2,8 +2,8 @@
 
     (TaskRunner pid=1234) step:12 - actor/grad_norm:np.float64(0.13) - perf/throughput:365.2 - ...
 
-Colors, a progress bar or a rank's name may precede such a line, and a remark of Ray's may follow it. A step has several lines if
-verl logs its validation or its weight sync later.
+Colors, a progress bar or a rank's name may precede such a line, and a remark of Ray's may follow it. A step has several lines
+if verl logs its validation or its weight sync later.
 """
 
 import re
