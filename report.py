@@ -2,12 +2,13 @@
 
     python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
+    python report.py verl/sync.log runs/async           # a verl console log, compared with a run of ours (docs/report.md)
 
 Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
-to highest.
-Unfinished and damaged logs are read as far as they go. A conclusion stands beside the numbers it rests on; where they are too
-few to carry one, it says so. Responses that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left
-out: anything else that is not in the metrics (docs/metrics.md). Needs no torch.
+to highest. Unfinished and damaged logs are read as far as they go. A conclusion is next to the numbers it rests on; where they
+are too few, it says so: a difference in speed needs two runs of 20 steps, one in learning three runs of each group. Responses
+that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left out: anything else that is not in the
+metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
@@ -24,14 +25,22 @@ from matplotlib.figure import Figure
 
 from rl import generations
 from rl.errors import UserError
-from rl.report.conclusions import IDLE, REWARD, THROUGHPUT, conclude, count, overview, speedup
+from rl.report.conclusions import conclude, overview, speedup
 from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
+from rl.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
 from rl.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
-    "throughput": ("Throughput", {THROUGHPUT: "tokens/s of all ranks, prompts included"}),
-    "idle": ("Idle ratios", {IDLE["learner"]: "first learner waits (share)", IDLE["generator"]: "generators wait (share)"}),
+    "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),
+    "idle": (
+        "Idle ratios",
+        {
+            IDLE["learner"]: "first learner waits (share)",
+            IDLE["generator"]: "generators wait (share)",
+            HELD: "generators held by the staleness bound (share)",
+        },
+    ),
     "lengths": (
         "Response lengths",
         {"response_length/mean": "mean response, tokens", "response_length/clip_ratio": "truncated share"},
@@ -49,7 +58,7 @@ LINES = {  # file: title, and for each panel its metric and label
     ),
     "mfu": ("MFU", {"perf/mfu/actor": "MFU of the update"}),
 }
-SMOOTHED = {REWARD, THROUGHPUT, *IDLE.values()}  # differ much from step to step
+SMOOTHED = {REWARD, THROUGHPUT, STEP_SECONDS, HELD, *IDLE.values()}  # differ much from step to step
 PHASES = """Seconds of a mean step, the first step of each attempt left out. generate: the engine's steps. score: verifiers.
 wait: for the other role. publish: sending or taking weights. train: forward, backward and optimizer. other: everything
 without a timer of its own, which is mostly bookkeeping (drawing tickets and reading the control block, both round trips to
@@ -61,7 +70,8 @@ WRAP = 38  # characters of a label's line that fit a panel
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Directories of runs, directories that hold runs, metrics.jsonl files or TensorBoard event files."""
+    """Directories of runs, directories that hold runs, metrics.jsonl files, TensorBoard directories or event files, and verl's
+    console logs or file logs."""
     output: str = "report"
     """Directory for report.md, report.html and the plots."""
     title: str = "Report"
@@ -140,7 +150,7 @@ def shares(group: RunGroup) -> dict[str, dict[str, float]]:
     """The ledger: {role: {phase: share of its ranks' time}}, over all ranks, steps and runs of the group."""
     out: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for log in group.logs:
-        for name in sorted({n for row in log.rows for n in row if n.startswith("ledger/") and n.count("/") == 2}):
+        for name in sorted(n for n in log.names if n.startswith("ledger/") and n.count("/") == 2):
             _, rank, phase = name.split("/")
             out[rank.rpartition("_")[0]][phase].append(log.over_time(name))
     return {role: {phase: float(np.mean(v)) for phase, v in phases.items()} for role, phases in out.items()}
@@ -171,7 +181,7 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
     def add(file: str, title: str, drawn: bool) -> None:
         made.extend([("heading", title), ("image", f"{file}.png", title)]) if drawn else absent.append(title.lower())
 
-    accuracies = sorted({n for g in groups for log in g.logs for row in log.validations for n in row if is_accuracy(n)})
+    accuracies = sorted({n for g in groups for log in g.logs for n in log.names if is_accuracy(n)})
     wanted = [("reward", "Reward", REWARD, *smoothing(REWARD, "reward", smooth))]
     wanted += [(f"accuracy_{i}", f"Validation accuracy: {n}", n, "accuracy", 1) for i, n in enumerate(accuracies, 1)]
     for file, title, name, label, width in wanted:

@@ -151,7 +151,8 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
         version = engine.version if in_the_way else state.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        stop, version, fresh, engines, step = shared.agree([state.stop, version, fresh, state.engines, state.step])
+        said = [state.stop, version, fresh, state.engines, state.step, tickets.held]
+        stop, version, fresh, engines, step, held = shared.agree(said)
         if stop and version == engine.version:  # also the last weights are taken, and verified
             break
         if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
@@ -170,7 +171,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
         # Fresh tickets, one engine step, and what is finished with it.
         for ticket in fresh:
             generator.start(ticket, tickets.partial(ticket))
-        for group in generator.poll(wait=2e-3):
+        for group in generator.poll(wait=2e-3, held=held):
             outbox.send_group(group)
         if validating is not None and not generator.is_validating:
             outbox.send_rows(validating, engine.version, generator.take_rows(), parts=split.generators)

@@ -156,7 +156,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     for k in range(start["batch"], job.total_steps + 2):  # the last two versions are only validated
         version = max(start["version"], k - 1)
         if version > generator.engine.version:
-            with generator.timer("wait"):
+            with generator.timer("held" if k < job.total_steps else "wait"):
                 control.wait_for(version)
             with generator.timer("update_weights"):
                 subscriber.receive(version)

@@ -206,6 +206,7 @@ class Outbox:
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
+            "held": timer.seconds.get("held", 0.0),
             "events": dict(pool.events),
             "publish_seconds": timer.seconds["update_weights"],
             "publish_gb": received["bytes"] / 1e9,

@@ -109,14 +109,15 @@ class Generator:
             groups.append(work.group(ticket, responses, routes=_prompt_routes(so_far, len(work.prompt.ids))))
         return groups
 
-    def poll(self, wait: float = 0.0) -> list[Group]:
+    def poll(self, wait: float = 0.0, held: bool = False) -> list[Group]:
         """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
-        `wait` seconds for a score, and with nothing to score either just so long."""
-        return self._take_done(self._advance(wait)[1])
+        `wait` seconds for a score, and with nothing to score either just so long. held: whether the bound of staleness is the
+        reason why there is nothing to do."""
+        return self._take_done(self._advance(wait, idle="held" if held else "wait")[1])
 
-    def _advance(self, wait: float, step: bool = True) -> tuple[list[int], list[int]]:
+    def _advance(self, wait: float, step: bool = True, idle: str = "wait") -> tuple[list[int], list[int]]:
         """What `poll` does until groups are taken, without the engine's step if there shall be `step` none. Returns the keys
-        whose last response has ended, and those that may be done."""
+        whose last response has ended, and those that may be done. idle: the timer of a sleep with nothing to do."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
             return keys, keys
@@ -133,7 +134,7 @@ class Generator:
             with self.timer("score"):
                 scored = self.pool.wait(wait)
         else:
-            with self.timer("wait"):
+            with self.timer(idle):
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score

@@ -33,6 +33,7 @@ class IdleMeter:
             waited = sum(report["ledger"]["wait"] * report["elapsed"] for report in reports)
             seconds = max(report["publish_seconds"] for report in reports)
             out["fully_async/rollouter/idle_ratio"] = waited / total
+            out["fully_async/rollouter/held_ratio"] = sum(report.get("held", 0.0) for report in reports) / total
             newest = reports[-1]
             way = max(seconds, newest["publish_way"])  # longer where the engine goes on while weights come in
             out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / way}

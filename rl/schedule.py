@@ -184,6 +184,7 @@ class Tickets:
         store's counters."""
         self.store, self.args, self.total = store, args, total
         self.engines = engines
+        self.held = False  # whether the bound of staleness alone kept the last `take` from starting any
         opened = json.loads(store.get("tickets/opened"))
         self._draws = make_draws(store, opened["again"])
         self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the run that goes on of which something is left
@@ -191,6 +192,7 @@ class Tickets:
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
         """Up to so many tickets that may start under the weights of `version`, beside those under way here; none before the
         first weights, none if newer ones are ready, which would sample them better, and none if the run stops."""
+        self.held = False
         if state.stop:
             self._draws.settle()
             return []
@@ -200,6 +202,7 @@ class Tickets:
         out: list[int] = []
         while 0 <= version == state.version and len(out) < most and self._may_start(version, state.dropped):
             out.append(self._draws.start())
+        self.held = most > 0 and not out and 0 <= version == state.version and self._is_held(version, state.dropped)
         watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
 
@@ -211,6 +214,12 @@ class Tickets:
         """Whether the next ticket that was drawn may."""
         reserve = self._draws.reserve
         return bool(reserve) and reserve[0] - dropped < min(self.args.quota(version), self.total)
+
+    def _is_held(self, version: int, dropped: int) -> bool:
+        """Whether the next ticket that was drawn may start under newer weights, and not under these. False where none has been
+        drawn yet, or all that will be trained have started."""
+        reserve = self._draws.reserve
+        return bool(reserve) and self.args.quota(version) <= reserve[0] - dropped < self.total
 
 
 def open_tickets(
@@ -303,6 +312,7 @@ class SampleBuffer:
             "fully_async/count/trained_samples": self.trained,
             "fully_async/count/dropped_stale_samples": self.dropped["stale"],
             "fully_async/count/filtered_samples": self.dropped["filtered"],
+            "fully_async/count/max_required_samples": self.args.quota(0),
             "fully_async/count/staleness_samples": started - self.trained - self.dropped.total(),
             "fully_async/count/queue_samples": len(self.waiting),
         }

@@ -60,6 +60,7 @@ class Batches(_Samples):
 
     def __init__(self, args: SplitArgs, split: Split):
         super().__init__(args, split)
+        self._bound = 2 * args.prompts_per_step  # the batch that is trained, and the one after it
         self._next = NextTicket()
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
 
@@ -67,6 +68,9 @@ class Batches(_Samples):
         """Lets the generators begin."""
         if self.split.ranks.is_main:
             self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
+
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        return super().metrics(timer) | {"fully_async/count/max_required_samples": self._bound}
 
     def wait(self) -> None:
         """Waits for the next batch to be whole."""

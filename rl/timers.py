@@ -15,6 +15,7 @@ PHASE_OF = {  # by timer
     "gen": "generate",
     "score": "score",
     "wait": "wait",
+    "held": "wait",  # until newer weights let more samples start: the bound of staleness is reached
     "update_weights": "publish",
     "old_log_prob": "train",
     "ref": "train",

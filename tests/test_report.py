@@ -20,10 +20,12 @@ from matplotlib.transforms import Bbox
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.report.conclusions import THROUGHPUT, conclude, first_at, overview, speedup
+from rl.report.conclusions import conclude, first_at, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
+from rl.report.numbers import THROUGHPUT
 from rl.scoring import EVENTS
 
+MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"
 imshow = Axes.imshow
 
@@ -253,19 +255,17 @@ def speed(tokens: float) -> dict[str, float]:
     return {"perf/total_num_tokens": 2 * tokens, "perf/time_per_step": 2.0}
 
 
-def test_groups_are_compared_only_with_several_runs_each():
-    def group(name, speeds):
-        return RunGroup(
-            name, [Log(Path(name), {}, rows(40, **{"perf/total_num_tokens": s, "perf/time_per_step": 1.0})) for s in speeds]
-        )
+def test_learning_is_compared_only_with_several_runs_each():
+    def group(name, slopes):
+        return RunGroup(name, [Log(Path(name), {}, rows(40, slope=slope)) for slope in slopes])
 
     def told(a, b):
-        return [t for _, t, rests in conclude([group("base", a), group("other", b)]) if "tokens/s" in rests]
+        return [t for _, t, rests in conclude([group("base", a), group("other", b)]) if rests.startswith("reward of")]
 
-    what = "tokens/s of the median step"
-    assert told([100], [200]) == [f"{what}: too few runs to compare; 3 of each are the least"]
-    assert told([100, 101, 102], [200, 202, 204]) == [f"{what} higher in every run: 2.00 times as much"]
-    assert told([100, 101, 250], [200, 202, 204]) == [f"{what}: the runs overlap, no difference is shown"]
+    what = "reward of the last steps"  # those 20 are slope * (20 ... 39)
+    assert told([0.1], [0.2]) == [f"{what}: too few runs to compare; 3 of each are the least"]
+    assert told([0.1, 0.11, 0.12], [0.2, 0.22, 0.24]) == [f"{what} higher in every run: 2.00 times as much"]
+    assert told([0.1, 0.11, 0.25], [0.2, 0.22, 0.24]) == [f"{what}: the runs overlap, no difference is shown"]
 
 
 def test_ends_at_different_steps_do_not_compare():
@@ -297,7 +297,7 @@ def test_the_overview_gives_mean_and_spread(tmp_path):
     header, row = overview(group_runs(logs), 1)
     cells = dict(zip(header, row, strict=True))
     assert cells["runs"] == "3" and cells["state"] == "finished" and cells["accuracy, first"] == "-"
-    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells["tokens/s, median step"] == "20 (10 - 30)"
+    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells[MEDIAN] == "20 (10 - 30)"
 
 
 def test_the_median_step_and_the_whole_run_are_two_numbers(tmp_path):
@@ -309,7 +309,7 @@ def test_the_median_step_and_the_whole_run_are_two_numbers(tmp_path):
         data[-1]["perf/total_num_tokens"] = 100.0
     header, row = overview(group_runs([load(write(tmp_path / "a", data))]), 1)
     cells = dict(zip(header, row, strict=True))
-    assert (cells["tokens/s, median step"], cells["tokens/s, all steps"]) == ("100", "50")
+    assert (cells[MEDIAN], cells["tokens/s of all ranks, all steps"]) == ("100", "50")
 
 
 # ------------------------------------------------------------------------------------------------------ odd logs

@@ -1,90 +1,68 @@
 """Conclusions from the numbers of runs, each beside the numbers it rests on; or the remark that these are too few.
 
-Every function returns rows (of what, conclusion, the numbers it rests on). A claim about learning needs MIN_STEPS steps, one
-between groups MIN_SEEDS runs of each that do not overlap.
+Every function returns rows (of what, conclusion, the numbers it rests on). A claim about learning or speed needs MIN_STEPS
+steps, one about a difference in learning between groups MIN_SEEDS runs of each that do not overlap. For a difference in speed
+one run of each is enough: every step measures it (rl/report/speed.py).
 """
 
 import math
-from collections import Counter
 
 import numpy as np
 
-from rl.balance import advice
-from rl.report.logs import Log, RunGroup, is_accuracy, smoothed
+from rl.report import speed, waits
+from rl.report.logs import Log, RunGroup, smoothed
+from rl.report.numbers import (
+    MIN_SEEDS,
+    MIN_STEPS,
+    REWARD,
+    Row,
+    accuracy_at,
+    accuracy_names,
+    count,
+    last,
+    last_reward,
+    spread,
+    too_few_steps,
+)
 
-MIN_STEPS, MIN_SEEDS = 20, 3
-REWARD, THROUGHPUT = "critic/score/mean", "tokens/s"
-IDLE = {"generator": "fully_async/rollouter/idle_ratio", "learner": "fully_async/trainer/idle_ratio"}
+OF_ALL, A_RANK = "tokens/s of all ranks, median step", "tokens/s a rank, median step"
 LEVELS = (0.5, 0.75, 0.9, 1.0)  # of the way that all runs have gone, for the speed-up
-Row = tuple[str, str, str]
-
-
-def spread(values: list[float], form: str = ".3f") -> str:
-    """The mean, with lowest and highest if they differ; what a table says of a group."""
-    if not values:
-        return "-"
-    mean, low, high = (f"{value:{form}}" for value in (np.mean(values), min(values), max(values)))
-    return mean if low == high else f"{mean} ({low} - {high})"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def accuracy_names(group: RunGroup) -> list[str]:
-    return sorted({name for log in group.logs for row in log.validations for name in row if is_accuracy(name)})
-
-
-def accuracy_at(log: Log, which: int) -> float | None:
-    """The first (0) or last (-1) validation's accuracy, the mean over its data sources."""
-    curves = [log.points(name) for name in accuracy_names(RunGroup("", [log]))]
-    return float(np.mean([c[which, 1] for c in curves])) if curves else None
-
-
-def last_reward(log: Log, steps: int) -> float | None:
-    points = log.points(REWARD)
-    return float(points[-steps:, 1].mean()) if len(points) else None
 
 
 def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
-    """The table of groups, its header first."""
-    head = ["group", "runs", "steps", "seconds of training", f"reward, last {smooth} steps", "accuracy, first", "last"]
-    out = [[*head, "tokens/s, median step", "tokens/s, all steps", "state"]]
-    for group in groups:
-        out.append(
-            [
-                group.label,
-                str(len(group.logs)),
-                spread([log.steps for log in group.logs], ".0f"),
-                spread([log.seconds for log in group.logs], ".0f"),
-                spread(group.each(lambda log: last_reward(log, smooth))),
-                spread(group.each(lambda log: accuracy_at(log, 0))),
-                spread(group.each(lambda log: accuracy_at(log, -1))),
-                spread(group.each(lambda log: _median(log, THROUGHPUT)), ",.0f"),
-                spread(group.each(lambda log: log.tokens_per_second), ",.0f"),
-                ", ".join(sorted({log.state for log in group.logs if log.state})),
-            ]
-        )
-    return out
+    """The table of groups, its header first. Has no column for MFU or waiting where no group recorded it, and tokens/s
+    a rank only where a group recorded no others."""
+    numbers = {
+        "steps": (lambda log: log.steps, ".0f"),
+        "seconds of training": (lambda log: log.seconds, ".0f"),
+        f"reward, last {smooth} steps": (lambda log: last_reward(log, smooth), ".3f"),
+        "accuracy, first": (lambda log: accuracy_at(log, 0), ".3f"),
+        "last": (lambda log: accuracy_at(log, -1), ".3f"),
+        "seconds a step, median": (speed.STEP.median, ".3g"),
+        OF_ALL: (speed.TOKENS.median, ",.0f"),
+        "tokens/s of all ranks, all steps": (lambda log: log.tokens_per_second, ",.0f"),
+        A_RANK: (speed.A_RANK.median, ",.0f"),
+        "MFU": (speed.MFU.median, ".1%"),
+    }
+    table = {"group": [group.label for group in groups], "runs": [str(len(group.logs)) for group in groups]}
+    table |= {head: [spread(group.each(number), form) for group in groups] for head, (number, form) in numbers.items()}
+    if set(table["MFU"]) == {"-"}:
+        del table["MFU"]
+    if all(a_rank == "-" or of_all != "-" for a_rank, of_all in zip(table[A_RANK], table[OF_ALL], strict=True)):
+        del table[A_RANK]
+    table |= waits.columns(groups)
+    table["state"] = [", ".join(sorted({log.state for log in group.logs if log.state})) for group in groups]
+    return [list(table), *map(list, zip(*table.values(), strict=True))]
 
 
 def conclude(groups: list[RunGroup]) -> list[Row]:
-    rows = [
-        row for group in groups for about in (learning, accuracy, waiting, lengths, mismatch, trouble) for row in about(group)
-    ]
-    return rows + between(groups)
-
-
-def enough(group: RunGroup, metric: str) -> Row | None:
-    """None, or the row that says why nothing is concluded from the group's steps of that metric."""
-    steps = min(len(log.points(metric)) for log in group.logs)
-    told = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
-    return (group.label, told, f"{metric} of {steps} steps") if steps < MIN_STEPS else None
+    kinds = (learning, accuracy, waits.waiting, waits.reasons, waits.ages, lengths, mismatch, trouble)
+    return [row for group in groups for about in kinds for row in about(group)] + between(groups)
 
 
 def learning(group: RunGroup) -> list[Row]:
     """Says whether the reward moved by more than twice the noise of the two means."""
-    if few := enough(group, REWARD):
+    if few := too_few_steps(group, REWARD):
         return [few]
     width = min(MIN_STEPS, min(len(log.points(REWARD)) for log in group.logs) // 2)
     first, last = (
@@ -118,30 +96,6 @@ def accuracy(group: RunGroup) -> list[Row]:
             told = "the runs' validation accuracies before and after overlap: no change beyond the spread"
         out.append((group.label, told, rests))
     return out
-
-
-def waiting(group: RunGroup) -> list[Row]:
-    """Who waited for whom, and the split that would balance them."""
-    idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
-    if not all(idle.values()):
-        return []
-    if few := enough(group, IDLE["learner"]):
-        return [(few[0], few[1].replace("anything", "who waits for whom"), few[2])]
-    generators, learners = (len(ranks_of(group, role)) for role in ("generator", "learner"))
-    if not (generators and learners):
-        return []
-    layout = group.logs[0].config.get("hardware", {}).get("layout", [])
-    splits = [Counter(name.split()[0] for name in node["ranks"].values()) for node in layout]  # ranks by role
-    alike = len(splits) or 1 if all(split == splits[0] for split in splits) else None
-    told = advice(generators, learners, alike, *(float(np.mean(idle[role])) for role in ("generator", "learner")))
-    rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
-    return [(group.label, told, f"{rests}, the first step of each attempt left out; {generators} to {learners} ranks")]
-
-
-def ranks_of(group: RunGroup, role: str) -> set[str]:
-    """Names of the group's ranks of that role, out of its ledgers."""
-    names = {name.split("/")[1] for log in group.logs for row in log.rows for name in row if name.startswith("ledger/")}
-    return {name for name in names if name.rpartition("_")[0] == role}
 
 
 def lengths(group: RunGroup) -> list[Row]:
@@ -182,30 +136,28 @@ def trouble(group: RunGroup) -> list[Row]:
 
 
 def between(groups: list[RunGroup]) -> list[Row]:
-    """The groups against the first, where every run of the one lies beyond every run of the other."""
-    if len(groups) < 2:
-        return []
-    numbers = [("reward of the last steps", REWARD, lambda log: last_reward(log, MIN_STEPS), ".3f")]
-    numbers += [(f"last {name}", name, lambda log, n=name: _last(log, n), ".3f") for name in accuracy_names(groups[0])]
-    numbers += [("tokens/s of the median step", THROUGHPUT, lambda log: _median(log, THROUGHPUT), ",.0f")]
-    out = []
-    for what, name, number, form in numbers:
-        base = groups[0].each(number)
-        for group in groups[1:]:
-            if base and (ours := group.each(number)):
-                told = _compared(ours, base, name, [*group.logs, *groups[0].logs])
-                rests = f"{what}: {spread(ours, form)} / {spread(base, form)}, {len(ours)} and {len(base)} runs"
-                out.append((f"{group.label} / {groups[0].label}", f"{what}{told}", rests))
+    """The groups against the first: their speed, and their learning where every run of the one lies beyond every run of the
+    other."""
+    base, *others = groups
+    out = [row for group in others for row in speed.compared(group, base)]
+    numbers = [("reward of the last steps", lambda log: last_reward(log, MIN_STEPS))]
+    numbers += [(f"last {name}", last(name)) for name in accuracy_names(base)]
+    for what, number in numbers:
+        theirs = base.each(number)
+        for group in others:
+            if theirs and (ours := group.each(number)):
+                told = _compared(ours, theirs, [*group.logs, *base.logs])
+                rests = f"{what}: {spread(ours)} / {spread(theirs)}, {len(ours)} and {count(len(theirs), 'run')}"
+                out.append((f"{group.label} / {base.label}", f"{what}{told}", rests))
     return out
 
 
-def _compared(ours: list[float], base: list[float], name: str, logs: list[Log]) -> str:
-    """What can be said of a group's numbers beside the first group's. name: the metric; logs: of both groups."""
-    steps = min(len(log.points(THROUGHPUT if name == THROUGHPUT else REWARD)) for log in logs)
-    ends = sorted({log.steps for log in logs})
+def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
+    """What can be said of a group's rewards or accuracies beside the first group's. logs: of both groups."""
+    steps, ends = min(len(log.points(REWARD)) for log in logs), sorted({log.steps for log in logs})
     if steps < MIN_STEPS:
         return f": too few steps to compare ({steps})"
-    if len(ends) > 1 and name != THROUGHPUT:
+    if len(ends) > 1:
         return f": the runs stopped at different steps ({ends[0]} to {ends[-1]}), so their ends do not compare"
     if min(len(ours), len(base)) < MIN_SEEDS:
         return f": too few runs to compare; {MIN_SEEDS} of each are the least"
@@ -213,16 +165,6 @@ def _compared(ours: list[float], base: list[float], name: str, logs: list[Log]) 
         ratio = f": {np.mean(ours) / np.mean(base):.2f} times as much" if np.mean(base) > 0 else ""
         return f" {'higher' if min(ours) > max(base) else 'lower'} in every run{ratio}"
     return ": the runs overlap, no difference is shown"
-
-
-def _last(log: Log, name: str) -> float | None:
-    points = log.points(name)
-    return float(points[-1, 1]) if len(points) else None
-
-
-def _median(log: Log, name: str) -> float | None:
-    points = log.points(name)
-    return float(np.median(points[:, 1])) if len(points) else None
 
 
 # ------------------------------------------------------------------------------------------------------ speed-up

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from rl.report.logs import Log, RunGroup, read_lines
+from rl.report.logs import Log, RunGroup
+from rl.report.readers import read_lines
 
 
 def loads(log: Log) -> list[tuple[int, np.ndarray]]:

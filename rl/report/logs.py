@@ -1,26 +1,29 @@
-"""Reads what runs left behind (metrics.jsonl, or TensorBoard event files) and puts runs of a kind into groups. Needs no torch.
+"""Runs as they were recorded (rl/report/readers.py reads the files), and groups of runs of a kind. Needs no torch.
 
 Damaged records are left out, and `Log.notes` says so. Seconds are seconds of training: start-up before the first step and
 the pauses between a run's attempts (a stop, a crash, a restart) are not counted. A step ends at its record's `time` and began
 `timing_s/step` seconds before, so a gap between one step's end and the next one's beginning is such a pause. What was trained
-again after a restart counts once.
+again after a restart counts once. In records of verl no pause is looked for: its steps leave out the publish and the validation
+between them.
 """
 
 import json
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from rl import validations
 from rl.errors import UserError
+from rl.report import readers
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
 NAMES |= {"record", "resume_mode"}
 PAUSE = 1.0  # seconds between two steps that only a restart explains
+GIVE = "a run's directory (runs/<name>), its metrics.jsonl, a TensorBoard directory or a verl console log"
 
 
 @dataclass
@@ -31,10 +34,10 @@ class Log:
     config: dict
     rows: list[dict[str, float]]
     notes: list[str] = field(default_factory=list)  # what is wrong with the record
-    validations: list[dict[str, float]] = field(default_factory=list)  # in order of step; rows hold the newest of a step only
+    validations: list[dict[str, float]] = field(default_factory=list)  # the lines of validations.jsonl, then all
 
     def __post_init__(self):
-        self.validations = self.validations or validations.merge((), self.rows)
+        self.validations = validations.merge(self.validations, self.rows)
         self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
         self.starts: set[float] = set()  # the first step of each attempt
         self._read_clock()
@@ -49,6 +52,16 @@ class Log:
     @property
     def steps(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @cached_property
+    def names(self) -> set[str]:
+        """All metrics that were recorded."""
+        return {name for row in [*self.rows, *self.validations] for name in row}
+
+    @property
+    def steady(self) -> list[dict[str, float]]:
+        """The rows without those with which an attempt began, whose time holds the start-up, if there are others."""
+        return [row for row in self.rows if row["step"] not in self.starts] or self.rows
 
     @property
     def seconds(self) -> float:
@@ -88,8 +101,7 @@ class Log:
     def points(self, name: str, axis: str = "step") -> np.ndarray:
         """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
         result came in."""
-        out = []
-        per_step = self.responses_per_step
+        out, per_step = [], self.responses_per_step
         for row in self.validations if name.startswith("val-") else self.rows:
             x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
             if axis == "seconds":
@@ -101,38 +113,45 @@ class Log:
     def over_time(self, name: str) -> float | None:
         """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out
         the steps with which an attempt began, if there are others: start-up is in their waiting."""
-        known = [(row[name], row.get("timing_s/step", 1.0)) for row in self._steady if name in row]
+        known = [(row[name], own_seconds(row) or 1.0) for row in self.steady if name in row]
         total = sum(seconds for _, seconds in known)
         return sum(share * seconds for share, seconds in known) / total if total else None
 
     @property
     def mean_step(self) -> float | None:
         """Seconds of a mean step, without the steps with which an attempt began; None if they were not recorded."""
-        seconds = [row["timing_s/step"] for row in self._steady if "timing_s/step" in row]
+        seconds = [row["timing_s/step"] for row in self.steady if "timing_s/step" in row]
         return sum(seconds) / len(seconds) if seconds else None
 
     @property
-    def _steady(self) -> list[dict[str, float]]:
-        return [row for row in self.rows if row["step"] not in self.starts] or self.rows
+    def _is_verls(self) -> bool:
+        """Whether verl recorded the run: this project's runs have a configuration, and ledgers of their ranks' time."""
+        return not self.config and not any(name.startswith("ledger/") for name in self.names)
 
     def _read_clock(self) -> None:
-        seconds, pauses, before = 0.0, 0.0, None
+        seconds, pauses, before, is_verls = 0.0, 0.0, None, self._is_verls
         for row in self.rows:
-            if "time" not in row:
+            own = own_seconds(row)
+            if "time" not in row or (is_verls and own is None):  # verl's validation before the first step
                 continue
-            own = row.get("timing_s/step")
             passed = row["time"] - before["time"] if before else None
             gap = passed - own if before and own is not None and row["step"] == before["step"] + 1 else 0.0
-            if before is None or gap > PAUSE:
+            is_pause = gap > PAUSE and not is_verls
+            if before is None or is_pause:
                 self.starts.add(row["step"])
                 pauses += gap
-            if before is None or gap > PAUSE or passed < 0:  # a clock that was set back
+            if before is None or is_pause or passed < 0:  # a clock that was set back
                 passed = own or 0.0
             seconds += passed
             self.clock[row["step"]] = seconds
             before = row
         if pauses:
             self.notes.append(f"{len(self.starts)} attempts: the {pauses:,.0f} seconds between them are not counted")
+
+
+def own_seconds(row: dict[str, float]) -> float | None:
+    """What the step itself took; None if it was not recorded."""
+    return row.get("timing_s/step", row.get("perf/time_per_step"))
 
 
 @dataclass
@@ -145,108 +164,53 @@ class RunGroup:
         return [value for log in self.logs if (value := number(log)) is not None]
 
 
-def event_files(directory: Path) -> list[Path]:
-    """A run's TensorBoard files: in its directory, or in tensorboard/ there."""
-    pattern = "events.out.tfevents*"
-    return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
-
-
-def is_run(directory: Path) -> bool:
-    return (directory / "metrics.jsonl").exists() or bool(event_files(directory))
-
-
 def find_runs(wheres: tuple[str, ...]) -> list[Path]:
     """Each argument as it is, or the runs within it. Raises UserError for what is none."""
     found = []
     for where in map(Path, wheres):
         if not where.exists():
-            raise UserError(f"{where}: there is no such file. Give a run's directory (runs/<name>) or its metrics.jsonl.")
-        inside = [] if where.is_file() or is_run(where) else [d for d in sorted(where.rglob("*")) if d.is_dir() and is_run(d)]
-        found += [d for d in inside if not is_run(d.parent)] or [where]
+            raise UserError(f"{where}: there is no such file. Give {GIVE}.")
+        if where.is_file() or readers.is_run(where):
+            found.append(where)
+            continue
+        inside = [d for d in sorted(where.rglob("*")) if d.is_dir() and readers.is_run(d)]
+        inside = [d for d in inside if not readers.is_run(d.parent)]
+        found += inside + readers.console_logs(where) or [where]
     if not found:
         raise UserError("no run is named. Give directories of runs (runs/<name>), or a directory that holds some (runs/).")
     return list(dict.fromkeys(found))
 
 
 def load(path: Path) -> Log:
-    """Reads metrics.jsonl, or TensorBoard event files where there is none."""
-    directory = path if path.is_dir() else path.parent
-    file = path if path.is_file() else directory / "metrics.jsonl"
-    if "tfevents" in file.name:
-        raw, notes = read_events([file]), []
-    elif file.exists():
-        raw, notes = read_lines(file)
-    elif events := event_files(directory):
-        raw, notes = read_events(events), []
-    else:
-        raise UserError(f"{path}: neither metrics.jsonl nor TensorBoard event files are there. Give a run's directory.")
-    rows, missing = {}, Counter()
-    for row in raw:
-        missing.update(name for name, value in row.items() if not _is_number(value))
-        rows[row["step"]] = {name: value for name, value in row.items() if _is_number(value)}
-    if len(rows) < len(raw):
-        notes.append(f"{len(raw) - len(rows)} steps were recorded twice, as after a restart: the later record counts")
+    """Reads a run's directory or one file of records; of a directory metrics.jsonl, or else its TensorBoard event files."""
+    if (found := readers.read(path)) is None:
+        raise UserError(f"{path}: neither metrics.jsonl nor TensorBoard event files are there. Give {GIVE}.")
+    raw, notes = found
+    merged, again = readers.merge(raw)
+    if again:
+        notes.append(f"{again} steps were recorded twice, as after a restart: the later record counts")
+    missing = Counter(name for row in raw for name, value in row.items() if not readers.is_number(value))
     notes += [
         f"{name} is NaN or infinite at {count} of {len(raw)} steps, which are left out" for name, count in missing.items()
     ]
+    rows = [{name: value for name, value in merged[step].items() if readers.is_number(value)} for step in sorted(merged)]
     if not rows:
         notes.append("no step was recorded")
-    validated = read_validations(directory, rows.values(), notes) if "tfevents" not in file.name else []
-    return Log(path, read_config(directory, notes), [rows[step] for step in sorted(rows)], notes, validated)
+    elif not any("time" in row for row in rows):
+        _add_times(rows, notes)
+    directory = path if path.is_dir() else path.parent
+    config = {} if readers.is_console(path) else readers.read_config(directory, notes)
+    validations = readers.read_validations(directory, notes) if path.is_dir() or path.name == "metrics.jsonl" else []
+    return Log(path, config, rows, notes, validations)
 
 
-def read_validations(directory: Path, rows: Iterable[dict], notes: list[str]) -> list[dict]:
-    """The validations of a run, in order of step. rows: of metrics.jsonl, where older runs have theirs."""
-    file = directory / validations.FILE
-    lines, damaged = read_lines(file) if file.exists() else ([], [])
-    notes += damaged
-    return [{n: v for n, v in row.items() if _is_number(v)} for row in validations.merge(lines, rows)]
-
-
-def read_lines(file: Path) -> tuple[list[dict], list[str]]:
-    rows, bad = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError:
-            row = {}
-        if isinstance(row, dict) and _is_number(row.get("step")):
-            rows.append(row)
-        elif row is not None:
-            bad.append(str(number))
-    shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
-    return rows, [f"{file.name} line {shown}: cut off or no record of a step, left out"] if bad else []
-
-
-def read_events(files: list[Path]) -> list[dict]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    rows: dict[int, dict] = defaultdict(dict)
-    for file in files:
-        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
-        for name in events.Tags()["scalars"]:
-            for event in events.Scalars(name):
-                row = rows[event.step]
-                row |= {"step": event.step, name: event.value}
-                if not (name.startswith("val-") and "time" in row):  # a validation's result may arrive many steps later
-                    row["time"] = event.wall_time
-    return list(rows.values())
-
-
-def read_config(directory: Path, notes: list[str]) -> dict:
-    file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
-    if not file.exists():
-        notes.append("no config.json: the run stands alone, and its samples cannot be counted")
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError):
-        notes.append("config.json cannot be read: the run stands alone, and its samples cannot be counted")
-        return {}
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _add_times(rows: list[dict[str, float]], notes: list[str]) -> None:
+    """Puts the steps one right after the other, for a record that has no time stamps."""
+    time = 0.0
+    for row in rows:
+        time += own_seconds(row) or 0.0
+        row["time"] = time
+    notes.append("no time stamps: seconds of training are those of the steps, without what was between them")
 
 
 def group_runs(logs: list[Log]) -> list[RunGroup]:

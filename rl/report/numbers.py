@@ -1,0 +1,62 @@
+"""Numbers of runs and groups, and how tables and conclusions write them."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rl.report.logs import Log, RunGroup, is_accuracy
+
+MIN_STEPS = 20  # of a run, for a conclusion about its learning or its speed
+MIN_SEEDS = 3  # runs of each group, for a conclusion about the difference of their learning
+REWARD, THROUGHPUT, STEP_SECONDS = "critic/score/mean", "tokens/s", "perf/time_per_step"
+HELD = "fully_async/rollouter/held_ratio"
+IDLE = {"generator": "fully_async/rollouter/idle_ratio", "learner": "fully_async/trainer/idle_ratio"}
+Row = tuple[str, str, str]  # of what, conclusion, the numbers it rests on
+
+
+def spread(values: list[float], form: str = ".3f") -> str:
+    """The mean, with lowest and highest if they differ; what a table says of a group."""
+    if not values:
+        return "-"
+    mean, low, high = (f"{value:{form}}" for value in (np.mean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} - {high})"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def times(ratio: float) -> str:
+    """A ratio, as 3.3x."""
+    return f"{digits(ratio)}x"
+
+
+def digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def accuracy_names(group: RunGroup) -> list[str]:
+    return sorted({name for log in group.logs for name in log.names if is_accuracy(name)})
+
+
+def accuracy_at(log: Log, which: int) -> float | None:
+    """The first (0) or last (-1) validation's accuracy, the mean over its data sources."""
+    curves = [log.points(name) for name in accuracy_names(RunGroup("", [log]))]
+    return float(np.mean([c[which, 1] for c in curves])) if curves else None
+
+
+def last_reward(log: Log, steps: int) -> float | None:
+    points = log.points(REWARD)
+    return float(points[-steps:, 1].mean()) if len(points) else None
+
+
+def last(name: str) -> Callable[[Log], float | None]:
+    """A function that returns a run's last value of that metric."""
+    return lambda log: float(points[-1, 1]) if len(points := log.points(name)) else None
+
+
+def too_few_steps(group: RunGroup, metric: str) -> Row | None:
+    """None, or the row that says why nothing is concluded from the group's steps of that metric."""
+    steps = min(len(log.points(metric)) for log in group.logs)
+    told = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
+    return (group.label, told, f"{metric} of {steps} steps") if steps < MIN_STEPS else None

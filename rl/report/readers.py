@@ -1,0 +1,133 @@
+"""Raw records of runs: metrics.jsonl, validations.jsonl, TensorBoard event files, and verl's own console and file logs.
+
+Each reader returns rows {"step": ..., metric: value} in the order in which they were written; several may be of one step. What
+cannot be read is left out and noted.
+"""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+from rl import validations
+from rl.report import verl_console
+
+NAMES = {  # of older versions of verl
+    "mfu/actor": "perf/mfu/actor",
+    "trainer/idle_ratio": "fully_async/trainer/idle_ratio",
+    "rollouter/idle_ratio": "fully_async/rollouter/idle_ratio",
+}
+CONSOLE = (".log", ".txt", ".out")  # names under which a directory's console logs are looked for
+
+
+def event_files(directory: Path) -> list[Path]:
+    """A run's TensorBoard files: in its directory, or in tensorboard/ there."""
+    pattern = "events.out.tfevents*"
+    return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
+
+
+def is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or bool(event_files(directory))
+
+
+def console_logs(directory: Path) -> list[Path]:
+    """The directory's files that hold steps of verl's console logger."""
+    files = [file for file in sorted(directory.iterdir()) if file.suffix in CONSOLE and file.is_file()]
+    return [file for file in files if verl_console.holds_steps(file)]
+
+
+def read(path: Path) -> tuple[list[dict], list[str]] | None:
+    """(rows, notes) of a run's directory or of one file; None if there is no record."""
+    file = path if path.is_file() else path / "metrics.jsonl"
+    if "tfevents" in file.name:
+        rows, notes = read_events([file]), []
+    elif file.exists():
+        rows, notes = verl_console.read(file) if is_console(file) else read_lines(file)
+    elif events := event_files(path):
+        rows, notes = read_events(events), []
+    else:
+        return None
+    return [{NAMES.get(name, name): value for name, value in row.items()} for row in rows], notes
+
+
+def is_console(file: Path) -> bool:
+    """Whether a file is taken for a console log: it is by its name neither JSON lines nor TensorBoard's."""
+    return file.is_file() and file.suffix != ".jsonl" and "tfevents" not in file.name
+
+
+def read_lines(file: Path) -> tuple[list[dict], list[str]]:
+    """(rows, notes) of a file with a JSON object in each line; verl's file logger puts the metrics under "data"."""
+    rows, bad = [], []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            row = {}
+        if isinstance(row, dict) and is_number(row.get("step")):
+            rows.append(_flat(row, "data"))
+        elif row is not None:
+            bad.append(str(number))
+    shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
+    return rows, [f"{file.name} line {shown}: cut off or no record of a step, left out"] if bad else []
+
+
+def read_validations(directory: Path, notes: list[str]) -> list[dict]:
+    """The lines of validations.jsonl: one for each validation, with the step of its weights and, as at_step, the step during
+    which its result arrived."""
+    file = directory / validations.FILE
+    lines, bad = read_lines(file) if file.exists() else ([], [])
+    notes += bad
+    return [{name: value for name, value in line.items() if is_number(value)} for line in lines]
+
+
+def read_events(files: list[Path]) -> list[dict]:
+    """Rows of event files. A row's time is that of its first scalar, in the newest file that has it: a validation, which comes
+    later, does not count."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows: dict[int, dict] = defaultdict(dict)
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        times: dict[int, float] = {}
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                rows[event.step] |= {"step": event.step, name: event.value}
+                if not name.startswith("val-"):
+                    times[event.step] = min(event.wall_time, times.get(event.step, math.inf))
+        for step, time in times.items():
+            rows[step]["time"] = time
+    return list(rows.values())
+
+
+def read_config(directory: Path, notes: list[str]) -> dict:
+    file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
+    if not file.exists():
+        notes.append("no config.json: the run stands alone, and its samples cannot be counted")
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        notes.append("config.json cannot be read: the run stands alone, and its samples cannot be counted")
+        return {}
+
+
+def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:
+    """({step: its row}, how many steps were recorded again). Rows of one step are parts of it, as verl writes them, unless
+    they disagree: then the step was trained again after a restart, and the later row counts."""
+    rows, again = {}, 0
+    for part in raw:
+        row = rows.get(part["step"], {})
+        if any(row[name] != value for name, value in part.items() if name in row and is_number(value)):
+            row, again = {}, again + 1
+        rows[part["step"]] = row | part
+    return rows, again
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _flat(row: dict, name: str) -> dict:
+    """The row with the metrics that are nested under that name at its top."""
+    nested = row.get(name)
+    return {**{n: v for n, v in row.items() if n != name}, **nested} if isinstance(nested, dict) else row

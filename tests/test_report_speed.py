@@ -1,0 +1,219 @@
+"""What the report says of speed and waiting, from two runs on: ratios and intervals by hand and against known truths."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from report import Args, main
+from rl.report import speed
+from rl.report.conclusions import conclude, overview
+from rl.report.logs import Log, RunGroup, load
+
+RATIO = re.compile(r"\w+ makes (?P<x>[\d.]+)x the tokens/s of \w+ \((?P<low>[\d.]+)-(?P<high>[\d.]+) over steps\)")
+
+
+def run(name: str, seconds, tokens, ranks: int = 2, config: dict | None = None, **more) -> Log:
+    """A run whose steps take `seconds` [n] for `tokens` [n]."""
+    rows, clock = [], 1000.0
+    for step, (took, of) in enumerate(zip(seconds, tokens, strict=True), 1):
+        clock += took
+        row = {"step": step, "time": clock, "timing_s/step": took, "perf/time_per_step": took}
+        rows.append(row | {"perf/total_num_tokens": of, "perf/throughput": of / took / ranks, "critic/score/mean": 0.5} | more)
+    return Log(Path(name), config or {}, rows)
+
+
+def group(name: str, *runs) -> RunGroup:
+    return RunGroup(name, [run(name, *of) if isinstance(of, tuple) else of for of in runs])
+
+
+def said(ours: RunGroup, base: RunGroup, of: str) -> str:
+    (told,) = [told for _, told, rests in conclude([base, ours]) if rests.startswith(of)]
+    return told
+
+
+def noisy(random, steps: int, mean: float, spread: float = 0.1) -> np.ndarray:
+    return mean * random.lognormal(0, spread, steps)
+
+
+@pytest.mark.parametrize("steps", [20, 58])
+def test_two_runs_of_twenty_steps_say_how_much_faster_one_is(steps):
+    """Exactly: 330 tokens in a second against 100, whatever the first step took."""
+    slow, fast = ([300.0] + [1.0] * (steps - 1), [100.0] * steps), ([9.0] + [2.0] * (steps - 1), [660.0] * steps)
+    told = said(group("fast", fast), group("slow", slow), "tokens/s")
+    assert told == "fast makes 3.3x the tokens/s of slow (3.3-3.3 over steps)"
+    back = said(group("slow", slow), group("fast", fast), "tokens/s")
+    assert back == "slow makes 0.30x the tokens/s of fast (0.30-0.30 over steps)"
+    told = said(group("fast", fast), group("slow", slow), "seconds a step")
+    assert told == "a step of fast takes 2.0x the seconds of one of slow (2.0-2.0 over steps), with 6.6x the tokens"
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+    """200 pairs of runs of 40 steps, with step times that a factor of 2 separates: about 95% of the intervals hold it."""
+    random, held = np.random.default_rng(5), 0
+    for _ in range(200):
+        fast, slow = ([(np.stack([np.full(40, 100.0), noisy(random, 40, mean, 0.2)], 1), 1)] for mean in (1.0, 2.0))
+        low, high = speed.interval(fast, slow)
+        held += low <= 2.0 <= high
+    assert 178 <= held <= 198
+
+
+def test_the_interval_is_printed_around_the_ratio():
+    random = np.random.default_rng(2)
+    slow, fast = noisy(random, 40, 3.3), noisy(random, 40, 1.0)
+    found = RATIO.match(said(group("fast", (fast, [100.0] * 40)), group("slow", (slow, [100.0] * 40)), "tokens/s"))
+    assert found["x"] == f"{slow[1:].mean() / fast[1:].mean():.1f}"  # without the first steps
+    assert float(found["low"]) < float(found["x"]) < float(found["high"])
+
+
+def test_the_interval_is_that_of_a_plain_bootstrap_where_steps_are_independent():
+    """Written with a loop over resamples, a step at a time."""
+    random = np.random.default_rng(1)
+    slow, fast = noisy(random, 400, 3.0, 0.3), noisy(random, 300, 1.0, 0.3)
+    ratios = []
+    for _ in range(1000):
+        a, b = random.choice(slow, len(slow)), random.choice(fast, len(fast))
+        ratios.append((len(b) / b.sum()) / (len(a) / a.sum()))
+    steps = [np.stack([np.ones(len(of)), of], 1) for of in (fast, slow)]
+    found = speed.interval([(steps[0], 1)], [(steps[1], 1)])
+    assert found == pytest.approx(np.quantile(ratios, (0.025, 0.975)), rel=0.02)
+
+
+def test_steps_that_wait_for_a_whole_period_are_not_passed_over():
+    """Of four steps the first waits 9 s, and the others take what came with it: 4 steps in 12 s. The median step takes 1 s, and
+    would make the run four times as fast as one whose steps take 3 s."""
+    flags = {"flags": {"trigger_parameter_sync_step": 4}}
+    uneven = run("uneven", [9.0, 1.0, 1.0, 1.0] * 10, [300.0] * 40, config=flags)
+    even = run("even", [3.0] * 40, [300.0] * 40)
+    told = said(group("uneven", uneven), group("even", even), "tokens/s")
+    steady = (39 * 300 / (9 * 9 + 30)) / 100  # without the first step
+    assert told.startswith("tokens/s of all ranks: no difference is shown") and f"{steady:.2f}x" in told
+
+
+def test_what_lies_within_the_noise_of_the_steps_is_no_difference():
+    random = np.random.default_rng(3)
+    a, b = (noisy(random, 30, 1.0, 0.5) for _ in range(2))
+    told = said(group("a", (a, [100.0] * 30)), group("b", (b, [100.0] * 30)), "tokens/s")
+    assert told.startswith("tokens/s of all ranks: no difference is shown beyond that of the steps; ")
+
+
+def test_several_runs_have_to_agree():
+    """However narrow the interval over steps is, runs that overlap show no difference."""
+    of = lambda *speeds: [([1.0] * 40, [s] * 40) for s in speeds]  # noqa: E731
+    told = said(group("b", *of(200.0, 202.0, 204.0)), group("a", *of(100.0, 101.0, 250.0)), "tokens/s")
+    assert told.startswith("tokens/s of all ranks: the runs overlap, no difference is shown")
+    told = said(group("b", *of(200.0, 204.0)), group("a", *of(100.0, 102.0)), "tokens/s")
+    assert told == "b makes 2.0x the tokens/s of a (2.0-2.0 over steps), in every run"
+
+
+def test_the_seeds_own_shape():
+    """58 synchronous steps and 11 asynchronous ones: what there is so far is said, and that it is no conclusion."""
+    sync, fast = ([625.0] * 58, [228_125.0] * 58), ([355.0] * 11, [434_875.0] * 11)  # 365 and 1,225 tokens/s
+    rows = conclude([group("sync", sync), group("fast", fast)])
+    few = "too few steps to compare tokens/s of all ranks: fast has 11, where 20 are the least. In the steps so far "
+    told = [told for _, told, _ in rows]
+    assert few + "fast makes 3.4x the tokens/s of sync" in told
+    assert "reward of the last steps: too few steps to compare (11)" in told
+
+
+def test_ranks_that_differ_are_named():
+    a, b = run("a", [1.0] * 30, [100.0] * 30, ranks=2), run("b", [1.0] * 30, [400.0] * 30, ranks=4)
+    told = said(group("b", b), group("a", a), "tokens/s")
+    assert told == "b makes 4.0x the tokens/s of a (4.0-4.0 over steps); on 4 against 2 ranks, which is 2.0x a rank"
+
+
+def test_a_rank_s_tokens_are_compared_where_nothing_else_was_recorded():
+    """As by a TensorBoard directory in which somebody has kept verl's perf/throughput alone."""
+    a, b = (run(name, [2.0] * 30, [tokens] * 30) for name, tokens in (("a", 100.0), ("b", 330.0)))
+    for row in [*a.rows, *b.rows]:
+        del row["perf/total_num_tokens"], row["tokens/s"]
+    groups = [group("a", a), group("b", b)]
+    assert "a rank of b makes 3.3x the tokens/s of one of a (3.3-3.3 over steps)" in [told for _, told, _ in conclude(groups)]
+    header, *table = overview(groups, 10)
+    cells = [dict(zip(header, row, strict=True)) for row in table]
+    assert [row["tokens/s a rank, median step"] for row in cells] == ["25", "82"]
+    assert [row["tokens/s of all ranks, median step"] for row in cells] == ["-", "-"]
+
+
+def test_mfu_in_the_table_and_in_a_sentence():
+    a, b = (run(name, [1.0] * 30, [100.0] * 30, **{"perf/mfu/actor": mfu}) for name, mfu in (("a", 0.012), ("b", 0.053)))
+    header, first, second = overview([group("a", a), group("b", b)], 10)
+    assert (first[header.index("MFU")], second[header.index("MFU")]) == ("1.2%", "5.3%")
+    told = said(group("b", b), group("a", a), "MFU")
+    assert told == "the update of b has 4.4x the MFU of that of a (4.4-4.4 over steps)"
+    unknown = run("c", [1.0] * 30, [100.0] * 30, **{"perf/mfu/actor": 0.0})  # verl's word for a device that it does not know
+    assert "MFU" not in overview([group("c", unknown)], 10)[0]
+
+
+def test_columns_of_waiting_are_there_where_somebody_waited():
+    waits = {"fully_async/trainer/idle_ratio": 0.36, "fully_async/rollouter/idle_ratio": 0.48}
+    waits |= {"fully_async/rollouter/held_ratio": 0.4, "fully_async/count/max_required_samples": 307}
+    waits |= {"staleness/mean": 0.7, "staleness/max": 2}
+    split, sync = run("split", [1.0] * 30, [9.0] * 30, **waits), run("sync", [1.0] * 30, [9.0] * 30)
+    header, *table = overview([group("sync", sync), group("split", split)], 10)
+    cells = [dict(zip(header, row, strict=True)) for row in table]
+    names = ["seconds a step, median", "learners wait", "generators wait", "of it held by the bound"]
+    names += ["age of tokens, versions", "oldest", "staleness bound, samples"]
+    assert [[row[name] for name in names] for row in cells] == [
+        ["1", "-", "-", "-", "-", "-", "-"],
+        ["1", "36%", "48%", "40%", "0.70", "2", "307"],
+    ]
+    assert not {"learners wait", "oldest", "staleness bound, samples"} & {*overview([group("sync", sync)], 10)[0]}
+
+
+def test_why_generators_waited():
+    def told(**more) -> list[str]:
+        waits = {"fully_async/trainer/idle_ratio": 0.0, "fully_async/rollouter/idle_ratio": 0.48}
+        log = run("a", [1.0] * 30, [9.0] * 30, config={"flags": {"staleness_threshold": 0.2}}, **waits, **more)
+        return [told for _, told, _ in conclude([group("a", log)])]
+
+    held = {"fully_async/rollouter/held_ratio": 0.4, "fully_async/count/max_required_samples": 307}
+    bound = "the staleness bound of 307 samples held the generators for 40% of the time; for 8% they waited for another reason"
+    assert f"{bound}. A --staleness-threshold above 0.2 holds them less, and samples get older" in told(**held)
+    none = "the staleness bound of 307 samples held the generators for 0% of the time; for 48% they waited for another reason"
+    assert none in told(**held | {"fully_async/rollouter/held_ratio": 0.0})
+    assert "why the generators waited was not recorded" in told()
+
+
+def test_the_age_of_samples():
+    ages = {"staleness/mean": 0.7, "staleness/max": 2}
+    told = [told for _, told, _ in conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **ages))])]
+    assert "a trained token was 0.70 versions of the weights old on average, the oldest 2" in told
+    fresh = conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **{"staleness/mean": 0.0, "staleness/max": 0}))])
+    assert not any("old on average" in told for _, told, _ in fresh)
+
+
+def test_other_machines_are_named_beside_a_speed():
+    machine = {"device_name": "cpu", "cpu": "x", "cores": 2}
+    logs = [run(n, [1.0] * 30, [9.0 * i] * 30, config={"hardware": machine | {"cores": i}}) for i, n in enumerate("ab", 1)]
+    (rests,) = [rests for _, told, rests in conclude([group("a", logs[0]), group("b", logs[1])]) if "tokens/s of a" in told]
+    assert rests.endswith("30 and 30 steps, 1 and 1 run, on different machines")
+
+
+# ---------------------------------------------------------------------------------------------- validations.jsonl
+
+
+def validated(path: Path, lines: list[dict]) -> Path:
+    path.mkdir()
+    rows = [{"step": i, "time": 1000.0 + 2 * i, "timing_s/step": 2.0, "critic/score/mean": 0.1} for i in range(1, 31)]
+    rows[0] |= {"val-core/demo/acc/mean@1": 0.1, "training/validated_step": 0}
+    rows[9] |= {"val-core/demo/acc/mean@1": 0.99, "training/validated_step": 8}  # what the file says again, and better
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "val-')
+    return path
+
+
+def test_every_validation_of_the_file_counts_at_its_own_step(tmp_path):
+    """Two arrived together during step 10: each has its own step, and the time at which it arrived. One stands in a row alone,
+    as of an older version from which the run was resumed."""
+    name = "val-core/demo/acc/mean@1"
+    lines = [{"step": 4, "at_step": 10, "time": 1019.0, name: 0.3}, {"step": 8, "at_step": 10, "time": 1019.5, name: 0.4}]
+    lines.append({"step": 20, "version": 9, "at_step": 21, "time": 1041.0, "chooses_best": True, name: 0.5})
+    log = load(validated(tmp_path / "a", lines))
+    assert log.points(name).tolist() == [[0, 0.1], [4, 0.3], [8, 0.4], [20, 0.5]]
+    assert log.points(name, "seconds").tolist() == [[2, 0.1], [20, 0.3], [20, 0.4], [42, 0.5]]
+    assert any(note.startswith("validations.jsonl line 4: cut off") for note in log.notes)
+    main(Args((str(tmp_path / "a"),), output=str(tmp_path / "out")))
+    assert "4 validations, 1 run: 0.100 before, 0.500 after" in (tmp_path / "out" / "report.md").read_text()

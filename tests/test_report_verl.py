@@ -1,0 +1,242 @@
+"""Records of verl's own in the report: console logs as `tee` keeps them, its file logger, its TensorBoard directories. They are
+written here by the form of its logger (`step:N - key:value - ...`, each value as pprint prints it)."""
+
+import json
+import pprint
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from report import Args, main
+from rl.errors import UserError
+from rl.report.logs import find_runs, load
+from rl.report.verl_console import MAX_REQUIRED, holds_steps
+
+ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
+CYAN, PLAIN = "\x1b[36m", "\x1b[0m"
+
+
+def line(step: int, metrics: dict, numpy: bool = True) -> str:
+    """What verl's LocalLogger prints. numpy: numbers as numpy 2 prints them, of which verl logs many."""
+    form = (lambda value: f"np.float64({value!r})") if numpy else pprint.pformat
+    return " - ".join([f"step:{step}", *(f"{name}:{form(value)}" for name, value in metrics.items())])
+
+
+def a_step(i: int, seconds=625.0, tokens=1_825_000.0, gpus=8, **more) -> dict:
+    out = {"global_seqlen/mean": tokens / gpus, "actor/grad_norm": 0.13, "perf/mfu/actor": 0.012, "training/global_step": i}
+    out |= {"critic/score/mean": 0.5 + i / 1000, "timing_s/gen": 0.7 * seconds, "timing_s/step": seconds}
+    out |= {"response_length/mean": 288.7, "response_length/clip_ratio": 0.0}
+    out |= {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds / gpus}
+    return out | more
+
+
+def console(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def sync_log(steps=58, **how) -> str:
+    """A synchronous run's console: Ray's prefixes in color, other ranks' lines, a progress bar, a validation before the first
+    step."""
+    before = "+ python3 -m verl.trainer.main_ppo\n2025-11-03 10:00:00\tINFO worker.py:1832 -- Started a local Ray instance.\n"
+    out = [before, f"{CYAN}(TaskRunner pid=222265){PLAIN} {line(0, {ACCURACY: 0.508}, numpy=False)}\n"]
+    for i in range(1, steps + 1):
+        out.append(f"{CYAN}(WorkerDict pid=22{i:04d}){PLAIN} INFO:2025 compute_log_prob step: {i} - done\n")
+        bar = f"Training Progress:  {i}%|#         | {i}/58 [1:02:03<9:08:07, 625.1s/it]\r"
+        out.append(f"{bar}{CYAN}(TaskRunner pid=222265, ip=10.0.0.1){PLAIN} {line(i, a_step(i, **how))}\n")
+    return "".join(out)
+
+
+def async_log(steps=20) -> str:
+    """A fully asynchronous run's: the step's own line, one of the publish, and later what the rollouter measured; pauses."""
+    name = "(FullyAsyncRollouter pid=7)"
+    out = [f"{name} [FullyAsyncRollouter] required_samples : 64 max_required_samples: 307 max_queue_size: 307 \n"]
+    for i in range(1, steps + 1):
+        pause = "due to staleness_samples 307 >= max_required_samples 307 " if i % 2 else "due to full queue: size=307, max=307"
+        out.append(f"{name} [FullyAsyncRollouter][ShouldPause]  {pause}\n")
+        more = {"trainer/idle_ratio": 0.36, "fully_async/partial/partial_ratio": 0.1}
+        own = a_step(i, seconds=355.0, tokens=434_875.0 * 8, **more, **{"perf/mfu/actor": 0.053})
+        out.append(f"(FullyAsyncTrainer pid=9) {line(i, own)}\n")
+        out.append(f"(FullyAsyncTrainer pid=9) {line(i, {'timing_s/param_sync': 11.5})}\n")
+        out.append(f"{name} [FullyAsyncRollouter][MonitorLoop][Statistics] {{'count/staleness_samples': 243,\n")
+        out.append(f"{name}  'static/max_required_samples': 307,\n")
+        if i > 1:  # of the version before
+            late = {"rollouter/active_time": 185.0, "rollouter/version_time": 355.0, "rollouter/idle_ratio": 0.48}
+            late |= {ACCURACY: 0.5} if i == 11 else {}
+            out.append(f"(FullyAsyncTrainer pid=9) {line(i - 1, late)} [repeated 2x across cluster]\n")
+    return "".join(out)
+
+
+def page(directory: Path, *runs: Path) -> str:
+    main(Args(tuple(map(str, runs)), output=str(directory)))
+    return (directory / "report.md").read_text()
+
+
+def cells(text: str) -> dict[str, dict[str, str]]:
+    """The table of groups: {group: {column: cell}}."""
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.M)]
+    head = rows[0]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows[2:] if len(row) == len(head)}
+
+
+def test_a_console_log_read_back(tmp_path):
+    log = load(console(tmp_path / "sync.log", sync_log(3)))
+    assert log.points("critic/score/mean").tolist() == [[1, 0.501], [2, 0.502], [3, 0.503]]
+    assert log.points(ACCURACY).tolist() == [[0, 0.508]] and log.seconds == 3 * 625 and log.steps == 3
+    assert log.rows[1]["tokens/s"] == 2920 and log.rows[1]["perf/throughput"] == 365
+    assert log.rows[1].keys() == {"step", "time", "tokens/s", *a_step(1)}, "other ranks' lines and the bar are no metrics"
+    assert not any("cut off" in note or "twice" in note for note in log.notes)
+
+
+def test_two_console_logs_of_verls_say_what_the_first_seed_read_out_of_them(tmp_path):
+    """Times and rates as its author has them: 625 s and 365 tokens/s a card against 355 s and 1,225."""
+    sync, fast = console(tmp_path / "sync.log", sync_log()), console(tmp_path / "async.log", async_log())
+    text = page(tmp_path / "out", sync, fast)
+    table = cells(text)
+    assert table["sync.log"]["seconds a step, median"] == "625" and table["async.log"]["seconds a step, median"] == "355"
+    assert table["sync.log"]["tokens/s of all ranks, median step"] == "2,920"
+    assert table["async.log"]["tokens/s of all ranks, median step"] == "9,800"
+    assert table["async.log"]["MFU"] == "5.3%" and table["async.log"]["staleness bound, samples"] == "307"
+    assert table["async.log"]["learners wait"] == "36%" and table["async.log"]["generators wait"] == "48%"
+    assert table["sync.log"]["accuracy, first"] == "0.508" and table["async.log"]["last"] == "0.500"
+    for sentence in (
+        "async.log makes 3.4x the tokens/s of sync.log (3.4-3.4 over steps)",
+        "a step of async.log takes 0.57x the seconds of one of sync.log (0.57-0.57 over steps), with 1.91x the tokens",
+        "the update of async.log has 4.4x the MFU of that of sync.log (4.4-4.4 over steps)",
+        "generators waited 48% of the time, learners 36%",
+        "the generators paused 10 times because the staleness bound of 307 samples was reached, 10 times because the queue was",
+        "reward of the last steps: the runs stopped at different steps (20 to 58), so their ends do not compare",
+    ):
+        assert sentence in text, sentence
+    assert sentence.split(":")[0] in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_lines_of_one_step_are_parts_of_it_until_a_restart(tmp_path):
+    """A log to which a second start was appended: it goes on from step 15, and its steps count once."""
+    again = [f"(TaskRunner pid=1) {line(i, a_step(i, seconds=100.0))}\n" for i in range(15, 31)]
+    log = load(console(tmp_path / "a.log", async_log() + "".join(again)))
+    assert log.steps == 30 and len(log.rows) == 30
+    assert [row["timing_s/step"] for row in log.rows] == [355.0] * 14 + [100.0] * 16
+    assert "6 steps were recorded twice, as after a restart: the later record counts" in log.notes
+    assert log.rows[12]["timing_s/param_sync"] == 11.5 and "timing_s/param_sync" not in log.rows[15]
+    assert log.points(MAX_REQUIRED)[-1, 1] == 307
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0.25", 0.25),
+        ("np.float64(0.25)", 0.25),
+        ("np.float32(-2.5e-07)", -2.5e-7),
+        ("np.int64(12)", 12),
+        ("3", 3),
+        ("1e-06", 1e-6),
+        ("-0.000", 0),
+        (".5", 0.5),
+        ("True", 1),
+    ],
+)
+def test_numbers_as_python_prints_them(tmp_path, text, number):
+    log = load(console(tmp_path / "a.log", f"step:1 - a/b:{text} - c/d@1:7\n"))
+    assert log.rows[0]["a/b"] == number and log.rows[0]["c/d@1"] == 7
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "np.float64(nan)"])
+def test_what_is_no_number_is_left_out_and_said(tmp_path, text):
+    log = load(console(tmp_path / "a.log", f"step:1 - a/b:{text} - c/d:7\n"))
+    assert "a/b" not in log.rows[0] and "a/b is NaN or infinite at 1 of 1 steps, which are left out" in log.notes
+
+
+def test_names_with_colons_and_spaces(tmp_path):
+    log = load(console(tmp_path / "a.log", "step:1 - val-core/my set:main/acc/mean@1:np.float64(0.5) - x/y:1\n"))
+    assert log.rows[0]["val-core/my set:main/acc/mean@1"] == 0.5 and log.rows[0]["x/y"] == 1
+
+
+def test_a_log_that_ends_within_a_line(tmp_path):
+    """The last number may lack digits; a line of which only the line feed is missing is whole."""
+    whole = f"{line(1, a_step(1))}\n{line(2, a_step(2))}"
+    assert load(console(tmp_path / "whole.log", whole)).rows[1].items() >= a_step(2).items()
+    cut = load(console(tmp_path / "cut.log", whole[: whole.rindex("timing_s/step:") + len("timing_s/step:np.float64(6")]))
+    assert "timing_s/step" not in cut.rows[1] and cut.rows[1]["timing_s/gen"] == pytest.approx(437.5)
+    assert any("cut off" in note for note in cut.notes)
+
+
+def test_two_ranks_lines_that_ran_into_each_other(tmp_path):
+    torn = line(1, a_step(1)).replace(" - timing_s/gen", "(WorkerDict pid=3) loading weights - timing_s/gen")
+    log = load(console(tmp_path / "a.log", f"{torn}\n{line(2, a_step(2))}\n"))
+    assert "critic/score/mean" not in log.rows[0] and log.rows[0]["timing_s/step"] == 625 and len(log.rows) == 2
+    assert any(note.startswith("1 lines of steps are cut off or mixed with others") for note in log.notes)
+
+
+def test_colors_and_line_ends_of_all_kinds(tmp_path):
+    path = tmp_path / "a.log"
+    colored = f"\x1b[1;32m{line(1, {'a/b': 1.0})}\x1b[0m\r\n\x1b[36m(main_task pid=5)\x1b[0m step:2 - a/b:2.0\r\n"
+    path.write_bytes(colored.encode() + b"\xff\xfe no text\n[36m(TaskRunner pid=1)[0m step:3 - a/b:3\n")
+    assert load(path).points("a/b").tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_directory_of_console_logs(tmp_path):
+    one, other = console(tmp_path / "sync.log", sync_log(2)), console(tmp_path / "async.txt", async_log(2))
+    console(tmp_path / "notes.txt", "step: 1, make coffee; global_step:5 - x/y:1\n")
+    assert find_runs((str(tmp_path),)) == [other, one]
+    assert not holds_steps(tmp_path / "notes.txt")
+
+
+def test_a_log_without_a_step_is_said_to_be_none(tmp_path, capsys):
+    empty = console(tmp_path / "a.log", "Started a local Ray instance\n")
+    with pytest.raises(UserError, match="no step was recorded"):
+        main(Args((str(empty),), output=str(tmp_path / "out")))
+    assert "no line of verl's console logger (step:1 - critic/score/mean:0.5 - ...) is in it" in capsys.readouterr().err
+    text = page(tmp_path / "out", empty, console(tmp_path / "b.log", sync_log(2)))
+    assert "## Runs without a step" in text
+
+
+def test_a_config_beside_a_log_is_not_the_run_s(tmp_path):
+    """Such as a model's, in the directory in which the command was given."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    assert load(console(tmp_path / "a.log", sync_log(2))).config == {}
+
+
+def test_verls_file_logger(tmp_path):
+    lines = [{"step": 0, "data": {ACCURACY: 0.5}}] + [{"step": i, "data": a_step(i)} for i in (1, 2)]
+    lines.append({"step": 2, "data": {"timing_s/param_sync": 3.0}})
+    path = console(tmp_path / "exp.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
+    log = load(path)
+    assert log.steps == 2 and log.rows[2]["timing_s/param_sync"] == 3 and log.points(ACCURACY).tolist() == [[0, 0.5]]
+    assert log.seconds == 1250
+
+
+def test_verls_tensorboard_directory_beside_a_run_of_ours(tmp_path):
+    """Its validations come when later steps have been recorded, and a publish lies between steps: neither is a restart."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    now = 1000.0
+    with SummaryWriter(str(tmp_path / "verl" / "experiment")) as writer:
+        for i in range(1, 26):
+            now += 355.0 + 12.0  # the step, and the publish after it
+            for name, value in a_step(i, seconds=355.0, tokens=434_875.0).items():
+                writer.add_scalar(name, value, i, walltime=now - 12)
+            writer.add_scalar("timing_s/param_sync", 12.0, i, walltime=now)
+            writer.add_scalar("rollouter/idle_ratio", 0.48, i, walltime=now)
+            if i > 1:
+                writer.add_scalar(ACCURACY, 0.5, i - 1, walltime=now + 1)
+    log = load(tmp_path / "verl" / "experiment")
+    assert log.notes == ["no config.json: the run stands alone, and its samples cannot be counted"] and log.starts == {1}
+    assert log.seconds == 25 * 355 + 24 * 12 and log.points("fully_async/rollouter/idle_ratio").shape == (25, 2)
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    rows = [{"step": i, "time": 10.0 * i, "timing_s/step": 10.0, "perf/time_per_step": 10.0} for i in range(1, 31)]
+    rows = [row | {"perf/total_num_tokens": 24_500.0, "perf/throughput": 1225.0, "ledger/rank_0/train": 1.0} for row in rows]
+    (ours / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (ours / "config.json").write_text(json.dumps({"script": "train_sync", "flags": {"seed": 0}, "total_steps": 30}))
+    text = page(tmp_path / "out", tmp_path / "verl", ours)
+    assert "train_sync makes 2.0x the tokens/s of experiment (2.0-2.0 over steps); on 2 against 8 ranks" in text
+    assert cells(text)["experiment"]["tokens/s of all ranks, median step"] == "1,225"
+
+
+def test_numpy_s_own_words_are_read():
+    """The forms above are those of the numpy that is installed."""
+    assert pprint.pformat(np.float64(0.25)) == "np.float64(0.25)" and pprint.pformat(np.float32(0.25)) == "np.float32(0.25)"
