@@ -2,9 +2,9 @@
 
 The learner packs sequences into one row, shares prompts, replaces attention and stops before the logits; the embedded engine
 has a KV cache and, for some families, a forward pass of its own. A model that does something else besides (scales its logits,
-caps them, has windows, sinks, biases) would be trained and sampled wrongly, and no metric would show it, because both sides
-agree with each other. So a few random tokens go through the model as transformers runs it, with its own eager attention on the
-same parameters in the same precision, and through our code; the log-probs must be the same.
+caps them, has windows, sinks, biases, looks at the row's neighbours) would be trained and sampled wrongly, and no metric would
+show it, because both sides agree with each other. So a few random tokens go through the model as transformers runs it, with its
+own eager attention on the same parameters in the same precision, and through our code; the log-probs must be the same.
 
 The learner is checked by its first rank, in fp32 on the CPU, before the model is sharded: what a model needs shows there to six
 digits, whatever precision it then trains in. Left out: vLLM, which computes by itself, and what only shows in longer sequences:
@@ -24,9 +24,10 @@ from rl.vision import Images, positions, takes_images
 from rl.vision_forward import row_inputs
 
 PROMPT, RESPONSE = 8, 8  # tokens of the probe: one prompt with two responses; an image's come on top
-# Largest median difference of the tokens' log-probs. Right models differ by 1e-6 in fp32, and by up to 0.1 in bf16, mixtures of
-# experts more on some tokens; wrong ones by 0.1 to 5.
+# Largest difference of the tokens' log-probs, by its median over a response. Right models differ by 1e-6 in fp32, and by up to
+# 0.1 in bf16, mixtures of experts more on some tokens; wrong ones by 0.1 to 5.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+OF_A_TOKEN = 1e-2  # in fp32, without experts
 # What a config says of a forward pass that is not computed here -> the value that asks for nothing
 SUSPECTS = {
     "logits_scaling": 1.0,
@@ -44,15 +45,17 @@ def check_policy(policy, path: str) -> None:
     """Raises UserError if the learner's log-probs are not transformers'. policy: on the CPU, not sharded, in fp32."""
     probe = Probe.of(policy.model)
     ids, prompt = probe.ids, probe.prompt
-    row = torch.cat([ids[0], ids[1, prompt:]])  # the prompt, the first response, the second one
+    # The prompt, the first response, the second one; and this once more with a prompt of its own, behind them.
+    row, labels = torch.cat([ids[0], ids[1, prompt:], ids[1]]), ids[[0, 1, 1], prompt:]
     first = torch.arange(prompt - 1, prompt + RESPONSE - 1)  # where the first response's tokens are predicted
-    predict = torch.cat([first, first[:1], first[1:] + RESPONSE])
-    lengths, after = [prompt, RESPONSE, RESPONSE], [-1, 0, 0]
+    predict = torch.cat([first, first[:1], first[1:] + RESPONSE, first + prompt + 2 * RESPONSE])
+    lengths, after = [prompt, RESPONSE, RESPONSE, prompt + RESPONSE], [-1, 0, 0, -1]
+    images = [probe.images, None, None, probe.images]
     layout = Packed(lengths, after=after)
-    inputs = layout.inputs(row) | (row_inputs(lengths, after, [probe.images, None, None]) if probe.images else {})
+    inputs = layout.inputs(row) | (row_inputs(lengths, after, images) if probe.images else {})
 
     def ours() -> torch.Tensor:
-        return policy(inputs, layout, predict, ids[:, prompt:].flatten(), 1.0, "none")[0].view(2, RESPONSE)
+        return policy(inputs, layout, predict, labels.flatten(), 1.0, "none")[0].view(labels.shape)
 
     with _all_cores():
         _compare(ours, policy.model, probe, path, torch.float32)
@@ -110,7 +113,7 @@ class _Prepared:
 
 
 def _compare(ours: Callable[[], torch.Tensor], model, probe: Probe, path: str, dtype: torch.dtype) -> None:
-    """ours() -> log-probs [2, RESPONSE] of the responses' tokens."""
+    """ours() -> log-probs [2, RESPONSE] of the responses' tokens; a third row is of the second response, computed otherwise."""
     try:
         found = ours()
     except UserError as error:  # from rl/attention.py
@@ -125,13 +128,23 @@ def _compare(ours: Callable[[], torch.Tensor], model, probe: Probe, path: str, d
         logits = model(input_ids=probe.ids, use_cache=False, **probe.theirs).logits  # [2, L, V]
     if probe.images:
         model.model.rope_deltas = None  # what transformers keeps of the positions
-    difference = float((found - _log_probs(logits[:, probe.prompt - 1 : -1], probe)).abs().median())
-    if not difference <= TOLERANCE[dtype]:  # NaN is a difference, too
-        tolerance = f"{TOLERANCE[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
+    expected = _log_probs(logits[:, probe.prompt - 1 : -1], probe)[[0, 1, 1][: len(found)]]
+    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+    difference, allowed = _difference((found - expected).abs(), dtype, has_experts)
+    if not difference <= allowed:  # NaN is a difference, too
+        tolerance = f"{allowed:g} is allowed in {str(dtype).removeprefix('torch.')}"
         raise UserError(
             f"--model {path}: log-probs computed here differ from transformers' by {difference:.2g} ({tolerance}): the model "
             f"does more than is computed here. {_likely(model)}{REMEDY}"
         )
+
+
+def _difference(gaps: torch.Tensor, dtype: torch.dtype, has_experts: bool) -> tuple[float, float]:
+    """gaps [responses, RESPONSE] -> (a difference, how large it may be): that of the worst token where each must be right,
+    otherwise the largest of the responses' medians. A router may round to another expert now and then."""
+    if dtype == torch.float32 and not has_experts and float(gaps.max()) > OF_A_TOKEN:
+        return float(gaps.max()), OF_A_TOKEN
+    return float(gaps.median(dim=1).values.max()), TOLERANCE[dtype]
 
 
 def _log_probs(logits: torch.Tensor, probe: Probe) -> torch.Tensor:

@@ -39,7 +39,7 @@ MAY_CHANGE = {
     *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
     *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
-    *("enforce_eager", "load_format", "free_cache_engine"),
+    *("enforce_eager", "load_format", "free_cache_engine", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb"),
 }
 # What generators that join a run (rl/elastic.py) may have otherwise than its learners.

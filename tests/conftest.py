@@ -9,9 +9,14 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import nodes
 import pytest
 from helpers import CONFIGS, GSM8K, ROOT, environment, save_model
+
+# An example takes as long as it takes: other work on the machine is no failure.
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
