@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import delivery, dist, flags, process, shares, signals
+from rl import delivery, dist, flags, forward_only, process, shares, signals
 from rl.batch import Batch, Group, MicroBatch, micro_batches
 from rl.generator import Generator, make_generator
 from rl.kl_control import KLControl
@@ -118,6 +118,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
         batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)
+        forward_only.mark(args, batch, micros)
 
     # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
     with timer("update_actor"):

@@ -6,8 +6,8 @@
 Each size is a process of its own, or eight under torchrun that share the batch and the memory of its records. Counted are the
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
-everything is computed. malloc is left as it is, as on an accelerator's host: on a CPU, where freed memory stays
-(rl/host_memory.py), it takes less time and more memory.
+everything is computed; "forward alone" makes the tokens' indices, too, which micro-batches have anyway. malloc is left as it
+is, as on an accelerator's host: on a CPU, where freed memory stays (rl/host_memory.py), it takes less time and more memory.
 """
 
 import functools
@@ -30,7 +30,7 @@ from common import RESULTS, ROOT, setting, table, words, write
 
 import losses
 import train_sync
-from rl import delivery, process, shares
+from rl import delivery, forward_only, process, shares
 from rl.batch import Batch, Group, Response
 from rl.dist import Ranks
 from rl.learner import UNMEASURED_TOKENS
@@ -44,6 +44,7 @@ PARTS = (
     "Batch.of",
     "rollout correction",
     "rewards, advantages",
+    "forward alone",
     "denominator",
     "rollout_metrics",
     "batch_metrics",
@@ -63,6 +64,18 @@ class Args:
     """Measure this size in this process, or as one rank of torchrun's, and print it as JSON."""
     out: Path = RESULTS
     """Directory for bookkeeping.json and bookkeeping.md."""
+
+
+@dataclass
+class Micro:
+    """In the place of a micro-batch, none of which is made."""
+
+    batch: Batch
+    responses: torch.Tensor
+
+    @property
+    def index(self) -> torch.Tensor:
+        return self.batch.tokens_of(self.responses)
 
 
 def make_groups(prompts: int, n: int, length: int) -> list[Group]:
@@ -102,11 +115,17 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         return result
 
     def make_batch(groups: list[Group]) -> Batch:
-        return Batch.of(groups, Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks))
+        return Batch.of(groups, division)
 
     def rewards_and_advantages(batch: Batch) -> None:
         batch.reward = batch.token_reward()
         batch.advantage = shares.advantage(losses.ADVANTAGES["grpo"], batch)
+
+    def planned(batch: Batch) -> list[list[Micro]]:
+        of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group)
+        minis = batch.mini_batches(args.prompts_per_update)
+        plans = ((mini, division.micros(*of_all, mini, batch.flat)[ranks.data_rank]) for mini in minis)
+        return [[Micro(batch, mini[part]) for part in plan] for mini, plan in plans]
 
     def denominator(batch: Batch) -> float:
         return shares.denominator(batch, torch.arange(len(batch.lengths)), "token-mean", 1)
@@ -116,17 +135,20 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
+        division = Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks, args.packs_flat_apart)
         batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
         batch.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.old_log_prob = batch.actor_log_prob
         timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))
         timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
+        mark = functools.partial(forward_only.mark, args, batch, planned(batch))
+        timed("forward alone", mark)
         timed("denominator", lambda batch=batch: denominator(batch))
         timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))
         timed("batch_metrics", lambda batch=batch: batch_metrics(batch))
         timed("staleness", lambda batch=batch: staleness_metrics(batch, 3))
         tokens, own = int(batch.lengths.sum()), len(batch.token)
-        del batch
+        del batch, mark
     peak = memory("VmHWM") - before
     return {
         "tokens": tokens,

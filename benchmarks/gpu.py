@@ -126,7 +126,7 @@ def learner(args: Args, ranks: Ranks) -> dict:
 
     def batch() -> Batch:  # every response with a prompt of its own: nothing is shared, all tokens are computed
         chance = np.full(response, -np.log(vocabulary), np.float32)
-        rows = [Response(tokens(response), chance, np.zeros(response, np.int32), "stop", i % 2) for i in range(sequences)]
+        rows = [Response(tokens(response), chance, np.zeros(response, np.int32), "stop", 1 + i % 2) for i in range(sequences)]
         return Batch.of([Group(i, tokens(prompt), "demo", [row]) for i, row in enumerate(rows)])
 
     seconds, kl_control = [], KLControl(sync)

@@ -7,6 +7,7 @@
 - update: `learn` of train_sync.py as it is by default: packing, advantages, policy loss, entropy and all metrics, clipping,
   optimizer, schedule. (With one optimizer step a batch there is no pass for old log-probs.)
 - prompts repeated: the same update where no two responses share their prompt, so that it is computed for each of them.
+- half without advantage: the same update where all scores of a group are equal, in half of the groups.
 Random Qwen2 models in fp32, 64 responses to 8 prompts, of lengths drawn between a quarter of the budget and all of it; a prompt
 is half of the budget, as GSM8K's are about half of their responses. Tokens count each response with its prompt, on all sides.
 """
@@ -33,6 +34,7 @@ from rl.dist import Ranks
 from rl.flags import read
 from rl.kl_control import KLControl
 from rl.learner import Learner
+from rl.shares import Division
 from rl.timers import Timers
 
 SIZES = {"toy": (64, 1, 32, 8), "1M": (128, 4, 32, 64), "30M": (512, 8, 8192, 128), "100M": (768, 12, 8192, 128)}
@@ -53,21 +55,22 @@ class Args:
     """Directory of the tables; made if missing."""
 
 
-def make_batch(vocabulary: int, budget: int, shared: bool = True) -> Batch:
-    """8 groups of 8 responses, or with the same tokens 64 groups of one."""
+def make_groups(vocabulary: int, budget: int, shared: bool = True, signal: float = 1.0) -> list[Group]:
+    """8 groups of 8 responses, or with the same tokens 64 groups of one. signal: the part of the groups whose scores differ."""
     rng = np.random.default_rng(0)
     groups = []
     for ticket in range(8):
-        responses = []
-        for _ in range(8):
+        responses, has_signal = [], ticket < 8 * signal
+        for number in range(8):
             n = int(rng.integers(budget // 4, budget + 1))
             tokens = rng.integers(4, vocabulary, n).astype(np.int32)
             log_probs = np.full(n, -np.log(vocabulary), np.float32)
-            responses.append(Response(tokens, log_probs, np.zeros(n, np.int32), "stop", score=float(rng.integers(0, 2))))
+            score = 2.0 if has_signal and number % 2 else 1.0
+            responses.append(Response(tokens, log_probs, np.zeros(n, np.int32), "stop", score))
         prompt = rng.integers(4, vocabulary, budget // 2).astype(np.int32)
         apart = [responses] if shared else [[response] for response in responses]
         groups += [Group(8 * ticket + i, prompt, "demo", of_one) for i, of_one in enumerate(apart)]
-    return Batch.of(groups)
+    return groups
 
 
 def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
@@ -82,7 +85,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     if args.gradient_checkpointing:
         bare.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
-    batch = make_batch(vocabulary, budget)
+    batch = Batch.of(make_groups(vocabulary, budget))
     tokens = sum(batch.total_lengths())
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, ranks)
 
@@ -95,11 +98,12 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    def update(shared: bool) -> None:
-        given = make_batch(vocabulary, budget, shared)
+    def update(**how) -> None:
+        given = Batch.of(make_groups(vocabulary, budget, **how), Division.of(sync, learner))
         train_sync.learn(sync, learner, KLControl(sync), given, Timers())
 
-    sides = {"bare": bare_step, "update": lambda: update(True), "update, prompts repeated": lambda: update(False)}
+    sides = {"bare": bare_step, "update": update, "update, prompts repeated": lambda: update(shared=False)}
+    sides["update, half without advantage"] = lambda: update(signal=0.5)
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for number in Rounds(args.rounds, args.minutes):
         for side, step in sides.items():

@@ -125,7 +125,8 @@ def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> di
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *torchrun(__file__), "--side", side, f"{median}/{longest}", "--output-dir", out]
         command += ["--total-training-steps", str(args.steps), "--test-freq", "0"]
-        command += ["--max-response-length", str(longest), *flags]
+        # Scores of such random text are all 0, and training would be a forward pass.
+        command += ["--max-response-length", str(longest), "--backward-without-advantage", *flags]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         neighbour = subprocess.Popen([sys.executable, "-c", SPIN]) if side == BUSY else None
         try:

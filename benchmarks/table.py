@@ -1,4 +1,4 @@
-"""The benchmark tables of README.md (eight rows), docs/benchmarks.md (all) and docs/nodes.md, out of benchmarks/results/.
+"""The benchmark tables of README.md (a few rows), docs/benchmarks.md (all) and docs/nodes.md, out of benchmarks/results/.
 
     python benchmarks/table.py            # writes them between the two marks in each
     python benchmarks/table.py --show     # prints all rows
@@ -26,6 +26,7 @@ HEADLINES = [  # rows of the README: what was measured, and the beginning of wha
     ("async, long-tailed lengths", "sync"),
     ("async, 3 steps ahead, long-tailed lengths", "sync"),
     ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare"),
+    ("the learner's update, 42M parameters, equal scores in half of the groups", "the same"),
     ("the ring, records of 4 KB, checksums included", "Ray's actor queue, by value"),
     ("a verified publish, 38M parameters, fp32", "one raw"),
     ("async: from the command to the end of the demo's first step", ""),
@@ -109,14 +110,16 @@ def rates(name: str, ours: str, theirs: str):
 
 
 def learner(of: dict) -> list[list[str]]:
-    out = []
-    against = {"bare": "a bare forward, backward and AdamW step", "update, prompts repeated": "the same, a prompt for each"}
+    out, one, half = [], "one prompt for 8 responses", "update, half without advantage"
+    compared = [("update", "bare", one, "a bare forward, backward and AdamW step")]
+    compared += [("update", "update, prompts repeated", one, "the same, a prompt for each")]
+    compared += [(half, "update", "equal scores in half of the groups", "the same, none of them equal")]
     for r in of["sizes"].values():
-        speed = r["tokens_per_s"]
-        name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters, one prompt for 8 responses"
-        for side, told in against.items():
-            mine, base = (f"{statistics.median(speed[s]):,.0f} tokens/s" for s in ("update", side))
-            out.append([name, mine, f"{told}, {base}", over(ratios(speed["update"], speed[side]))])
+        for side, other, what, told in compared:
+            rates = [r["tokens_per_s"][name] for name in (side, other)]
+            mine, base = (f"{statistics.median(of_side):,.0f} tokens/s" for of_side in rates)
+            name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters, {what}"
+            out.append([name, mine, f"{told}, {base}", over(ratios(*rates))])
     return out
 
 

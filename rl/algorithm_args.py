@@ -58,6 +58,9 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True where batches may be stale, unless a correction or a loss compares the two."""
+    backward_without_advantage: bool = False
+    """Compute gradients of responses whose advantages are all 0, too. They are 0, so that such responses otherwise pass forward
+    alone, for the metrics, where that saves time."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
     penalty of --overlong-buffer-len does not count."""
@@ -118,6 +121,18 @@ class AlgorithmArgs(RolloutCorrectionArgs):
         chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
         asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
+
+    @property
+    def skips_backward(self) -> bool:
+        """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
+        trains_all = self.use_kl_loss or self.entropy_coeff or losses.POLICY_LOSSES[self.loss_mode].chooses
+        return not (trains_all or self.backward_without_advantage)
+
+    @property
+    def packs_flat_apart(self) -> bool:
+        """Groups with equal scores, whose advantages are 0, have micro-batches of their own."""
+        is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
+        return self.skips_backward and is_by_group and not self.use_kl_in_reward
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:

@@ -141,6 +141,13 @@ def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_caus
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
     """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
     tokens. A window that none of them outgrows is full attention."""
+    if differ := getattr(config, "per_layer_attributes", None):  # Gemma 4: heads of two sizes
+        raise UserError(f"{where}: its layers differ in {', '.join(sorted(differ))}, which is not supported. {REMEDY}")
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [1]):
+        raise UserError(  # Llama 4 counts a row's tokens from its beginning: a packed row has many sequences
+            f"{where}: queries are scaled by their place in the row (attn_temperature_tuning in config.json), not in the "
+            f"sequence. Set it to false there if sequences stay below {config.floor_scale} tokens, where it changes nothing."
+        )
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # layer type -> its size
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", *windows}:

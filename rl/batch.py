@@ -71,6 +71,11 @@ class Group:
         return len({r.extra.get(UNPENALISED, r.score) for r in self.scored}) > 1
 
     @property
+    def is_flat(self) -> bool:
+        """True if several of its responses could be scored, all alike: group-wise advantages are exactly 0."""
+        return len(self.scored) > 1 and len({r.score for r in self.scored}) == 1
+
+    @property
     def oldest(self) -> int:
         """The oldest version that sampled one of its tokens; of a group without any, one that is never too old."""
         return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
@@ -130,6 +135,11 @@ class Group:
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 
 
+def of_flat_groups(groups: Iterable[Group]) -> list[bool]:
+    """Whether its group is flat, of each response that could be scored."""
+    return [is_flat for group in groups for is_flat in [group.is_flat] * len(group.scored)]
+
+
 def join_records(records: Iterable[bytes]) -> bytes:
     """Several records as one, each behind its length."""
     return b"".join(struct.pack("<Q", len(r)) + r for r in records)
@@ -170,6 +180,7 @@ class Batch:
     version: torch.Tensor  # [N] int32
     here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
     division: Division | None = None  # among the learners that hold the others' tokens; None where all are here
+    flat: list[bool] | None = None  # B, whether the group is; None where they are not packed apart
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
@@ -193,10 +204,11 @@ class Batch:
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
         group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
+        flat = of_flat_groups(groups) if division is not None and division.packs_flat_apart else None
         here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
         if is_part:
             prompts = [len(g.prompt_ids) for _, g, _ in pairs]
-            own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group)
+            own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group, flat)
             here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
             here[own] = lengths[own]
         every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
@@ -220,6 +232,7 @@ class Batch:
             version=joined((r.versions for r in responses), np.int32),
             here=here,
             division=division if is_part else None,
+            flat=flat,
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
             failed=torch.tensor([r.error is not None for _, _, r in pairs], dtype=torch.bool),
@@ -343,6 +356,7 @@ class MicroBatch:
     index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/router.py)
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
+    forward_only: bool = False  # nothing in it trains (rl/forward_only.py)
 
     @property
     def real_tokens(self) -> int:
@@ -382,11 +396,11 @@ class MicroBatch:
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches. max_tokens: of
-    a micro-batch on one rank."""
+    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches, those of flat
+    groups alone in front. max_tokens: of a micro-batch on one rank."""
     division = Division(len(batch.tickets), max_tokens, ranks)
     if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
         division = batch.division  # which has planned this
-    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members)
+    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, batch.flat)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]

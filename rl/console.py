@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import sys
 import time
 
@@ -84,7 +85,7 @@ def outlive_output() -> None:
     """From now on nothing that is printed ends the process: what goes into a file is lost while its disk is full, and a
     character that stdout's encoding lacks is escaped, as on stderr; a user's reward may have anything in its messages."""
     for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
+        old = getattr(sys, name) or io.TextIOWrapper(io.FileIO(os.devnull, "w"))  # None where it has been closed
         old.flush()
         raw = _raw[name] = _Raw(old.fileno(), "w", closefd=False)
         how = {"encoding": old.encoding, "errors": "backslashreplace", "line_buffering": old.line_buffering}

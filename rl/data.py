@@ -29,7 +29,7 @@ from rl.measured import Measured, up_to_error
 from rl.pretrained import check_kept
 from rl.progress import track
 from rl.ranges import Range
-from rl.rows import check_text, read_table
+from rl.rows import check_as_written, check_text, read_table
 from rl.vision import FAMILIES, ImageError, ImagePrep, Images
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
@@ -134,6 +134,7 @@ class PromptDataset(Sequence):
             table = table.select(range(min(len(table), room)))
             room -= len(table)
             check_text(file, table)
+            check_as_written(file, table)
             if args.image_key in table.column_names:
                 table = self._with_images(file, table)
             self.tables.append(table)
@@ -410,10 +411,17 @@ def _check_truths(file: str, table) -> None:
     for name in TRUTHS & set(table.column_names):
         column = _column(table, name)
         if name == "reward_model":
+            if pa.types.is_string(column.type) and _first(pc.is_valid(column)) is not None:
+                raise UserError(
+                    f"{file}: column 'reward_model' holds text, where verl's layout has a struct with ground_truth. Decode it "
+                    "(JSON, say) before the file is saved."
+                )
             if not pa.types.is_struct(column.type) or column.type.get_field_index("ground_truth") < 0:
                 continue
             column = pc.struct_field(column, "ground_truth")
-        blank = pc.is_null(column)
+        blank = pc.is_null(column, nan_is_null=True)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            blank = pc.or_kleene(blank, pc.equal(pc.list_value_length(column), 0))
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             truth = pc.replace_substring_regex(column, "(?s)^.*####", "") if name == "answer" else column
             blank = pc.or_kleene(blank, pc.equal(pc.utf8_trim_whitespace(truth), ""))

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl.batch import Group, Response, join_records, split_records
+from rl.batch import Group, Response, join_records, of_flat_groups, split_records
 from rl.exchange import Exchange
 from rl.shares import Division
 
@@ -97,7 +97,8 @@ def to_trainers(groups: list[Group], division: Division, all_to_first: bool = Fa
     scored = [(i, j) for i, g in enumerate(groups) for j, r in enumerate(g.responses) if r.score is not None]
     prompts = [len(groups[i].prompt_ids) for i, _ in scored]
     lengths = [len(groups[i].prompt_ids) + len(groups[i].responses[j].token_ids) for i, j in scored]
-    exchange, owners = Exchange.of_all_ranks(), division.owners(lengths, prompts, [i for i, _ in scored])
+    flat = of_flat_groups(groups) if division.packs_flat_apart else None
+    exchange, owners = Exchange.of_all_ranks(), division.owners(lengths, prompts, [i for i, _ in scored], flat)
     nodes_of = {owner: {exchange.first_of[rank] for rank in division.ranks_of(owner)} for owner in {*owners}}
     wanted = {node: [[] for _ in groups] for node in exchange.nodes}
     for (i, j), owner in zip(scored, owners, strict=True):

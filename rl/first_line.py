@@ -13,7 +13,7 @@ def say() -> None:
     they make stays, and looking through it again and again is a sixth of their time."""
     gc.disable()
     if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        where = f" on {ranks} ranks" if ranks > 1 else ""
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        where = f" on {ranks} ranks" if ranks != "1" else ""
         with contextlib.suppress(OSError):
             os.write(1, os.fsencode(f"{os.path.basename(sys.argv[0])}{where}: importing torch and transformers\n"))

@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from rl import flag_needs, process
+from rl import flag_needs, launch, process
 from rl.errors import UserError
 from rl.ranges import check, flag, ranges, refuse_known
 
@@ -35,6 +35,7 @@ CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
 def parse(flags: type[Flags], description: str | None = None) -> Flags:
     """The command line as an instance of the dataclass. Ends the process with one message if it cannot be used."""
     try:
+        launch.check()
         return read(flags, description)
     except UserError as error:
         process.fail(error)

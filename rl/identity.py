@@ -47,7 +47,7 @@ MAY_CHANGE = {
     ),
     *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
-    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds"),
+    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
 }
 # What generators that join a run (rl/elastic.py) may have otherwise than its learners.

@@ -35,6 +35,27 @@ class Launch:
         return self.rank - self.local_rank
 
 
+def check() -> None:
+    """Raises UserError for an environment that says half of what torchrun says: this process would wait for ranks that are
+    none, or take itself for the only one."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
+    if told.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
+        return
+    if missing := [name for name in needed if name not in told]:
+        raise UserError(
+            f"the environment has {', '.join(told)} and lacks {', '.join(missing)}. Start with torchrun, which sets all, or "
+            f"unset {', '.join(told)}."
+        )
+    if wrong := [f"{name}={value!r}" for name, value in told.items() if name != "MASTER_ADDR" and not value.isdecimal()]:
+        raise UserError(f"{wrong[0]} in the environment is no number. Start with torchrun, which sets it, or unset it.")
+    me = here()
+    if not me.local_rank <= me.rank < me.world_size:
+        raise UserError(
+            f"the environment says rank {me.rank} of {me.world_size}, on its node {me.local_rank}. Start with torchrun."
+        )
+
+
 def here() -> Launch:
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
     return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))

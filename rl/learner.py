@@ -7,16 +7,18 @@ Gradients are summed over ranks, never averaged: the losses' denominators are gl
 Left out: the loss itself, which stands in the scripts and in losses.py.
 """
 
+import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.activation_offload import keep_inputs_on_host
 from rl.batch import Batch, MicroBatch
@@ -27,6 +29,7 @@ from rl.dist import Ranks, all_reduce_sum
 from rl.errors import UserError
 from rl.experts import clip_grad_norm, divide_experts, fetch_ahead, share_experts
 from rl.forward_check import check_policy
+from rl.forward_only import check_no_gradient
 from rl.gather import Shards
 from rl.lean_layers import keep_less
 from rl.masters import keep_in_bf16, set_apart, take_masters
@@ -39,6 +42,7 @@ from rl.ranges import Range
 from rl.router import Router, RouterArgs, routes_for
 from rl.sequence_parallel import gather_log_probs, share_sequences
 from rl.sharded_weights import fill, open_weights
+from rl.shares import OF_BACKWARD
 from rl.vision import image_sizes, tower_flops
 from rl.waste import Computed
 from rl.watchdog import progress
@@ -105,13 +109,11 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
     weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
     if weights and trainable:
-        _without_dropout(weights.model)
         if not args.compile:
             keep_less(weights.model)
         with weights.by_layer():
-            check_policy(Policy(weights.model, Router.of(weights.model, args)).train(), path)
+            check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
-    _without_dropout(model)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
         model.model.visual.requires_grad_(False)
@@ -124,7 +126,8 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     else:
         keep_less(model)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
-    policy = Policy(model, Router.of(model, args), logits_kept).train(trainable)
+    policy = Policy(model, Router.of(model, args), logits_kept)
+    _compute_as_sampled(policy)
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=trainable)
@@ -171,13 +174,21 @@ def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
             setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """The policy that learns must be the policy that sampled: no dropout, whatever the config says."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+def _compute_as_sampled(policy: Policy) -> None:
+    """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
+    Gradient checkpointing alone asks a layer whether it trains, before the layer's forward."""
+    policy.eval()
+    for layer in policy.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training, layer.forward = True, partial(_in_eval, layer, layer.forward)
+
+
+def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):
+    layer.training = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.training = True
 
 
 class Learner:
@@ -226,15 +237,20 @@ class Learner:
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
-        the entropy is 0, without gradient, or with it."""
-        out = self._log_probs(self.policy, micro, entropy)
+        the entropy is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has
+        to be 0."""
+        ends_here = micro.forward_only and torch.is_grad_enabled()
+        with torch.no_grad() if ends_here else contextlib.nullcontext():
+            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens)
         self.computed.add(micro)
+        if ends_here:
+            check_no_gradient(*out[: 2 if entropy == "loss" else 1])
         return out
 
-    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
-        what = (micro.predict, micro.labels, self.temperature, entropy, routes, micro.real_tokens)
+        what = (micro.predict, micro.labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
@@ -282,14 +298,14 @@ class Learner:
         tokens, step_seconds = sum(lengths), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
         out["perf/throughput"] = tokens / step_seconds / num_ranks
-        out["perf/wasted_flops"] = self.computed.wasted(self.config, batch, self.args.ppo_epochs)
+        out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
             flops *= batch.distinct_tokens()
             if self.policy.takes_images:
                 patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
                 flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)
-            flops *= self.args.ppo_epochs
+            flops *= self.args.ppo_epochs * (1 - out["perf/forward_only"] * OF_BACKWARD)
             out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
         return out
 

@@ -30,7 +30,7 @@ class Policy(nn.Module):
         rl/router.py.
         """
         if self.router:
-            self.router.begin(layout, routes, observe if torch.is_grad_enabled() else 0)
+            self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)

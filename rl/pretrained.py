@@ -96,12 +96,12 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
     config, where = load_config(path, args.trust_remote_code), f"--model {path}"
     _check_modules(config, where, args.trust_remote_code)
+    text = config.get_text_config()
+    check_lengths(text, args)
+    check_supported(text, where, args.max_prompt_length + args.max_response_length)
     check_heads(config, args.sequence_parallel)
-    config = config.get_text_config()
-    check_lengths(config, args)
-    check_supported(config, where, args.max_prompt_length + args.max_response_length)
-    _check_tokenizer(config, tokenizer, where)
-    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), config, tokenizer, where)
+    _check_tokenizer(text, tokenizer, where)
+    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), text, tokenizer, where)
 
 
 def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:

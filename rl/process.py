@@ -68,7 +68,7 @@ def run(main: Callable[[dist.Ranks | dist.Split], None], join: Callable[[], dist
 def fail(error: UserError, name: str = "") -> NoReturn:
     """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
     with watchdog.speaking:
-        if failures.record(str(error), name or f"rank {launch.here().rank}").first_of_node:
+        if failures.record(str(error), name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
             print(printable(f"error: {error}"), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

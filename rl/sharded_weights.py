@@ -183,9 +183,10 @@ def _fill_rest(model: PreTrainedModel, weights: Weights | None, ranks: Ranks) ->
     """Most buffers, rotary frequencies above all, are in no file: without this, ranks compute with uninitialised memory."""
     if weights:
         model.generation_config = weights.model.generation_config
-    known = dict(weights.model.named_buffers()) if weights else {}
-    for name, buffer in model.named_buffers():
-        value = known.get(name, torch.empty_like(buffer, device="cpu")).cpu()
+    # One tensor may stand under two names here and not there: a forward pass of LongRoPE makes it so.
+    known = dict(weights.model.named_buffers(remove_duplicate=False)) if weights else None
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        value = known[name].cpu() if known else torch.empty_like(buffer, device="cpu")
         if ranks.world_size > 1:
             torch.distributed.broadcast(value, src=0)
         module, _, leaf = name.rpartition(".")

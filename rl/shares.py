@@ -7,7 +7,7 @@ at the scores alone, which travel as one number a response; the few that look at
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ from rl.dist import Ranks
 if TYPE_CHECKING:
     from rl.batch import Batch
 
+OF_BACKWARD = 2 / 3  # of a micro-batch's arithmetic
+A_PASS = 1024  # tokens that take as long as a micro-batch costs beside its own
+WORTH_IT = 0.95  # of the time of all together; above, they stay so
 ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators count what each rank can count by itself
 
 
@@ -41,13 +44,36 @@ def pack(
     plans, once = [], _row_tokens(range(len(lengths)), lengths, prompts, groups)
     for part in (0, 1, 2, 4):
         bins = _place(lengths, groups, max_tokens, ranks, part)
-        tokens = [_row_tokens(members, lengths, prompts, groups) for members in bins]
-        slowest = sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks))
+        passes = (bins[first : first + ranks] for first in range(0, len(bins), ranks))
+        slowest = _slowest(passes, lengths, prompts, groups)
         plans.append((slowest, len(bins), part, bins))
         if slowest * ranks == once:  # nothing is computed twice, and no rank waits
             break
     *_, bins = min(plans)
     return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
+
+
+def pack_apart(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], flat: Sequence[bool], max_tokens: int, ranks: int
+) -> list[list[list[int]]]:
+    """As `pack`, but sequences that are `flat` are in micro-batches of their own, in front of the others, where that takes less
+    time if they pass forward alone. At least one micro-batch is of the others, though it may be empty."""
+    what, together = (lengths, prompts, groups), pack(lengths, prompts, groups, max_tokens, ranks)
+    if not any(flat):
+        return together
+    parts = []
+    for kind in (True, False):
+        members = [i for i, is_flat in enumerate(flat) if is_flat == kind]
+        plan = pack(*([numbers[i] for i in members] for numbers in what), max_tokens, ranks)
+        parts.append([[[members[i] for i in micro] for micro in of_rank] for of_rank in plan])
+
+    def cost(plan: list[list[list[int]]]) -> int:
+        return A_PASS * len(plan[0]) + _slowest(zip(*plan, strict=True), *what)
+
+    forward_only, both_ways = map(cost, parts)
+    if forward_only * (1 - OF_BACKWARD) + both_ways >= WORTH_IT * cost(together):
+        return together
+    return [first + second for first, second in zip(*parts, strict=True)]
 
 
 def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
@@ -81,6 +107,13 @@ def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[l
     return runs
 
 
+def _slowest(
+    passes: Iterable[Sequence[Sequence[int]]], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]
+) -> int:
+    """Tokens for which all ranks wait. passes: a micro-batch of each rank."""
+    return sum(max(_row_tokens(members, lengths, prompts, groups) for members in of_ranks) for of_ranks in passes)
+
+
 def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
     """Tokens of a micro-batch's row: each prompt is in it once."""
     return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
@@ -94,34 +127,47 @@ class Division:
     prompts: int
     max_tokens: int  # of a micro-batch on one rank
     ranks: Ranks
+    packs_flat_apart: bool = False  # groups with equal scores have micro-batches of their own
     _plans: dict[tuple, list[list[list[int]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(args, learner) -> "Division":
         """args: a script's."""
-        return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks)
+        return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
 
-    def own(self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int]) -> list[int]:
+    def own(
+        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
+    ) -> list[int]:
         """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; prompts: the prompt's
-        alone; group [B]."""
-        return [i for i, owner in enumerate(self.owners(lengths, prompts, group)) if owner == self.ranks.data_rank]
+        alone; group [B]; flat [B]: whether that group is, if it is to be packed apart."""
+        return [i for i, owner in enumerate(self.owners(lengths, prompts, group, flat)) if owner == self.ranks.data_rank]
 
-    def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int]) -> list[int]:
+    def owners(
+        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
+    ) -> list[int]:
         """The data rank that trains each response; the same on every rank."""
         group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini)):
+            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
                 for i in mini[[i for micro in micros for i in micro]].tolist():
                     out[i] = rank
         return out
 
-    def micros(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, members: Tensor) -> list[list[list[int]]]:
+    def micros(
+        self,
+        lengths: Sequence[int],
+        prompts: Sequence[int],
+        group: Tensor,
+        members: Tensor,
+        flat: Sequence[bool] | None = None,
+    ) -> list[list[list[int]]]:
         """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
-        prompts, group: as in `own`."""
-        of_all = (lengths, prompts, group.tolist())
+        prompts, group, flat: as in `own`."""
+        of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
         what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
         if what not in self._plans:
-            self._plans[what] = pack(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+            place = pack if flat is None else pack_apart
+            self._plans[what] = place(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
         return self._plans[what]
 
     def ranks_of(self, owner: int) -> range:

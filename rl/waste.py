@@ -16,21 +16,26 @@ from rl.metrics import train_flops_per_token
 
 
 class Computed:
-    """What this rank has computed with gradient in a step."""
+    """What this rank has computed in a step's updates; a token counts as one, with or without a backward pass."""
 
     def __init__(self):
         self.tokens = self.pairs = 0.0  # of rows; of queries and keys in one layer, of all heads
+        self.forward_only = 0.0  # of the tokens, those without a backward pass
 
     def add(self, micro: MicroBatch) -> None:
         """To be called after the micro-batch's forward pass."""
         tokens, pairs = micro.layout.work
         self.tokens, self.pairs = self.tokens + tokens, self.pairs + pairs
+        self.forward_only += tokens * micro.forward_only
 
-    def wasted(self, config: PretrainedConfig, batch: Batch, epochs: int) -> float:
-        """The part of the learners' FLOPs in `epochs` passes over the batch that was for nothing, 0 to 1. A collective."""
-        tokens, pairs = all_reduce_sum(torch.tensor([self.tokens, self.pairs], dtype=torch.float64)).tolist()
+    def metrics(self, config: PretrainedConfig, batch: Batch, epochs: int) -> dict[str, float]:
+        """Of the learners' `epochs` passes over the batch, each 0 to 1: perf/wasted_flops, the part of the FLOPs that was for
+        nothing; perf/forward_only, the part of the tokens that had no backward pass. A collective."""
+        own = torch.tensor([self.tokens, self.pairs, self.forward_only], dtype=torch.float64)
+        tokens, pairs, forward_only = all_reduce_sum(own).tolist()
         computed = _flops(config, tokens, pairs, epochs * int(batch.lengths.sum()))
-        return 1 - epochs * least_flops(config, batch) / computed if computed else 0.0
+        wasted = 1 - epochs * least_flops(config, batch) / computed if computed else 0.0
+        return {"perf/wasted_flops": wasted, "perf/forward_only": forward_only / max(1.0, tokens)}
 
 
 def least_flops(config: PretrainedConfig, batch: Batch) -> float:

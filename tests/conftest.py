@@ -11,11 +11,16 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import nodes
 import pytest
 from helpers import CONFIGS, GSM8K, ROOT, demo, environment, save_model
 
 os.environ.setdefault("RL_DEVICE", "cpu")  # on a machine with a GPU, too: RL_DEVICE=cuda pytest -m device
+
+# An example takes as long as it takes: other work on the machine is no failure.
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

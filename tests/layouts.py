@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,20 @@ ALONE = {"ppo_max_token_len_per_gpu": 4096}  # a batch is one micro-batch
 
 
 def learn_on(
-    ranks: int, layouts: dict, cases: dict = CASES, timeout: float = 240, attention: str = "cpu", rows: str | None = None
+    ranks: int,
+    layouts: dict,
+    cases: dict = CASES,
+    timeout: float = 240,
+    attention: str = "cpu",
+    rows: str | None = None,
+    equal: Sequence[int] = (),
 ) -> dict:
-    """What programs/layouts.py saves: gradients, metrics and weights by "layout/case". layouts: name -> [model, flags];
-    attention: the kind of device whose kernels the CPU gets; rows: a file of prompts."""
+    """What programs/layouts.py saves: gradients, metrics, weights and the part of the tokens that passed forward alone, by
+    "layout/case". layouts: name -> [model, flags]; attention: the kind of device whose kernels the CPU gets; rows: a file of
+    prompts; equal: the groups whose scores are equal."""
     with tempfile.TemporaryDirectory() as directory:
         out, what = Path(directory) / "found.pt", {"layouts": layouts, "cases": cases, "attention": attention, "rows": rows}
+        what["equal"] = list(equal)
         run_script("tests/programs/layouts.py", out, json.dumps(what), ranks=ranks, timeout=timeout)
         return torch.load(out)
 

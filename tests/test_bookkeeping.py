@@ -40,7 +40,7 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
     return batch, train_sync.Args(**flags)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(LENGTHS, st.integers(1, 30))
 def test_pieces_are_whole_responses(lengths, size):
     seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -1,7 +1,10 @@
 """Prompts: verl's layout and plain questions, the endless order, and one clear message for everything that cannot be used."""
 
 import json
+import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from helpers import GSM8K
@@ -29,6 +32,11 @@ def write(path, *rows):
 
 def table(path, rows):
     Dataset.from_dict({"prompt": rows, "ground_truth": rows, "data_source": rows}).to_parquet(path)
+    return path
+
+
+def parquet(path, *given, rows=None):
+    pq.write_table(pa.Table.from_pylist(given).slice(0, rows), path)
     return path
 
 
@@ -90,6 +98,41 @@ def test_max_samples_and_prompt_key(tmp_path):
     file = write(tmp_path / "a.jsonl", *({"q": f"{i}+1=", "ground_truth": str(i + 1), "data_source": "demo"} for i in range(5)))
     rows = dataset(file, prompt_key="q", train_max_samples=2)
     assert [r.text for r in rows] == ["0+1=", "1+1="] and rows[1].ground_truth == "2"
+
+
+LARGE = 12345678901234567890123
+OTHERWISE = {  # truths of two rows -> what the message says of the first that would become another
+    "text beside a number": (["007", 7], "row 0: column 'reward_model' is .*'007'.*read as .* 7"),
+    "a word that is JSON": (["[1, 2]", {"a": 1}], "row 0: .*'\\[1, 2\\]'"),
+    "null as text": ([True, "null"], "row 1: .*'null'.*None"),
+    "an integer of more than 64 bits": ([1, LARGE], f"(row 1: .*{LARGE}|cannot be read as json .Value is too big)"),
+    "an integer beside a fraction": ([2**53 + 1, 1.5], f"row 0: .*{2**53 + 1}.*{2**53}"),
+    "in a list": ([["x"], ["1", 2]], "row 1: .*'1', 2"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_value_that_would_be_read_as_another_is_named(name, case, tmp_path):
+    """datasets brings what stands in a JSON column to one kind, in silence."""
+    truths, message = OTHERWISE[case]
+    rows = [verl_row("1+1=", truth) for truth in truths]
+    file = write(tmp_path / name, *rows)
+    if name == "a.json":
+        file.write_text(json.dumps(rows, indent=1))
+    with pytest.raises(UserError, match=f"{name}:? {message}"):
+        dataset(file)
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [1, 2.5], ["x", None], [True, 2], [{"a": 1}, {"b": "x"}], [{}, {"a": []}], [[1], []]])
+def test_values_that_are_read_as_written_are_taken(rows, tmp_path):
+    read = read_table(str(write(tmp_path / "a.jsonl", *({"a": value} for value in rows))), "train")
+    assert [row["a"] for row in read] == rows or isinstance(rows[0], dict)  # keys of other rows are null
+
+
+def test_json_over_several_lines(tmp_path):
+    (tmp_path / "a.json").write_text("\n".join(json.dumps({"a": value}, indent=1) for value in ("1", "2\u2028")))
+    assert [row["a"] for row in read_table(str(tmp_path / "a.json"), "train")] == ["1", "2\u2028"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -212,6 +255,22 @@ BAD = {
             and write(p / "y.jsonl", verl_row("1", None) | {"ground_truth": "1"}, verl_row("1", None) | {"ground_truth": None})
         ),
         "y.jsonl row 1: no ground truth",
+    ),
+    "no number": (
+        lambda p: parquet(p / "x.parquet", verl_row("1", 1.5), verl_row("1", math.nan)),
+        "x.parquet row 1: no ground truth",
+    ),
+    "an empty list": (
+        lambda p: write(p / "x.jsonl", verl_row("1", ["1"]), verl_row("1", [])),
+        "x.jsonl row 1: no ground truth",
+    ),
+    "a reward_model of text": (
+        lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
+        "x.jsonl: column 'reward_model' holds text",
+    ),
+    "a parquet file of columns alone": (
+        lambda p: parquet(p / "x.parquet", verl_row("1"), rows=0),
+        "x.parquet: the file has no rows.*--train-files",
     ),
     "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file is empty"),
     "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),

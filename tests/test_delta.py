@@ -28,7 +28,7 @@ def random_bits(size: int, dtype: torch.dtype, generator: torch.Generator) -> to
     return values.view(dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     runs=st.lists(

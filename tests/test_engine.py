@@ -183,7 +183,7 @@ def test_sleep_gives_the_cache_back_and_generation_goes_on(models):
         engine.sleep()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 40), st.floats(0.1, 3), st.integers(-1, 6), st.floats(0.1, 1), st.integers(0, 2**31))
 def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, seed):
     """Whatever the uniform number, 0 and the largest below 1 included: a token of the top k and the nucleus, with the

@@ -2,19 +2,21 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import types
 from dataclasses import dataclass
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from helpers import run_script, train
+from helpers import ROOT, environment, run_script, train
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from rl import flags, launch
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, ranges
 
@@ -209,3 +211,47 @@ def test_a_penalty_longer_than_the_response_is_refused():
 def test_a_directory_that_no_file_system_has_is_one_message(name, tmp_path):
     with pytest.raises(UserError, match=r"--experiment-name: .* (cannot be one|is not UTF-8)"):
         flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
+
+
+HALF = {  # of what torchrun tells its ranks -> what the message says
+    "LOCAL_RANK=0": "has LOCAL_RANK and lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+    "RANK=0": "lacks WORLD_SIZE",
+    "WORLD_SIZE=2": "has WORLD_SIZE and lacks RANK",
+    "RANK=0 WORLD_SIZE=1": "lacks MASTER_ADDR, MASTER_PORT",
+    "RANK=a WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1": "RANK='a' in the environment is no number",
+    "RANK=3 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1": "says rank 3 of 2",
+    "RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=1": "says rank 0 of 2, on its node 1",
+}
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def tell(told: str, monkeypatch) -> None:
+    """Has the environment say this, and nothing else of what torchrun says."""
+    for name in TOLD:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (pair.split("=") for pair in told.split()):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("told", HALF)
+def test_half_of_what_torchrun_says_is_named_and_waits_for_nobody(told, monkeypatch):
+    tell("", monkeypatch)
+    launch.check()
+    tell(told, monkeypatch)
+    with pytest.raises(UserError, match=HALF[told]):
+        launch.check()
+
+
+@pytest.mark.parametrize("told", ["", "MASTER_ADDR=h", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=0"])
+def test_a_launch_by_hand_that_is_whole_passes(told, monkeypatch):
+    tell(told, monkeypatch)
+    launch.check()
+
+
+@pytest.mark.parametrize("told", ["LOCAL_RANK=0", "RANK=a"])
+def test_a_script_ends_where_the_environment_says_half(told):
+    own = {name: value for name, value in environment().items() if name not in TOLD} | dict([told.split("=")])
+    command = [sys.executable, ROOT / "train_sync.py"]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
+    assert "error: the environment has" in done.stderr

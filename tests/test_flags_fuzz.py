@@ -158,7 +158,7 @@ def run(given: dict[str, str], ranks, directory) -> str:
         signal.signal(signal.SIGALRM, before)
 
 
-QUIET = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @given(given=drawn(train_sync.Args))

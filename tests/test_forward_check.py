@@ -96,6 +96,39 @@ def test_a_model_with_a_forward_pass_of_its_own_is_refused(tmp_path, kind, monke
             start(path)
 
 
+def looks_back_in_the_row(module, args, out):
+    """What the token in front is in the row reaches into this one: past a response, it is another response's."""
+    return out + 0.5 * out.roll(1, dims=1) * (torch.arange(out.shape[1]) > 0)[:, None]
+
+
+def counts_from_the_row(module, args, out):
+    """Positions that are learned, taken by the place in the row."""
+    return out + torch.linspace(-1, 1, 64 * out.shape[2]).view(64, -1).sin()[: out.shape[1]]
+
+
+@pytest.mark.parametrize("hook", [looks_back_in_the_row, counts_from_the_row])
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3MoeConfig"])
+def test_a_model_that_is_right_for_the_first_sequence_of_a_row_alone_is_refused(tmp_path, kind, hook):
+    model = load_weights(save(tmp_path, kind, **RIGHT[kind]), torch.float32)
+    check_policy(Policy(model), "x")
+    model.model.embed_tokens.register_forward_hook(hook)
+    with pytest.raises(UserError, match="differ from transformers' by"):
+        check_policy(Policy(model), "x")
+
+
+def test_one_token_that_is_wrong_is_seen(tmp_path):
+    model = load_weights(save(tmp_path, "LlamaConfig"), torch.float32)
+
+    class Last(Policy):
+        def forward(self, *args):
+            log_prob, entropy = super().forward(*args)
+            log_prob[-1] += 0.02
+            return log_prob, entropy
+
+    with pytest.raises(UserError, match=r"by 0\.02 \(0\.01 is allowed"):
+        check_policy(Last(model), "x")
+
+
 def test_not_a_number_is_not_within_the_tolerance(tmp_path):
     model = load_weights(save(tmp_path, "LlamaConfig"), torch.float32)
     model.lm_head.weight.data[3] = torch.nan
@@ -140,6 +173,22 @@ def test_layers_of_another_kind_are_refused(layers):
     config.layer_types = layers
     with pytest.raises(UserError, match=f"of type {layers[0]}"):
         check_supported(config, "x", longest=8)
+
+
+def test_queries_scaled_by_their_place_in_the_row_are_refused():
+    """Llama 4: beyond 8,192 tokens of a row, whose sequences may all be short."""
+    config = transformers.Llama4TextConfig(**SMALL | {"num_hidden_layers": 4}, layer_types=["full_attention"] * 4)
+    with pytest.raises(UserError, match=r"attn_temperature_tuning.*below 8192 tokens"):
+        check_supported(config, "x", longest=16)
+    config.attn_temperature_tuning = False
+    check_supported(config, "x", longest=16)
+
+
+def test_layers_with_heads_of_two_sizes_are_refused():
+    sizes = dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    config = transformers.Gemma4TextConfig(**SMALL | sizes)
+    with pytest.raises(UserError, match="its layers differ in head_dim"):
+        check_supported(config, "x", longest=16)
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_first_range():

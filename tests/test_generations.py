@@ -41,7 +41,7 @@ def table(run: Path, step: int, rows: list[dict]) -> Path:
 PIECES = [*"ab |\\`*_[]~$<>&!()#\"'", "<br>", "![", "\n", "\\|", "é"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), min_size=1, max_size=4))
 def test_text_comes_back(tmp_path_factory, texts):
     run = tmp_path_factory.mktemp("run")

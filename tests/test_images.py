@@ -93,7 +93,7 @@ def test_grey_wide_printed_and_moving_images():
     assert (images.to_rgb(moving) == [255, 0, 0]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "TIFF"]), st.integers(0, 2**32))
 def test_damage_is_an_image_error_or_an_image(format, seed):
     """Nothing else may come out of a file with a few bytes changed or its end gone."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from helpers import SMALL, make_group, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
@@ -116,6 +117,49 @@ def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks,
         optimizer.zero_grad()
     for name, weight in learner.weights():
         assert torch.equal(weight, plain.get_parameter(name)), name
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8}
+LONGROPE |= {"original_max_position_embeddings": 128, "rope_theta": 1e4}
+MIXTURE = dict(num_local_experts=4, num_experts_per_tok=2)
+OF_OTHERS = {  # what a config may ask for beside the families that most people train
+    "LlamaConfig": dict(rope_parameters=LONGROPE),
+    "Phi3Config": dict(rope_parameters=LONGROPE, pad_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5),
+    "PhimoeConfig": dict(router_jitter_noise=0.5, input_jitter_noise=0.5, **MIXTURE),
+    "MixtralConfig": dict(router_jitter_noise=0.5, **MIXTURE),
+    "Starcoder2Config": dict(residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5),
+    "SeedOssConfig": dict(residual_dropout=0.5, attention_dropout=0.5, head_dim=16),
+    "OlmoConfig": dict(attention_dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", OF_OTHERS)
+def test_neither_noise_nor_memory_without_values_is_trained(ranks, tmp_path, kind, checkpointing):
+    """Log-probs and gradient are those of transformers' model in evaluation, which is what samples."""
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SMALL | OF_OTHERS[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    learner = Learner(str(tmp_path), LearnerArgs(gradient_checkpointing=checkpointing), ranks, total_steps=1)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    batch = Batch.of([make_group(t, [20, 9], prompt=5 + t, rng=np.random.default_rng(t)) for t in range(2)])
+    (micro,) = micro_batches(batch, torch.arange(4), 1000, ranks)
+    weight = torch.linspace(-1, 1, len(batch.token))
+    times = []
+    learner.policy.model.model.layers[0].register_forward_pre_hook(lambda *_: times.append(1))
+    log_prob, _ = learner.log_probs(micro)
+    (log_prob * weight[micro.index]).sum().backward()
+    assert len(times) == 1 + checkpointing
+    for response, prompt in enumerate(batch.prompts):
+        of_response = batch.seq == response
+        tokens = batch.token[of_response].long()
+        ids = torch.cat([torch.from_numpy(prompt).long(), tokens])[None]
+        expected = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = expected[torch.arange(len(tokens)), tokens]
+        torch.testing.assert_close(log_prob[of_response[micro.index]], expected, atol=1e-4, rtol=1e-4)
+        (expected * weight[of_response]).sum().backward()
+    for name, parameter in learner.parameters.items():
+        assert relative(whole(parameter.grad), plain.get_parameter(name).grad) < 1e-4, name
 
 
 def test_offloaded_to_host_memory(compute, models, reference):

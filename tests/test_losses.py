@@ -109,7 +109,7 @@ def test_aggregation_by_hand():
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=LENGTHS, seed=SEEDS, cut=st.integers(1, 7))
 def test_aggregation_equals_slow_loops_however_the_batch_is_cut(mode, lengths, seed, cut):
     b = slow.random_batch(lengths, seed)
@@ -183,7 +183,7 @@ def test_gae_by_hand():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_advantages_equal_slow_loops(name, lengths, seed):
     b = slow.random_batch(lengths, seed)
@@ -194,7 +194,7 @@ def test_advantages_equal_slow_loops(name, lengths, seed):
     assert estimate(name, b).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(LENGTHS, SEEDS, st.floats(0.1, 1), st.floats(0, 1))
 def test_discounts_equal_slow_loops(lengths, seed, gamma, lam):
     b = slow.random_batch(lengths, seed)
@@ -210,7 +210,7 @@ def test_discounts_equal_slow_loops(lengths, seed, gamma, lam):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=LENGTHS, seed=SEEDS, data=st.data())
 def test_the_order_of_responses_does_not_matter(name, lengths, seed, data):
     b = slow.random_batch(lengths, seed)
@@ -223,7 +223,7 @@ def test_the_order_of_responses_does_not_matter(name, lengths, seed, data):
     assert torch.allclose(estimate(name, shuffled, **extra), estimate(name, b)[place], atol=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(LENGTHS, SEEDS, st.floats(0.5, 20), st.floats(-3, 3))
 def test_what_the_scale_of_rewards_changes(lengths, seed, scale, shift):
     """A shift of all scores changes no group-wise advantage; a scale cancels where the std divides, up to the epsilon."""
@@ -260,7 +260,7 @@ def scored(scores, dtype, holes=False):
 
 
 @pytest.mark.parametrize("name", (*GROUPWISE, "reinforce_pp_baseline"))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(score=SCORES, n=st.one_of(st.integers(2, 1024), st.sampled_from([3, 5, 7, 8, 16])), dtype=DTYPES, holes=st.booleans())
 def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, holes):
     """Exactly: the least noise would be a direction, the same for all n, which Adam scales up where nothing else is left."""
@@ -276,7 +276,7 @@ def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, ho
 
 
 @pytest.mark.parametrize("name", GROUPWISE)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(score=SCORES, n=st.integers(2, 64), dtype=DTYPES)
 def test_scores_an_ulp_apart_are_two_scores(name, score, n, dtype):
     """One response above n - 1 others by the least that the dtype can tell; against the same in exact fractions."""
@@ -309,7 +309,7 @@ def test_whitening_equal_values_gives_nothing(value):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS, data=st.data())
 def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, seed, data):
     """What could not be scored, or was rejected, changes nothing for the others, whatever stands in its place."""

@@ -137,7 +137,7 @@ def test_covariance_losses_by_hand():
     assert losses.kl_cov(*args)[1]["pg_clipfrac"].sum() == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(LENGTHS, SEEDS, st.floats(0.01, 0.9))
 def test_the_choice_of_tokens_equals_slow_loops(lengths, seed, ratio):
     b = slow.random_batch(lengths, seed)
@@ -165,7 +165,7 @@ def test_value_loss_by_hand():
     assert torch.autograd.grad(loss.sum(), value)[0].tolist() == [-1, 3, 0, 0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(LENGTHS, SEEDS, st.floats(0.05, 1))
 def test_value_loss_equals_slow_loops(lengths, seed, eps):
     b = slow.random_batch(lengths, seed)
@@ -180,7 +180,7 @@ def test_value_loss_equals_slow_loops(lengths, seed, eps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
     b = slow.random_batch(lengths, seed)
@@ -232,7 +232,7 @@ def test_gradcheck_where_the_loss_is_smooth(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lengths=LENGTHS, seed=SEEDS, parts=st.integers(1, 4))
 def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, lengths, seed, parts):
     b = slow.random_batch(lengths, seed)
@@ -347,7 +347,7 @@ def test_kl_estimators_by_hand():
     assert far.item() == 10
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(LENGTHS, SEEDS)
 def test_kl_estimators_equal_slow_loops(lengths, seed):
     b = slow.random_batch(lengths, seed)

@@ -99,7 +99,7 @@ def test_what_the_presets_mean_and_that_flags_overrule_them():
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS, banded=st.booleans(), normalize=st.booleans(), data=st.data())
 def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, banded, normalize, data):
     b = slow.random_batch(lengths, seed)
@@ -118,7 +118,7 @@ def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, banded, nor
 
 @pytest.mark.parametrize("divergence", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("level", losses.REJECTION_LEVELS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=LENGTHS, seed=SEEDS, bound=st.floats(0.02, 0.6))
 def test_rejection_equals_slow_loops(level, divergence, lengths, seed, bound):
     b = slow.random_batch(lengths, seed)
@@ -174,7 +174,7 @@ def test_metrics_by_hand():
     assert same["rollout_corr/kl"] == same["rollout_corr/chi2_seq"] == same["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LENGTHS, SEEDS, st.sampled_from(losses.IS_LEVELS), st.booleans(), st.floats(0.05, 0.5))
 def test_metrics_equal_slow_loops(lengths, seed, level, banded, bound):
     b = slow.random_batch(lengths, seed)

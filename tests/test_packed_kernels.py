@@ -39,7 +39,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     PROMPTS,
     st.sampled_from([(4, 4), (4, 2), (4, 1)]),

@@ -139,7 +139,7 @@ def test_stale_groups_are_dropped_and_replaced():
     assert out.dropped["stale"] >= 1 and max(out.max_age) <= 1 and "8 trained" in out.account
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6), slots=st.integers(1, 9), n=st.integers(1, 4), prompts=st.integers(1, 5), learn=st.integers(0, 9)
 )
@@ -153,7 +153,7 @@ def test_async_at_staleness_0_takes_the_time_of_sync(seed, slots, n, prompts, le
     assert b.mean_age == [0] * 6 and a.tokens == b.tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(1, 7),
@@ -189,7 +189,7 @@ def test_the_engine_is_as_fast_as_one_that_counts_every_token(seed, slots, n, bu
     assert found == pytest.approx(expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),
     prompts=st.integers(1, 4),

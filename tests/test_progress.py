@@ -1,10 +1,12 @@
 """Long work before the first step says that it goes on, without a terminal too."""
 
 import re
+import subprocess
 import sys
 import threading
 
 import pytest
+from helpers import ROOT
 
 from rl import demo, progress
 
@@ -48,3 +50,11 @@ def test_making_the_demo_model_is_not_silent(no_terminal, capsys):
     lines = capsys.readouterr().out.splitlines()
     phases = ("right sums", "right sums, settling", "wrong sums")
     assert lines == [f"making the demo model (once): {phase}: 0 of 1, 0 s" for phase in phases]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_who_closes_the_output_loses_it_alone(closed):
+    """Python then has no sys.stdout at all."""
+    code = "from rl.console import *; outlive_output(); ConsoleLog(1).say('x'); print('y', file=sys.stderr); sys.exit(7)"
+    command = ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
+    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7

@@ -56,7 +56,7 @@ def test_what_is_recorded_is_read(tmp_path, monkeypatch):
         assert start["flags"] == {"lr": 0} and (where / "record" / start["file"]).read_text() == "x = 1\n"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=200)), min_size=1, max_size=9))
 def test_any_records_survive_packing(parts):
     """The length of a head, the head, and whatever follows."""

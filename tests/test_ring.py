@@ -109,7 +109,7 @@ def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
 # ------------------------------------------------------------------------------------------------------------ one process
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_it_does_what_a_queue_does(data):
     """Random puts, gets and readers that leave, some of them in the middle of a record, beside a deque. Small, so that it wraps

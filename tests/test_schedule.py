@@ -88,7 +88,7 @@ def test_no_generator_takes_what_is_the_others_share():
     assert len(a.take(99, 2, 1, State(version=1, dropped=0))) == 2, "two were sent, and the next version lets eight more start"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     engines=st.integers(1, 5),
     prompts=st.integers(1, 7),
@@ -205,7 +205,7 @@ class OnItsWay(Arrival):
         return engine == version or bool(engine == version - 1 and self._coming and self._coming.done())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32 - 1),
     required=st.integers(1, 4),

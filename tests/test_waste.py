@@ -147,4 +147,4 @@ def test_ranks_wait_for_the_slowest_no_longer_than_with_small_runs(ranks):
 
 def test_nothing_computed_is_nothing_wasted(models, ranks):
     learner = Learner(models["qwen3"], LearnerArgs(), ranks, 10)
-    assert Computed().wasted(learner.config, Batch.of([]), 1) == 0.0
+    assert Computed().metrics(learner.config, Batch.of([]), 1) == {"perf/wasted_flops": 0.0, "perf/forward_only": 0.0}

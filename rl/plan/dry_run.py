@@ -163,6 +163,7 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch, count: Memo
     """Learns from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
     Returns the tokens of the fullest, and the bytes sent in an update."""
     sizes, before = [], count.sent
+    args = dataclasses.replace(args, backward_without_advantage=True)  # the most that it holds
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
         script.learn(args, learner, KLControl(args), batch, Timers())

@@ -25,7 +25,7 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, delta, device, forward_check, make_engine, micro_batch, policy
+from rl import compact_adamw, delta, device, forward_check, make_engine, micro_batch, policy, shares
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
 from rl.buckets import Plan
@@ -100,15 +100,17 @@ def learn(
     images=False,
     prompts=2,
     over_host=False,
+    equal=(),
     **flags,
 ) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
-    publish, and what a checkpoint holds."""
+    publish, and what a checkpoint holds. equal: prompts all of whose scores are equal."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     flags = {"dtype": "float32"} | flags
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
-    groups = [make_group(t, [3, 9, 5, 7] * 2) for t in range(prompts)]
+    groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
+    shares.A_PASS = 0  # tokens
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     with FakeDevice():
@@ -121,6 +123,7 @@ def learn(
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
+        assert (metrics["perf/forward_only"] > 0) == bool(equal)
         host = torch.device("cpu")
         home = host if args.param_offload else place.device
         model.router_metrics()
@@ -299,6 +302,7 @@ CASES = {  # a new kind of model is a line more
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
         m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
     ),
+    "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
     "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),

@@ -2,9 +2,10 @@
 
 torchrun ... layouts.py OUT JSON
 {"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind,
- "rows": null or a file}
+ "rows": null or a file, "equal": numbers of groups whose scores are equal}
 
-Prompts are random, or those of the file, which may have images: the first row's belong to the first group.
+Prompts are random, or those of the file, which may have images: the first row's belong to the first group. What trains nothing
+passes forward alone, however few tokens that are.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from helpers import make_group, whole
 from test_vision import dataset
 
 import train_sync
-from rl import process
+from rl import process, shares
 from rl.batch import Batch, Group
 from rl.batch_images import BatchImages
 from rl.data import PromptOrder
@@ -32,9 +33,12 @@ from rl.shares import Division
 from rl.timers import Timers
 
 
-def batch_of(model: str, sizes: list[list[int]], rows: str | None, division: Division, routes: bool) -> Batch:
-    rng = np.random.default_rng(0)
-    groups = [make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng) for t, n in enumerate(sizes)]
+def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division, routes: bool) -> Batch:
+    rng, rows = np.random.default_rng(0), what["rows"]
+    groups = [
+        make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng, score=0.3 if t in what["equal"] else None)
+        for t, n in enumerate(sizes)
+    ]
     if rows is None:
         return Batch.of(with_routes(model, groups) if routes else groups, division)
     prompts = dataset(model, rows)
@@ -62,8 +66,8 @@ def with_routes(model: str, groups: list[Group]) -> list[Group]:
     ]
 
 
-def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | None) -> dict:
-    """The gradient of each update, the metrics, and the weights after them."""
+def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) -> dict:
+    """The gradient of each update, the metrics, the weights after them, the part of the tokens that passed forward alone."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
     args = train_sync.Args(model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
@@ -75,21 +79,22 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, rows: str | No
         return step()
 
     learner.step = recorded
-    batch = batch_of(model, sizes, rows, Division.of(args, learner), args.router_replay == "R3")
+    batch = batch_of(model, sizes, what, Division.of(args, learner), args.router_replay == "R3")
     metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
-    return {"gradients": gradients, "metrics": metrics, "weights": weights}
+    alone = learner.perf_metrics(batch, {"update_actor": 1.0}, 1)["perf/forward_only"]
+    return {"gradients": gradients, "metrics": metrics, "weights": weights, "forward_only": alone}
 
 
 def main(ranks) -> None:
     out, what = sys.argv[1], json.loads(sys.argv[2])
-    found = {}
+    found, shares.A_PASS = {}, 0
     if what["attention"] != "cpu":
         kernels.give_to_cpu(what["attention"])
     for layout, (model, flags) in what["layouts"].items():
         for case, (more, sizes) in what["cases"].items():
-            found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks, what["rows"])
+            found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks, what)
     if ranks.is_main:
         torch.save(found, out)
 

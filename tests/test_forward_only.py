@@ -1,0 +1,188 @@
+"""What trains nothing passes forward alone: the gradient is that of all, metrics are of all tokens, and a loss that trains it
+all the same is not cut short."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_group, train
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
+
+import losses
+import train_sync
+from rl import shares
+from rl.batch import Batch, Group
+from rl.errors import UserError
+from rl.kl_control import KLControl
+from rl.learner import Learner
+from rl.shares import Division, pack, pack_apart
+from rl.timers import Timers
+
+BOTH_WAYS = {"backward_without_advantage": True}
+OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.__name__]  # without aliases
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    """Few tokens are worth a micro-batch of their own."""
+    monkeypatch.setattr(shares, "A_PASS", 0)
+
+
+def make_groups(equal=(0, 2)) -> list[Group]:
+    rng = np.random.default_rng(0)
+    return [make_group(t, sizes, rng=rng, score=0.3 if t in equal else None) for t, sizes in enumerate(GROUPS)]
+
+
+def args_of(model: str, **flags) -> train_sync.Args:
+    return train_sync.Args(model=model, train_batch_size=len(GROUPS), max_response_length=20, lr_warmup_steps=0, **flags)
+
+
+def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
+    """Gradients of all updates, metrics of all steps, the weights after them, of each step the part that passed forward
+    alone."""
+    args, gradients, metrics = args_of(model, **flags), [], []
+    learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
+    step, parts = learner.step, []
+
+    def recorded() -> dict:
+        gradients.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))
+        return step()
+
+    learner.step = recorded
+    for groups in steps:
+        learner.computed = type(learner.computed)()
+        metrics.append(train_sync.learn(args, learner, KLControl(args), Batch.of(groups, Division.of(args, learner)), Timers()))
+        parts.append(learner.computed.forward_only / learner.computed.tokens)
+    return gradients, metrics, torch.cat([w.flatten() for _, w in learner.weights()]), parts
+
+
+def assert_the_same(one, other) -> None:
+    """Later updates are of weights that AdamW has moved: by rounding where a gradient is 0."""
+    for number, (a, b) in enumerate(zip(one[0], other[0], strict=True)):
+        assert a.equal(b) or relative(a, b) < (2e-5 if number else 2e-6)
+    for a, b in zip(one[1], other[1], strict=True):
+        assert a == pytest.approx(b, rel=2e-5, abs=2e-6, nan_ok=True)
+    assert relative(one[2], other[2]) < 1e-5
+
+
+@pytest.mark.parametrize("loss", OWN)
+def test_every_loss_has_the_gradient_and_the_metrics_of_all(models, ranks, pays, loss):
+    """Of two mini-batches one is half without advantage, twice over; losses that single tokens out compute all both ways."""
+    flags = {"loss_mode": loss, "ppo_mini_batch_size": 2, "ppo_epochs": 2}
+    found = taught(models["qwen3"], ranks, [make_groups()], **flags)
+    assert (found[3] == [0.0]) == bool(losses.POLICY_LOSSES[loss].chooses)
+    assert_the_same(found, taught(models["qwen3"], ranks, [make_groups()], **flags, **BOTH_WAYS))
+
+
+@pytest.mark.parametrize("more", [{"use_kl_loss": True}, {"entropy_coeff": 0.1}, {"entropy_coeff": -0.1}])
+def test_terms_that_train_every_token_leave_nothing_out(models, ranks, pays, more):
+    assert taught(models["qwen3"], ranks, [make_groups()], **more)[3] == [0.0]
+
+
+def test_kl_in_the_reward_is_an_advantage(models, ranks, pays):
+    """Scores are equal, but tokens lie apart from the reference once the weights have moved."""
+    flags = {"use_kl_in_reward": True, "kl_coef": 0.1, "lr": 1e-2, "ppo_max_token_len_per_gpu": 32}
+    found = taught(models["qwen3"], ranks, [make_groups(), make_groups()], **flags)
+    assert found[3][0] > 0.2 and found[3][1] == 0
+
+
+def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks, pays):
+    """The batch's log-probs are random, so that the correction rejects many. A micro-batch has one or two of them."""
+    flags = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3", "ppo_max_token_len_per_gpu": 32}
+    found = taught(models["qwen3"], ranks, [make_groups(())], **flags)
+    assert 0 < found[3][0] < 1
+    assert_the_same(found, taught(models["qwen3"], ranks, [make_groups(())], **flags, **BOTH_WAYS))
+
+
+def test_a_batch_without_any_signal_moves_the_weights_as_zeros_do(models, ranks, pays):
+    """AdamW goes on by its momentum."""
+    batches = [make_groups(), make_groups(range(len(GROUPS)))]
+    found = taught(models["qwen3"], ranks, batches, lr=1e-3)
+    assert found[3][1] > 0.9 and not found[0][1].any()
+    assert_the_same(found, taught(models["qwen3"], ranks, batches, lr=1e-3, **BOTH_WAYS))
+
+
+def test_a_script_that_trains_them_all_the_same_is_told(models, ranks, pays, monkeypatch):
+    plain = train_sync.actor_loss
+
+    def with_a_term_of_its_own(args, batch, micro, log_prob, entropy, denominator):
+        terms, stats, mask = plain(args, batch, micro, log_prob, entropy, denominator)
+        terms["loss"] = terms["loss"] - 1e-3 * log_prob.mean() if len(log_prob) else terms["loss"]
+        return terms, stats, mask
+
+    monkeypatch.setattr(train_sync, "actor_loss", with_a_term_of_its_own)
+    with pytest.raises(UserError, match="--backward-without-advantage"):
+        taught(models["qwen3"], ranks, [make_groups()])
+    assert taught(models["qwen3"], ranks, [make_groups()], **BOTH_WAYS)[3] == [0.0]
+
+
+def test_what_would_take_longer_stays_together(models, ranks):
+    assert taught(models["qwen3"], ranks, [make_groups()])[3] == [0.0], "a few tokens are no reason for a pass of their own"
+
+
+def seconds(plan, lengths, prompts, groups, flat) -> float:
+    """Written out: in each pass all ranks wait for the one with most tokens; a pass without any that trains takes a third."""
+    total = 0.0
+    for of_ranks in zip(*plan, strict=True):
+        rows = [sum(lengths[i] - prompts[i] for i in m) + sum({groups[i]: prompts[i] for i in m}.values()) for m in of_ranks]
+        alone = any(of_ranks) and all(flat[i] for micro in of_ranks for i in micro)
+        total += (shares.A_PASS + max(rows)) * (1 / 3 if alone else 1)
+    return total
+
+
+@given(st.data())
+def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
+    ranks, n = data.draw(st.sampled_from([1, 2, 8])), data.draw(st.sampled_from([2, 8]))
+    count, part = data.draw(st.integers(1, 64)), data.draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    prompts, groups = np.repeat(rng.integers(1, 300, count), n).tolist(), np.repeat(np.arange(count), n).tolist()
+    lengths = [p + int(m) for p, m in zip(prompts, rng.integers(1, 1500, count * n), strict=True)]
+    flat = np.repeat(rng.random(count) < part, n).tolist()
+    what, together = (lengths, prompts, groups), pack(lengths, prompts, groups, 4096, ranks)
+    plan = pack_apart(*what, flat, 4096, ranks)
+    assert sorted(i for of_rank in plan for micro in of_rank for i in micro) == list(range(len(lengths)))
+    assert len({len(of_rank) for of_rank in plan}) == 1
+    assert all(sum(lengths[i] for i in micro) <= 4096 for of_rank in plan for micro in of_rank)
+    if plan == together:
+        return
+    kinds = [{flat[i] for of_rank in plan for i in of_rank[k]} for k in range(len(plan[0]))]
+    alone = kinds.count({True})
+    assert alone and kinds == [{True}] * alone + [{False} & {*flat}] * (len(kinds) - alone) and len(kinds) > alone
+    assert seconds(plan, *what, flat) < seconds(together, *what, [False] * len(flat))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "layout"),
+    [
+        (2, "qwen3", {}),
+        pytest.param(2, "qwen3", {"gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 32}, marks=pytest.mark.slow),
+        pytest.param(4, "qwen2-tied", {"sequence_parallel": 2, "ppo_max_token_len_per_gpu": 16}, marks=pytest.mark.slow),
+        pytest.param(2, "moe", {"expert_parallel": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("equal", [[1], [0, 3]])
+def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models, ranks, kind, layout, equal):
+    """Some have nothing of one kind, and take part in its passes."""
+    cases = {"grpo": ({"ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS)}
+    if kind == "moe":
+        cases |= {replay: (cases["grpo"][0] | {"router_replay": replay}, GROUPS) for replay in ("R2", "R3")}
+    alone = learn_on(1, {"alone": [models[kind], ALONE | BOTH_WAYS]}, cases, equal=equal)
+    found = learn_on(ranks, {"apart": [models[kind], ALONE | layout]}, cases, equal=equal)
+    assert all(of_case["forward_only"] > 0 for of_case in found.values())
+    assert all(of_case["forward_only"] == 0 for of_case in alone.values())
+    assert_taught_the_same(found, alone)
+
+
+def test_a_run_says_how_much_it_was(tmp_path):
+    """A reward that half of the prompts cannot lose: of their responses nothing is learnt."""
+    (tmp_path / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0 if int(ground_truth) % 2 else float(len(set(solution_str)))\n"
+    )
+    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--ignore-eos", "--max-response-length", "64", "--temperature", "2"]
+    flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
+    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
+    for step in (1, 2):
+        assert 0.2 < metrics[step]["perf/forward_only"] < 0.8
+        assert 0 <= metrics[step]["perf/wasted_flops"] < 0.1
