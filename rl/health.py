@@ -81,8 +81,10 @@ class Health:
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
 
     def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
-        """Names the cause; of several the most frequent one decides the remedy."""
+        """Names the cause. Where the scores of a group differ, what took its signal is the step's cause, for equal scores in
+        others are no fault. Otherwise it is the most frequent one."""
         found = causes(self.args, batch, fates).most_common()
+        found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
         grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
         parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][0] for cause, count in found]
         chief = found[0][0]

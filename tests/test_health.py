@@ -152,6 +152,7 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
         ([UNSCORED] * 2, "unscored", "2 of 2 groups: too few responses could be scored. Correct the reward function"),
         ([TRUNCATED, EQUAL, TRUNCATED], "truncated", "2 of 3 groups: every response ran into --max-response-length"),
         ([REJECTED, EQUAL, WHOLE, EQUAL, REJECTED], "rejected", "3 of 5 groups: scores differ"),
+        ([EQUAL, EQUAL, WHOLE, TRUNCATED], "rejected", "1 of 4 groups: scores differ, but --rollout-rs"),
         ([EQUAL, UNSCORED, EQUAL], "equal_scores", "1 of 3 groups: too few responses could be scored"),
         ([([None] * 3, "stop", ())] * 2, "unscored", "2 of 2 groups: too few responses could be scored"),
         ([([1.0, 1.0, 1.0], "stop", (0, 1, 2))], "equal_scores", "1 of 1 groups: all scores are equal"),
