@@ -1,4 +1,4 @@
-r"""Final answers: found in a response, brought to one notation, compared as mathematics.
+r"""Final answers: found in a response, brought to one notation, compared by form.
 
 Three ways to mark an answer: \boxed{...} (MATH, Geometry3K), a line "Answer: ..." (DAPO, AIME), "#### ..." (GSM8K). The last
 mark counts. An answer that is not marked is none: a response that only mentions the right number is wrong.
@@ -22,7 +22,7 @@ BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 WORD = re.compile(r"[^\s$]+")
 LONGEST = 400  # characters of an answer; the longest truth of MATH has about 160
-LONGEST_TRUTH = 4000
+LONGEST_TRUTH = 4000  # characters: the data is trusted, but not to be endless
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 EXPONENT = r"(?:[eE][+-]?\d{1,3}(?![\d.]))?"
 CURRENCIES = "£€¥₹¢"

@@ -39,7 +39,7 @@ def test_verls_name_math_is_verls_grader():
     assert (
         BUILT_IN["math"]("math", "Answer: 4", "4")["score"] == 1 and BUILT_IN["math"]("math", "Answer: 5", "4")["score"] == -1
     )
-    assert BUILT_IN["math"]("math", r"Answer: 5, or \boxed{4}", "4")["score"] == -1
+    assert BUILT_IN["math"]("math", "Answer: 5\n\\boxed{4}", "4")["score"] == -1
 
 
 def test_scales():
