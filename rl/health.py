@@ -9,7 +9,6 @@ from collections import Counter
 import losses
 from rl import shares
 from rl.batch import Batch
-from rl.instructions import unasked
 from rl.run import Run
 from rl.setup import CommonArgs, Job
 
@@ -32,9 +31,6 @@ class Health:
             lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
             detail = f"--truncation {self.args.truncation} cuts off {lost}."
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
-        if not self.args.reward:
-            for text in unasked(self.job.prompts):
-                self.record.say(f"warning: {text}")
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> dict[str, int]:
         """Warns of what the step shows; returns warnings/*. A collective."""
