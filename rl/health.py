@@ -10,7 +10,6 @@ import losses
 from rl import shares
 from rl.batch import Batch
 from rl.fates import EQUAL, OTHER, REJECTED, TRUNCATED, UNSCORED, Fates, causes
-from rl.instructions import unasked
 from rl.run import Run
 from rl.setup import CommonArgs, Job
 
@@ -54,9 +53,6 @@ class Health:
             lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
             detail = f"--truncation {self.args.truncation} cuts off {lost}."
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
-        if not self.args.reward:
-            for text in unasked(self.job.prompts):
-                self.record.say(f"warning: {text}")
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
         """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""

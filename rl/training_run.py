@@ -13,6 +13,7 @@ from rl.fates import Fates
 from rl.generator import Generator
 from rl.health import Health
 from rl.identity import Identity
+from rl.instructions import unasked
 from rl.learner import Learner
 from rl.metrics import hardly_scored, validation_metrics
 from rl.micro_batch import choose_tokens
@@ -83,6 +84,9 @@ class TrainingRun:
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
+        if not args.reward:  # one's own function may look for anything
+            for text in unasked(job.prompts):
+                self.record.say(f"warning: {text}")
         self.timer = self.record.timer
         self._begun = self.done  # the last step that has
         if self.recorder:

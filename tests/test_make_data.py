@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT
+from helpers import ROOT, train
 
 from rl import verifiers
 from rl.data import DataArgs, PromptDataset
 from rl.demo import build_tokenizer
-from rl.health import Health
 from rl.instructions import FORMATS, LOOKED_AT, unasked
 
 PNG = bytes.fromhex(
@@ -187,18 +186,12 @@ def test_prompts_that_ask_and_graders_that_take_all_are_not():
     assert unasked([others[0]] * LOOKED_AT + [plain]) == [], "only the first rows are looked at"
 
 
-@pytest.mark.parametrize(("reward", "warnings"), [(None, 1), ("mine.py:score", 0)])
-def test_a_run_warns_of_them_before_its_first_step(reward, warnings):
+def test_a_run_warns_of_them_before_its_first_step(tmp_path):
     """Not with a reward function of one's own, which may look for anything."""
-    said = []
-    prompts = Rows([SimpleNamespace(data_source="openai/gsm8k", text="1+1?")] * 2)
-    record = SimpleNamespace(say=said.append, warn=lambda *_: None)
-    job = SimpleNamespace(prompts=prompts, val_prompts=None)
-    Health(SimpleNamespace(reward=reward, truncation="error"), job, record, 0).at_start()
-    assert [text.startswith("warning: none of the first 2 prompts of 'openai/gsm8k' asks for ####") for text in said] == [
-        True
-    ] * warnings
-
-
-class Rows(list):
-    truncated = 0
+    plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2"}] * 4)
+    (tmp_path / "mine.py").write_text("def score(*_, **__):\n    return 1.0\n")
+    flags = ["--train-files", plain, "--test-freq", "0", "--total-training-steps", "1", "--train-batch-size", "2"]
+    for own in ((), ("--reward", f"{tmp_path}/mine.py:score")):
+        _, _, done = train("train_sync.py", *flags, *own, out=tmp_path / f"out{len(own)}")
+        warned = "warning: none of the first 4 prompts of 'openai/gsm8k' asks for ####" in done.stdout
+        assert warned == (not own)

@@ -213,7 +213,8 @@ def _joined(pieces: list[str]) -> list[Program]:
 
 def _program(words: list[str]) -> Program:
     middle = words.index(EXPORTS) if EXPORTS in words else len(words)
-    return Program(words[:middle], dict(pair.split("=", 1) for pair in words[middle + 1 :]))
+    exports = [pair for pair in words[middle + 1 :] if not pair.startswith("_")]  # those are the reader's own
+    return Program(words[:middle], dict(pair.split("=", 1) for pair in exports))
 
 
 def _run_reader(text: str, words: Sequence[str], noted: IO, said: IO) -> bool:

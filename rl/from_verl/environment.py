@@ -67,6 +67,7 @@ VARIABLES = [
 def lines(command: Command) -> list[str]:
     """The section on the environment: a line for each variable that the script hands to verl, and for what was not read."""
     of_keys = {match[1]: value for key, value in command.values.items() if (match := OF_A_KEY.fullmatch(key))}
+    of_keys |= {name: str(value).lower() for name, value in of_keys.items() if isinstance(value, bool)}
     given = command.environment | of_keys
     found = [f"{name}={_shown(name, str(value))}: {_word(name, str(value), command.text)}" for name, value in given.items()]
     found += [f"{file}: not read; its variables need the same look{_of_cann(file)}" for file in command.unseen]

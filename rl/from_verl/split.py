@@ -21,7 +21,7 @@ def off_policy(run: Run) -> dict[str, object]:
         f"oldest token: {max(0, versions - 1)}."
     )
     if strategy not in ("drop", "wait"):
-        run.lacks(V1 + "sampler.max_off_policy_strategy", "drop and wait alone")
+        run.lacks(V1 + "sampler.max_off_policy_strategy", "only drop and wait")
     return {"--max-staleness": max(0, versions - 1), "--stale": "wait" if strategy == "wait" else "drop"}
 
 
@@ -84,5 +84,7 @@ def _generating(run: Run) -> int:
 def _is_part(run: Run) -> bool:
     """Whether the generating devices are some of the trainer's. verl's first one-step-off trainer knew only n_gpus, some of
     them; later ones give the pool nodes of its own, and the trainer what is left."""
-    some, alone = run["A.rollout.n_gpus"], not run.has("rollout.nnodes") and not run.has("rollout.n_gpus_per_node")
-    return bool(alone and some and some < run["trainer.nnodes"] * run["trainer.n_gpus_per_node"])
+    some = run["A.rollout.n_gpus"]
+    if not some or run.has("rollout.nnodes") or run.has("rollout.n_gpus_per_node"):
+        return False
+    return some < run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fully asynchronous GRPO, 1 + 1 NPU, Megatron with every parallel size 1.
 set -xeuo pipefail
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B}
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
 TRAIN_FILE=data/gsm8k/train.parquet
 TEST_FILE=data/gsm8k/test.parquet
 n_gpus_rollout=1
