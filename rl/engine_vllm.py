@@ -223,7 +223,8 @@ class VLLMEngine:
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
-            seed=0,  # the same on tensor parallel ranks; what is sampled hangs on the requests' own seeds
+            # The same on an engine's tensor parallel ranks; where requests have seeds what is sampled depends on these alone.
+            seed=0 if self.seeds or not dist.is_initialized() else dist.get_rank() // args.rollout_tp,
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
             try:

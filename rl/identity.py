@@ -36,18 +36,10 @@ MAY_CHANGE = {
     ),
     *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
-    *(
-        "generators",
-        "ring_mb",
-        "publish_over",
-        "gradient_checkpointing",
-        "param_offload",
-        "ref_offload",
-        "ppo_max_token_len_per_gpu",
-    ),
+    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
     *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
-    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "backward_without_advantage"),
+    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
 }
 # What generators that join a run (rl/elastic.py) may have otherwise than its learners.

@@ -93,6 +93,24 @@ def test_more_ranks_of_a_role_than_devices_are_refused(machine, monkeypatch):
     device.check_enough(64, "generator")
 
 
+@pytest.mark.parametrize(("kind", "devices", "waits"), [("cuda", 1, True), ("cuda", 3, False), ("cpu", 0, False)])
+def test_learners_that_share_devices_with_engines_load_after_these(machine, monkeypatch, kind, devices, waits):
+    machine(kind, devices)
+    store, here = torch.distributed.HashStore(), {"local_rank": 0}
+    store.set_timeout(timedelta(milliseconds=200))
+    monkeypatch.setattr(launch, "nodes", lambda: [launch.Node("a", 0, 3, 2)])  # ranks 1 and 2 generate
+    monkeypatch.setattr(launch, "here", lambda: launch.Launch(here["local_rank"], 3, here["local_rank"], 3, 0))
+    monkeypatch.setattr(launch, "open_store", lambda timeout: store)
+    for started in (1, 2):
+        if waits:
+            with pytest.raises(torch.distributed.DistStoreError):
+                dist.engines_first("learner")
+        here["local_rank"] = started
+        dist.engines_first("generator")
+        here["local_rank"] = 0
+    dist.engines_first("learner")
+
+
 @pytest.mark.parametrize(("file", "told"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
 def test_a_driver_that_torch_cannot_use_is_told(tmp_path, file, told):
     if file:

@@ -49,7 +49,10 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/bad_step.py": "numbers that are not finite, where there are no values",
+    "rl/device.py": "it moves what others tell it to",
     "rl/elastic.py": "links of sockets",
+    "rl/engine_vllm.py": "vLLM's own process, tested with vLLM",
+    "rl/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/engine_vllm_weights.py": "vLLM's own process, tested with vLLM",
     "rl/local_weights.py": "a copy for vLLM",
     "rl/tensor_files.py": "files",
