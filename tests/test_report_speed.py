@@ -50,6 +50,15 @@ def test_two_runs_of_twenty_steps_say_how_much_faster_one_is(steps):
     assert told == "a step of fast takes 2.0x the seconds of one of slow (2.0-2.0 over steps), with 6.6x the tokens"
 
 
+def test_a_validation_before_the_first_step_is_no_step():
+    """The step after it is the first of the run, and holds the start-up."""
+    log = run("a", [0.5, 300.0] + [2.0] * 20, [100.0] * 22)
+    before = {"step": 0, "time": 1000.5, "timing_s/step": 0.5, "val-core/demo/acc/mean@1": 0.4}
+    log = Log(Path("a"), {"flags": {}}, [before, *({**row, "step": row["step"] - 1} for row in log.rows[1:])])
+    assert log.starts == {0, 1} and len(speed.STEP.steps(log)) == 20 and speed.STEP.recorded(log) == 21
+    assert speed.STEP.median(log) == speed.STEP.value(log) == 2 and log.seconds == 340.5
+
+
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     """200 pairs of runs of 40 steps, with step times that a factor of 2 separates: about 95% of the intervals hold it."""
     random, held = np.random.default_rng(5), 0
@@ -154,7 +163,7 @@ def test_columns_of_waiting_are_there_where_somebody_waited():
     split, sync = run("split", [1.0] * 30, [9.0] * 30, **waits), run("sync", [1.0] * 30, [9.0] * 30)
     header, *table = overview([group("sync", sync), group("split", split)], 10)
     cells = [dict(zip(header, row, strict=True)) for row in table]
-    names = ["seconds a step, median", "learners wait", "generators wait", "of it held by the bound"]
+    names = ["seconds a step, median", "learners wait", "generators wait", "held by the staleness bound"]
     names += ["age of tokens, versions", "oldest", "staleness bound, samples"]
     assert [[row[name] for name in names] for row in cells] == [
         ["1", "-", "-", "-", "-", "-", "-"],

@@ -129,7 +129,8 @@ class Log:
         return not self.config and not any(name.startswith("ledger/") for name in self.names)
 
     def _read_clock(self) -> None:
-        seconds, pauses, before, is_verls = 0.0, 0.0, None, self._is_verls
+        seconds, before, is_verls = 0.0, None, self._is_verls
+        pauses: list[float] = []
         for row in self.rows:
             own = own_seconds(row)
             if "time" not in row or (is_verls and own is None):  # verl's validation before the first step
@@ -137,21 +138,26 @@ class Log:
             passed = row["time"] - before["time"] if before else None
             gap = passed - own if before and own is not None and row["step"] == before["step"] + 1 else 0.0
             is_pause = gap > PAUSE and not is_verls
-            if before is None or is_pause:
+            pauses += [gap] if is_pause else []
+            if before is None or is_pause or is_only_validated(before):
                 self.starts.add(row["step"])
-                pauses += gap
             if before is None or is_pause or passed < 0:  # a clock that was set back
                 passed = own or 0.0
             seconds += passed
             self.clock[row["step"]] = seconds
             before = row
         if pauses:
-            self.notes.append(f"{len(self.starts)} attempts: the {pauses:,.0f} seconds between them are not counted")
+            self.notes.append(f"{len(pauses) + 1} attempts: the {sum(pauses):,.0f} seconds between them are not counted")
 
 
 def own_seconds(row: dict[str, float]) -> float | None:
     """What the step itself took; None if it was not recorded."""
     return row.get("timing_s/step", row.get("perf/time_per_step"))
+
+
+def is_only_validated(row: dict[str, float]) -> bool:
+    """Whether the row is of a validation before the first step, and of no step."""
+    return any(name.startswith("val-") for name in row) and not row.keys() & {"perf/time_per_step", "critic/score/mean"}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.report.logs import Log, RunGroup, own_seconds
+from rl.report.logs import Log, RunGroup, is_only_validated, own_seconds
 from rl.report.numbers import MIN_STEPS, STEP_SECONDS, Row, count, digits, times
 
 RESAMPLES = 2000
@@ -19,7 +19,7 @@ RESAMPLES = 2000
 
 def _seconds(row: dict[str, float]) -> float | None:
     """Of the step without validation and saving, where that was recorded."""
-    return row.get(STEP_SECONDS) or own_seconds(row) or None
+    return None if is_only_validated(row) else row.get(STEP_SECONDS) or own_seconds(row)
 
 
 def _tokens(row: dict[str, float]) -> tuple[float, float] | None:

@@ -81,7 +81,7 @@ def columns(groups: list[RunGroup]) -> dict[str, list[str]]:
     numbers = {
         "learners wait": (share(IDLE["learner"]), ".0%"),
         "generators wait": (share(IDLE["generator"]), ".0%"),
-        "of it held by the bound": (share(HELD), ".0%"),
+        "held by the staleness bound": (share(HELD), ".0%"),
         "age of tokens, versions": (mean_age, ".2f"),
         "oldest": (oldest_age, ".0f"),
         "staleness bound, samples": (last(MAX_REQUIRED), ".0f"),
