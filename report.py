@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from rl import generations
 from rl.errors import UserError
+from rl.printable import printable
 from rl.report.conclusions import conclude, overview, speedup
 from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
@@ -344,4 +345,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except UserError as error:
-        sys.exit(f"error: {error}")  # exit code 1
+        sys.exit(printable(f"error: {error}"))  # exit code 1

@@ -364,3 +364,13 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"a\.jsonl row 0.*no chat template"):
         dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), tokenizer=tokenizer)
+
+
+def test_the_source_of_one_prompt_is_read_the_same_from_every_kind_of_table(tmp_path):
+    """JSON lines, parquet and rows without a source; those whose prompts are left out do not shift the others."""
+    rows = [verl_row("1" * 200 if i == 1 else str(i), source=f"from {i % 3}") for i in range(5)]
+    files = [write(tmp_path / "a.jsonl", *rows), parquet(tmp_path / "b.parquet", *rows)]
+    files.append(write(tmp_path / "c.jsonl", {"question": "1+1=", "answer": "#### 2"}))
+    read = dataset(*files, filter_overlong_prompts=True, max_prompt_length=100)
+    assert len(read) == 4 + 4 + 1
+    assert [read.source(i) for i in range(len(read))] == [prompt.data_source for prompt in read]

@@ -110,8 +110,8 @@ BY_MACHINE = {"node_timeout", "cluster_key"}  # tests of their own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
-    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss use_kl_in_reward "
-    "use_rollout_log_probs filter_groups",
+    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
+    "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_correction rollout_is rollout_rs",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_error overlong_buffer_len",

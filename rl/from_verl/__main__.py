@@ -19,6 +19,7 @@ from rl.errors import UserError
 from rl.from_verl import document, environment
 from rl.from_verl.command import Command, read_script, read_words
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED
+from rl.printable import printable
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
         else:
             print(report(read(args.words, args.file)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
 
 
