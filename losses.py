@@ -84,7 +84,7 @@ def _check_tokens(caller: str, **tensors: Tensor) -> None:
         return
     if seq.dtype != torch.long:
         raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
-    if seq.device.type == "cpu" and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
+    if seq.is_cpu and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
         raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
 
 
@@ -92,7 +92,7 @@ def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
     """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
     if group.dim() != 1:
         raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
-    if seq.device.type != "cpu" or not len(seq):
+    if not seq.is_cpu or not len(seq):
         return
     responses = int(seq[-1]) + 1
     if len(group) < responses:

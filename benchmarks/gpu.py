@@ -274,6 +274,9 @@ def attempt(measure: Callable[[], dict]) -> dict:
         return {"error": lines[-1][:200]}
 
 
+HEAD = ["what", "model", "tokens/s", "MFU", "peak GB", ""]
+
+
 def row(name: str, shape: str, r: dict) -> list[str]:
     memory = r.get("perf/max_memory_reserved_gb")
     return [
@@ -322,7 +325,7 @@ def main(args: Args) -> None:
                 for name, measure in measurements(args, shape, shape == shapes[0], path):
                     results[f"{name}/{shape}"] = attempt(measure)
                     rows = [row(*key.split("/"), r) for key, r in results.items()]
-                    text = f"{table(['what', 'model', 'tokens/s', 'MFU', 'peak GB', ''], rows)}\n\n{words(here)}"
+                    text = f"{table(HEAD, rows)}\n\n{words(here)}"
                     write("gpu", {"setting": here, "results": results}, text, out)  # now: the next one may end the machine
 
 

@@ -207,6 +207,8 @@ class PromptDataset(Sequence):
         rather than in the middle of a run."""
         work = Division()
         own = self._measure_part(work, description)
+        if own.error:
+            work.fail()
         return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
 
     def _measure_part(self, work: Division, description: str) -> Measured:
@@ -219,7 +221,10 @@ class PromptDataset(Sequence):
                     break
                 for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                     self._measure_row(found, row, columns, text, ids)
-                work.advance(len(batch))
+                    if work.is_first and found.lost:
+                        raise UserError(found.lost)
+                if not work.advance(len(batch)):
+                    break
                 size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
         except UserError as error:  # of an earlier row than the one that ended the batch
             found.error = str(error)

@@ -100,6 +100,11 @@ def check_enough(ranks: int, role: str) -> None:
     )
 
 
+def has_accelerator() -> bool:
+    """Whether ranks of this machine compute on a GPU or an NPU."""
+    return kind() != "cpu"
+
+
 def claim(local_rank: int) -> torch.device:
     """This rank's device. Ranks share devices where there are fewer of them, as a generator and a learner may."""
     if kind() == "cpu":

@@ -1,7 +1,7 @@
 """Work that the ranks of a node divide among themselves: each does a part, and all get the results of all parts.
 
     work = Division()
-    for row in work.part(1000): ...; work.advance(1)
+    for row in work.part(1000): ...; work.advance(1)      or work.fail()
     results = work.gather(own)                            every rank's bytes, in the order of the parts
 
 The job's store carries a few words for each rank. The results stay in memory that has no name in the file system (a memfd); the
@@ -24,11 +24,13 @@ _numbers = itertools.count()  # all ranks of a node divide the same works in the
 
 
 class Division:
-    """One piece of work. Its methods are collectives of the ranks of this node, except `part` and `advance`."""
+    """One piece of work. `gather` is a collective of the ranks of this node."""
 
     def __init__(self):
         me = launch.here()
-        self._ranks = sorted(launch.neighbours()) or [me.rank]
+        self._ranks = sorted(launch.neighbours())
+        if me.rank not in self._ranks:  # before the ranks have joined
+            self._ranks = [me.rank]
         self._place = self._ranks.index(me.rank)
         self._key = f"division/{next(_numbers)}/{self._ranks[0]}"
         self._store = launch.open_store(timedelta(minutes=1)) if self.parts > 1 else None
@@ -48,14 +50,21 @@ class Division:
         """Return which of this many items are this rank's: the parts follow each other and differ by at most one item."""
         return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
 
-    def advance(self, items: int) -> None:
-        """Report that this many more items are done."""
+    def advance(self, items: int) -> bool:
+        """Report that this many more items are done. Return False if an earlier part has failed, and the rest is not needed."""
         watchdog.progress()
         self._unreported += items
-        if self._store and time.monotonic() - self._reported_at >= REPORT_SECONDS:
-            self._store.add(f"{self._key}/done", self._unreported)
-            self._unreported = 0
-            self._reported_at = time.monotonic()
+        if not self._store or time.monotonic() - self._reported_at < REPORT_SECONDS:
+            return True
+        self._store.add(f"{self._key}/done", self._unreported)
+        self._unreported = 0
+        self._reported_at = time.monotonic()
+        return not any(self._store.check([f"{self._key}/failed/{place}"]) for place in range(self._place))
+
+    def fail(self) -> None:
+        """Report that this part has failed: what the later ones do is not needed."""
+        if self._store:
+            self._store.set(f"{self._key}/failed/{self._place}", "")
 
     @watchdog.doing("the parts of this node's other ranks")
     def gather(self, own: bytes) -> list[bytes]:

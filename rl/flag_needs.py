@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl import launch
-from rl.device import kind
+from rl.device import has_accelerator
 from rl.ranges import flag
 from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
@@ -31,7 +31,7 @@ class Facts:
     @staticmethod
     def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str]) -> "Facts":
         """args: a script's flags."""
-        on_accelerator, engine = kind() != "cpu", args.engine
+        on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
             engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
         names = [] if args.reward else [verifier_name(source) for source in sources]
@@ -149,7 +149,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
     # rewards
-    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (PROCESSES,)),
+    **dict.fromkeys(
+        ("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb", "reward_env"), (PROCESSES,)
+    ),
     "format_score": (
         Need("with --reward", lambda args: not args.reward, (0,)),
         Need("without data of gsm8k", lambda args, facts: args.reward or gsm8k in facts.graders, (0,), later=True),

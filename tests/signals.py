@@ -3,10 +3,10 @@
     python tests/signals.py --signal SIGINT --trials 60
     python tests/signals.py --signal SIGTERM --trials 40
 
-After Ctrl-C the job is gone within 10 seconds, its line is the console's last, no rank prints a traceback, and the checkpoint
-that the line names is whole. After SIGTERM the job is gone before torchrun kills it, and the newest checkpoint is whole and of
-the last step that was logged. Nothing is left of any run. Every other run is started in the background of a shell, where
-SIGINT is ignored from birth. tests/test_signals.py runs a few.
+The job is gone before torchrun loses its patience and kills a rank. After Ctrl-C its line is the console's last, no rank prints
+a traceback, and the checkpoint that the line names is whole. After SIGTERM the newest checkpoint is whole and of the last step
+that was logged. Nothing is left of any run. Every other run is started in the background of a shell, where SIGINT is ignored
+from birth. tests/test_signals.py runs a few.
 """
 
 import contextlib
@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 SCRIPTS = ("train_sync.py", "train_one_step_off.py", "train_async.py")
 MOMENTS = ("start", "loading", "running", "saving", "end")
 STEPS, LOADING = 9, 8  # of a run; seconds that a learner takes to load its model, where that is the moment
-GONE_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 28.0}
 
 
 @dataclass
@@ -130,7 +129,7 @@ def attempt(trial: Trial, out: Path) -> tuple[float, str]:
     assert not was_over or run.process.returncode == 0, run.console
     seconds, console = run.strike(), run.console
     assert not {name for name in set(os.listdir("/dev/shm")) - memory if "rl-ring" in name}, "shared memory is left"
-    assert seconds < GONE_SECONDS[trial.number], f"{seconds:.1f} s\n{console}"
+    assert "forcefully exiting via" not in console, f"torchrun has killed a rank after {seconds:.1f} s\n{console}"
     assert console.count("Traceback") <= 1, f"more than torchrun's own traceback\n{console}"
     assert not re.search(r'File ".*/(rl/|train_)', console), f"a rank's traceback\n{console}"
     last = console.rstrip().rpartition("\n")[2]

@@ -33,7 +33,7 @@ ring.main(ring.Args(repeats=1, total_mb=1, small=50, ray_messages=8, sizes=("4 K
 gpu.save("toy", str(out / "toy"))
 for part in (gpu.learner, gpu.engine):
     r = part(gpu.Args(toy=True, shape="toy", path=str(out / "toy"), repeats=1), ranks)
-    assert r["tokens_per_s"] > 0 and len(gpu.row("x", "toy", r)) == 5
+    assert r["tokens_per_s"] > 0 and len(gpu.row("x", "toy", r)) == len(gpu.HEAD)
 
 runs = {side: [{"steps": [s, s], "tokens": [64.0], "peak_gb": 1.0}] * 2 for side, s in ((trl.TRL, 2.0), ("sync", 1.0))}
 assert "| sync | 1.00 (1.00 - 1.00) | 0.50 (0.50 - 0.50) |" in trl.case_table(trl.CASES["toy"], runs)

@@ -393,7 +393,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
     died = Path(__file__).with_name("died")
     if log.stat().st_size > 14 and not died.exists():  # in the fourth step of four responses
         died.touch()
-        os.kill(os.getppid(), signal.SIGKILL)
+        guard = Path(f"/proc/{os.getppid()}/stat").read_text()  # stands between the rank and this process
+        os.kill(int(guard.rpartition(")")[2].split()[1]), signal.SIGKILL)
     return float(len(solution_str))
 """
 

@@ -1,5 +1,6 @@
 """What CI does with tests that fail (.ci/rerun), and with how many processes tests run (conftest.py)."""
 
+import ast
 import os
 import re
 import subprocess
@@ -122,6 +123,23 @@ def test_ci_reruns_both_kinds_of_tests():
     text = (ROOT / ".ci" / "run").read_text()
     assert '\npytest() { python .ci/rerun "$@"; }\n' in text, "so README's command, and the slow tests behind it, go through it"
     assert text.index("pytest() {") < text.index("&& pytest && pytest -m slow || exit 1")
+
+
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
+
+
+def test_no_test_is_about_how_long_something_takes():
+    """A busy machine has other times: benchmarks/ measures them. To wait until a deadline, and to fail because an event did not
+    happen by then, is another matter."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                differences = [
+                    part for part in ast.walk(node.test) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)
+                ]
+                calls = [call.func for part in differences for call in ast.walk(part) if isinstance(call, ast.Call)]
+                read = [call for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "time"]
+                assert not any(call.attr in CLOCKS for call in read), f"{path.name}:{node.lineno} {ast.unparse(node)}"
 
 
 # ------------------------------------------------------------------------------------------------------- conftest.py

@@ -75,6 +75,7 @@ CASES = [
     ("--reward-cpu-limit 5", SAFE, MATH),
     ("--reward-workers 5", SAFE, MATH),
     ("--reward-memory-limit-gb 5", SAFE, MATH),
+    ("--reward-env HOME", SAFE, MATH),
     ("--format-score 0.1", CPU, SAFE),
     ("--overlong-penalty-factor 2", "", "--overlong-buffer-len 4"),
     ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
@@ -116,7 +117,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_error overlong_buffer_len",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
-    "rollout_dtype rollout_tp",
+    "rollout_dtype rollout_tp rollout_seeds",
     "LearnerArgs": "dtype gradient_checkpointing compile ppo_max_token_len_per_gpu sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
     "OptimizerArgs": "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
@@ -126,7 +127,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "WatchdogArgs": "hang_timeout",
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
-    "SplitArgs": "generators ring_mb publish",
+    "SplitArgs": "generators ring_mb publish publish_over",
     "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
     "elastic_generators",
     "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",

@@ -365,12 +365,12 @@ def test_math_goes_through_the_pool_and_numpy_through_json():
 
 
 def test_submit_and_poll_never_block(bad_reward):
+    """The first one hangs until its time is up, at which poll would return it: all have been submitted before."""
     with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=60)) as pool:
-        started = time.monotonic()
         for number in range(200):
             pool.submit(number, "any", "hang", "1", {"text": "x" * 10_000})
             assert pool.poll() == []
-        assert time.monotonic() - started < 30 and pool.pending == 200
+        assert pool.pending == 200
 
 
 UNLOADABLE = {

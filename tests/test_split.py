@@ -79,7 +79,7 @@ def test_validation_is_of_the_version_it_names(one_step_off, sync, tmp_path):
     (export,) = run.glob("step_*")
     flags = ("--model", export, "--total-training-steps", "1", "--val-max-samples", "100")
     again, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=1)
-    assert seen[10] == again[0]["val-core/demo/acc/mean@1"] > seen[0]
+    assert seen[10] == again[0]["val-core/demo/acc/mean@1"] != seen[0]
 
 
 def test_the_scripts_learn_by_the_same_text():
@@ -225,16 +225,17 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
     raise AssertionError(f"no {pattern!r} in\n{text}")
 
 
-def end(process: subprocess.Popen, mark: str, since: float) -> str:
-    """The rest of its output; it must have ended, with all that it started, 10 seconds after `since`. (`communicate` would lose
-    what `read_until` has in its buffer.)"""
-    late = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+def end(process: subprocess.Popen, mark: str) -> str:
+    """The rest of its output; it must end by itself, with all that it started, before torchrun loses its patience with a rank
+    and kills it. (`communicate` would lose what `read_until` has in its buffer.)"""
+    late = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
     late.start()
     text = process.stdout.read()
     process.wait()
     late.cancel()
-    assert time.time() - since < 10
-    deadline = since + 10
+    assert process.returncode != -signal.SIGKILL, text
+    assert "forcefully exiting via" not in text, text
+    deadline = time.time() + 60
     while (left := left_over(mark)) and time.time() < deadline:
         time.sleep(0.1)
     assert not left
@@ -245,9 +246,8 @@ def end(process: subprocess.Popen, mark: str, since: float) -> str:
 @pytest.mark.parametrize("how", ["learner", "killed-generator"])
 def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
     process, mark = start_rough(how, "--output-dir", tmp_path, *REWARD)
-    text = read_until(process, "struck at")
-    struck = float(re.search(r"struck at (\S+)", text)[1])
-    text += end(process, mark, struck)
+    text = read_until(process, "struck")
+    text += end(process, mark)
     assert process.returncode == 1
     role = how.removeprefix("killed-")
     if how.startswith("killed"):
@@ -269,7 +269,7 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    text += end(process, mark, time.time())
+    text += end(process, mark)
     assert process.returncode != 0 and "failed:\n" not in text
     if number == signal.SIGTERM:
         (saved,) = re.findall(r"SIGTERM: stopped after step \d+; it goes on from (\S+)", text)

@@ -62,7 +62,7 @@ class Sizes:
 
     @staticmethod
     def here() -> "Sizes":
-        return Sizes(32, 24, 24, 16) if device.kind() == "cpu" else Sizes(128, 128, 128, 64)
+        return Sizes(32, 24, 24, 16) if not device.has_accelerator() else Sizes(128, 128, 128, 64)
 
 
 class NoImages:
@@ -79,7 +79,7 @@ class Checks:
 
     def __init__(self, args: Args, ranks: Ranks):
         self.sizes, self.path = Sizes.here(), args.findings
-        self.dtype = torch.float32 if device.kind() == "cpu" else torch.bfloat16
+        self.dtype = torch.bfloat16 if device.has_accelerator() else torch.float32
         name = str(self.dtype).removeprefix("torch.")
         length = ["--max-prompt-length", str(self.sizes.prompt), "--max-response-length", str(self.sizes.response)]
         given = ["--model", args.model, "--engine", args.engine, "--dtype", name, *length]
@@ -319,7 +319,7 @@ class Checks:
 
 def _data_sheet() -> devices.Device | None:
     """plan.py's entry for this device."""
-    if device.kind() == "cpu":
+    if not device.has_accelerator():
         return None
     return next((sheet for name, sheet in devices.DEVICES.items() if name.partition("-")[0] in device.name()), None)
 

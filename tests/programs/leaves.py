@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from rl import dist, process
+from rl import dist, process, signals
 from rl.errors import Stopped
 
+signals.STOP_SECONDS = 600  # so that a rank that does not leave by itself is killed by torchrun, which says so
 ready, generators = Path(sys.argv[1]), int(sys.argv[2])
 
 

@@ -25,7 +25,7 @@ def strike(who: str, after: int) -> None:
     global calls
     calls += 1
     if how.endswith(who) and calls == after:
-        print(f"struck at {time.time()}", flush=True)
+        print("struck", flush=True)
         if how.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if how.startswith("hung"):
