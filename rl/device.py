@@ -138,7 +138,7 @@ def experts_implementation() -> str | None:
         return None
     from rl import grouped_experts  # which imports transformers
 
-    return grouped_experts.NAME if grouped_experts.use(torch.device(kind())) else "eager"
+    return grouped_experts.NAME if grouped_experts.use(kind()) else "eager"
 
 
 def seeds_are_slow() -> bool:
@@ -146,9 +146,9 @@ def seeds_are_slow() -> bool:
     return kind() in ONE_DRAW_KINDS
 
 
-def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor of host memory on the device. The host does not wait for what the device is at."""
-    return x.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if is_accelerator(torch.device(device)) else x.to(device)
 
 
 # ---------------------------------------------------------------------------------------------------------- process groups

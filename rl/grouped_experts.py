@@ -62,10 +62,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 @cache
-def use(device: torch.device) -> bool:
+def use(device: torch.device | str) -> bool:
     """Has transformers compute experts so, if the kernel is there and right; says why not in a warning."""
     try:
-        wrong = not agrees(device)
+        wrong = not agrees(torch.device(device))
         reason = "its values differ from products one after another"
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         wrong, reason = True, str(error).splitlines()[0][:200]

@@ -35,6 +35,7 @@ MEASURED = (
     "ring/",
     "fully_async/trainer/idle",
     "fully_async/rollouter/idle",
+    "fully_async/rollouter/held",
 )
 
 
