@@ -14,7 +14,7 @@ from tiny_vlm import save_vlm
 
 PROGRAM = "tests/programs/fake_accelerator.py"
 CASES = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
-SLOW = ["one rank", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
+SLOW = ["one rank", "one update", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
 SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped"]
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
@@ -22,7 +22,7 @@ SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts
 SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
-    "rl/learner.py": ["one rank"],
+    "rl/learner.py": ["one rank", "one update"],
     "rl/sharded_weights.py": ["one rank"],
     "rl/batch.py": ["one rank", "a rank without work"],
     "rl/batch_images.py": ["images, a frozen tower"],
@@ -64,6 +64,8 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "Probe.of": r"tensor\.to",
     # moved before or after, or made on the host on purpose
     "Learner.weights": "local|whole",
+    # numbers by themselves, at which fake tensors do not look
+    "LossMeans.over_ranks": "torch.stack",
     "_fill_rest": r"known\[name\]",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",

@@ -302,6 +302,7 @@ CASES = {  # a new kind of model is a line more
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
         m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
     ),
+    "one update": lambda m: learn(m["qwen3"], prompts=1),  # whose own log-probs are those of the step's first policy
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
