@@ -74,6 +74,7 @@ def test_what_has_no_wheel_is_built(builder, number, wheel, tmp_path):
     variables = dict(word.split("=", 1) for word in words[: words.index("pip")])
     arguments = words[words.index("install") + 1 :]
     variables["PATH"] = f"{Path(builder).parent}:{os.environ['PATH']}"  # as in an environment that is activated
+    variables["VIRTUAL_ENV"] = str(Path(builder).parents[1])
     done = pip("wheel", "--no-cache-dir", "--no-deps", "-w", str(tmp_path), *arguments, python=builder, environment=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert list(tmp_path.glob(wheel)), [path.name for path in tmp_path.iterdir()]
