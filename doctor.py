@@ -54,7 +54,7 @@ class Doctor:
 def examine(args: argparse.Namespace, doctor: Doctor) -> None:
     """All checks, in an order in which each needs only what those before it have found right."""
     found = processes.run([sys.executable, "-m", "rl.doctor.facts"], args.timeout)
-    facts = json.loads(found.output.splitlines()[-1]) if found.code == 0 else {}
+    facts = json.loads(next(line for line in found.output.splitlines() if line.startswith("{"))) if found.code == 0 else {}
     kind = facts.get("kind", packages.kind_by_files())
     doctor.facts |= facts
     doctor.add(packages.check_packages(kind))

@@ -7,13 +7,15 @@ from fnmatch import fnmatchcase
 
 from rl.errors import UserError
 
-SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|JWT|CERT", re.IGNORECASE)  # within a name
+SECRETS = re.compile(  # within a name, or at its end
+    r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|JWT|CERT|WEBHOOK|(^|_)(PAT|AK|SK|DSN)$|_PWD$", re.IGNORECASE
+)
 SERVICES = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_", "HUGGING_FACE_", "WANDB_", "MLFLOW_", "COMET_", "NEPTUNE_", "SWANLAB_")
 SERVICES += ("OPENAI_", "ANTHROPIC_", "GITHUB_", "GITLAB_", "DATABRICKS_", "CLEARML_", "VAULT_")
 JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 JOB_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 HARMLESS = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_MODULES_CACHE"}
-PASSWORD_IN_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+PASSWORD_IN_URL = re.compile(r"://[^\s@]+@|AccountKey=")
 
 
 def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = ()) -> dict[str, str]:

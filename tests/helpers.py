@@ -202,6 +202,22 @@ def bits(run: Path) -> dict[str, bytes]:
     return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
 
 
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Fail what is within once this process has spent that much of the processor: on a busy machine that is the same work."""
+
+    def stop(*_):
+        raise AssertionError(f"more than {seconds} s of CPU time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def is_documented(name: str) -> bool:
     """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)

@@ -114,7 +114,7 @@ def test_a_device_that_torch_does_not_find_is_wrong(kind, tmp_path, monkeypatch)
 
 def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
-    (tmp_path / "version.cfg").write_text("[8.2.RC1:8.2.RC1]\n")
+    (tmp_path / "version.cfg").write_text("# version: 1.0\n[8.2.RC1:8.2.RC1]\n")
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
     monkeypatch.setattr(packages, "OLDEST_GLIBC", (99, 0))
@@ -122,7 +122,7 @@ def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
     found = {finding.check: finding for finding in packages.check_driver(facts)}
     assert {check for check, finding in found.items() if finding.status == WRONG} == {"CANN", "glibc", "allocator"}
     assert "export HCCL_CONNECT_TIMEOUT" in found["HCCL"].remedy
-    (tmp_path / "version.cfg").write_text("[9.1.0:9.1.0]\n")
+    (tmp_path / "version.cfg").write_text("# version: 1.0\n[9.1.0:9.1.0]\n")
     found = {finding.check: finding for finding in packages.check_driver(facts)}
     assert found["CANN"].status == OK
 

@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, cpu_limit
 from test_scoring import FOREVER, drain, wait_until_gone, word_in
 
 from rl import printable
@@ -292,12 +291,10 @@ def test_no_answer_has_the_lowest_score_of_every_built_in_grader():
 
 
 def test_degenerate_answers_are_scored_wrong_by_the_pool():
-    started = time.process_time()
-    with ScoringPool(RewardArgs(reward_timeout=FOREVER)) as pool:
+    with cpu_limit(20), ScoringPool(RewardArgs(reward_timeout=FOREVER)) as pool:
         for number, unit in enumerate(["(", "½", "|", "x=", r"\sqrt", "9^{"]):
             pool.submit(number, "math_dapo", rf"so \boxed{{{unit * 1000}}}", "5")
         assert {score.score for score in drain(pool).values()} == {-1.0} and not pool.events
-    assert time.process_time() - started < 20
 
 
 def test_the_console_and_error_messages_write_control_characters_out(capsys, monkeypatch):
@@ -333,3 +330,18 @@ def test_torchruns_summary_has_no_control_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(failures, "_open_store", lambda: None)
     failures.record(RAW, "learner 0")
     assert "\\\\x1b]0;title" in (tmp_path / "0" / "error.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "x") for name in ("DB_PASS", "SSHPASS", "MYSQL_PWD", "GH_PAT", "HUAWEICLOUD_SDK_AK", "OBS_SK", "SENTRY_DSN")),
+        *((name, "x") for name in ("SLACK_WEBHOOK_URL", "SMTP_PASSWORD")),
+        ("PIP_EXTRA_INDEX_URL", "https://ghp_x@host/simple"),
+        ("STORE", "postgres://me:a/b@host/db"),
+        ("STORE", "DefaultEndpointsProtocol=https;AccountKey=abc"),
+    ],
+)
+def test_further_secrets_are_kept_back(name, value):
+    plain = {"PWD": "/here", "OLDPWD": "/there", "PATH": "/bin", "LANG": "C", "PAGE": "https://host/a"}
+    assert reward_environment({name: value, **plain}) == plain

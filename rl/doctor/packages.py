@@ -113,7 +113,9 @@ def _cann_version() -> str | None:
     for name in CANN:
         for file in ("version.cfg", "version.info"):
             path = Path(os.environ.get(name, "/nonexistent")) / file
-            if path.exists() and (found := re.search(r"(\d+\.\d+(?:\.\w+)*)", path.read_text(errors="replace"))):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            text = "\n".join(line for line in lines if not line.startswith("#"))  # which has the format's version
+            if found := re.search(r"(\d+\.\d+(?:\.\w+)*)", text):
                 return found[1]
     return None
 

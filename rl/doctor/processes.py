@@ -39,8 +39,12 @@ class Outcome:
         return (raised or lines or ["(nothing)"])[-1][:300]
 
 
+_before: set[int] = set()  # children that this process had from the start: not ours to end
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of whatever its children leave, so that `run` can end that, too (Linux)."""
+    _before.update(_children())
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -81,19 +85,19 @@ def _end(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    while orphans := _children():
+    while orphans := [pid for pid in _children() if pid not in _before]:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 def _children() -> list[int]:
-    """Processes that this one has adopted: it starts one command at a time, and that one has ended."""
+    """Processes whose parent is this one."""
     own = str(os.getpid())
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = stat.read_text().rpartition(")")[2].split()[1]
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
         except OSError:  # it has ended meanwhile
             continue
         if parent == own:
