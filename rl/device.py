@@ -90,14 +90,20 @@ def default_dtype() -> str:
     return "float32" if kind() == "cpu" else "bfloat16"
 
 
-def check_enough(ranks: int, role: str) -> None:
-    """Raises UserError where so many ranks of one role on this node have fewer devices: their collectives want one each."""
-    if kind() == "cpu" or ranks <= (count := torch.accelerator.device_count()):
+def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
+    """Raise UserError if ranks of one role on this node share a device: their collectives want one each. members: the ranks of
+    that role here, each of which calls this with its own device. How many devices a rank sees does not matter: a launcher may
+    show each rank its own alone."""
+    if not is_accelerator(device):
         return
-    raise UserError(
-        f"{platform.node()} has {ranks} {role}s and {count} {kind()} device(s), and each {role} needs one of its own. Start "
-        f"at most {count} here (--nproc-per-node, --generators), or set RL_DEVICE=cpu. A generator and a learner may share one."
-    )
+    store.set(f"device/of/{rank}", _number_in_node(device))
+    count = len(set(store.multi_get([f"device/of/{member}" for member in members])))
+    if count < len(members):
+        raise UserError(
+            f"{platform.node()} has {len(members)} {role}s and {count} {kind()} device(s) for them, and each {role} needs one "
+            f"of its own. Start at most {count} here (--nproc-per-node, --generators), or set RL_DEVICE=cpu. A generator and a "
+            "learner may share one."
+        )
 
 
 def has_accelerator() -> bool:

@@ -137,12 +137,12 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
     here = launch.here()
-    device.check_enough(here.local_world_size, "rank")
     own_device, timeout = device.claim(here.local_rank), _limit(hang_timeout)
     store = launch.join(timeout)
     _watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
         launch.meet(store, generators=0)
+        device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
         _take_name(f"rank {here.rank}")
         heartbeat.start(node_timeout)
         backend = device.backend(own_device)
@@ -168,17 +168,19 @@ def init_split(
     heartbeat.start(node_timeout)
     _check_split(launch.nodes(), elastic_at)
     number = [node.first for node in launch.nodes()].index(here.first)
-    for role in ("learner", "generator"):
-        device.check_enough(getattr(launch.nodes()[number], f"{role}s"), role)
     node, before = launch.nodes()[number], launch.nodes()[:number]
     learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
     if here.local_rank < node.learners:
         role, rank, size = "learner", sum(n.learners for n in before) + here.local_rank, learners
+        members = node.ranks[: node.learners]
     else:
         role, size = "generator", all_generators
+        members = node.ranks[node.learners :]
         rank = sum(n.generators for n in before) + here.local_rank - node.learners
     ranks = Ranks(rank, size, here.local_rank, own_device)
     _take_name(f"{role} {rank}")
+    with watchdog.doing(f"all {role}s of this node to name their devices"):
+        device.check_own(store, members, here.rank, own_device, role)
     with watchdog.doing(f"all {role}s to join"):
         own_store = dist.PrefixStore(role, store)
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)

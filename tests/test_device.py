@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
@@ -81,16 +82,38 @@ def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others
         assert [tensor.device for tensor in group.sent] == [mine], "members meet at the start"
 
 
-def test_more_ranks_of_a_role_than_devices_are_refused(machine, monkeypatch):
-    machine("cuda", 2)
-    device.check_enough(2, "learner")
-    with pytest.raises(UserError, match=r"has 3 learners and 2 cuda device\(s\)[\s\S]*Start at most 2"):
-        device.check_enough(3, "learner")
-    monkeypatch.setattr(launch, "here", lambda: launch.Launch(0, 4, 0, 4, 0))
-    with pytest.raises(UserError, match="has 4 ranks and 2 cuda"):
-        dist.init()
-    machine("cpu", 0)
-    device.check_enough(64, "generator")
+def name_devices(devices: list[SimpleNamespace], role: str) -> list[str]:
+    """What `check_own` says to ranks 4, 5, ... of a node with these devices; "" where it says nothing."""
+    store, members = torch.distributed.HashStore(), range(4, 4 + len(devices))
+
+    def said(rank: int) -> str:
+        try:
+            device.check_own(store, members, rank, devices[rank - 4], role)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(devices)) as pool:  # each waits for the others' word
+        return list(pool.map(said, members))
+
+
+def test_ranks_of_a_role_that_share_a_device_are_refused(machine, monkeypatch):
+    place = lambda index: torch.device("cuda", index)  # noqa: E731
+    machine("cuda", 2, uuids=("GPU-a", "GPU-b"))
+    assert name_devices([place(0), place(1)], "learner") == ["", ""]
+    said = name_devices([place(0), place(1), place(0)], "learner")
+    assert all("has 3 learners and 2 cuda device(s) for them" in text and "Start at most 2" in text for text in said)
+    assert name_devices([torch.device("cpu")] * 3, "generator") == [""] * 3
+
+
+def test_ranks_to_which_a_launcher_shows_one_device_each_are_taken(machine, monkeypatch):
+    """All of them call it number 0; the driver's name of it tells them apart."""
+    names = iter(("GPU-a", "GPU-b", "GPU-c"))
+    machine("cuda", 1)
+    monkeypatch.setattr(
+        device, "_module", lambda: SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=next(names)))
+    )
+    assert name_devices([torch.device("cuda", 0)] * 3, "rank") == [""] * 3
 
 
 @pytest.mark.parametrize(("kind", "devices", "waits"), [("cuda", 1, True), ("cuda", 3, False), ("cpu", 0, False)])
