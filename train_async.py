@@ -209,7 +209,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
 
         metrics |= staleness_metrics(batch, version) | samples.metrics(run.timer) | run.validations(step)
         metrics |= {"fully_async/count/current_param_version": version}
-        run.log(step, batch, metrics, **samples.buffer.take_gone())
+        run.log(step, batch, metrics, samples.buffer.take_gone())
         run.save_if_due(step)
     publisher.wait()
     run.finish()

@@ -200,7 +200,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
             samples.published(step, step)
 
         metrics |= staleness_metrics(batch, version=step - 1) | samples.metrics(run.timer) | run.validations(step)
-        run.log(step, batch, metrics, filtered=filtered)
+        run.log(step, batch, metrics, {"filtered": filtered})
     run.save_if_due(job.total_steps)
     publisher.wait()
     run.finish()

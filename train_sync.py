@@ -174,7 +174,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         if args.validates(step, job.total_steps):
             with run.timer("testing"):
                 metrics |= run.validated(step, generator.validate())
-        run.log(step, batch, metrics, filtered=filtered)
+        run.log(step, batch, metrics, {"filtered": filtered})
         run.save_if_due(step)
     pool.close()
     run.finish()

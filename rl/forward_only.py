@@ -12,16 +12,19 @@ the run ends with a message.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from rl.algorithm_args import AlgorithmArgs
 from rl.batch import Batch, MicroBatch
 from rl.dist import all_reduce_sum
 from rl.errors import UserError
 
+if TYPE_CHECKING:  # it imports losses, and a replay says which
+    from rl.algorithm_args import AlgorithmArgs
 
-def mark(args: AlgorithmArgs, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
+
+def mark(args: "AlgorithmArgs", batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
     """micros: of each mini-batch. Those in which nothing trains become `forward_only`, but for a mini-batch's last: the
     optimizer wants a gradient, be it zeros, and with it FSDP lets go of what it has gathered. A collective of the learners."""
     if not args.skips_backward:

@@ -16,7 +16,8 @@ from rl.batch import Batch
 from rl.data import PromptDataset, PromptOrder
 from rl.fates import Fates
 
-KINDS = ("trained", "rejected", "unscored", "filtered", "dropped")
+KINDS_OF_A_BATCH = ("trained", "rejected", "unscored")
+KINDS = (*KINDS_OF_A_BATCH, "filtered", "dropped")
 MOST = 16  # sources with metrics of their own; with more the smallest ones share theirs
 OTHERS = "(others)"
 
@@ -31,8 +32,9 @@ class SourceCounts:
         largest = sorted(sizes, key=lambda source: (-sizes[source], source))
         self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
 
-    def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """data/*. gone: tickets that were not trained, by reason: "filtered", or "stale"."""
+    def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
+        """data/*. gone: tickets that were not trained, by reason: "filtered", or "stale". None if they are not known: then the
+        kinds that count them are left out."""
         counts = {source: Counter() for source in self.shown}
         places = batch.group.tolist()
         for place, was_trained, was_rejected in zip(places, fates.trained.tolist(), fates.rejected.tolist(), strict=True):
@@ -40,12 +42,13 @@ class SourceCounts:
         scored = Counter(places)
         for place, (source, size) in enumerate(zip(batch.sources, batch.sizes, strict=True)):
             counts[self._shown(source)].update(unscored=size - scored[place])
-        for reason, tickets in gone.items():
+        for reason, tickets in (gone or {}).items():
             kind = "filtered" if reason == "filtered" else "dropped"
             for ticket in tickets:
                 source = self.prompts.source(self.order(ticket)[1])
                 counts[self._shown(source)].update({kind: self.responses})
-        return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in KINDS}
+        kinds = KINDS if gone is not None else KINDS_OF_A_BATCH
+        return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:
         """The name that the source counts under. One that no prompt has (a replay may have other data) is among the last."""

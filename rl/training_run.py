@@ -4,6 +4,7 @@ A part of the script's state that a checkpoint must hold has `state()`, which gi
 """
 
 import json
+from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
 from rl import checkpoint, delivery, dist, validations
@@ -173,15 +174,16 @@ class TrainingRun:
         began_with = args.step_of(args.version_at(self.done + 1), total)
         return None if awaited is None or awaited < began_with else awaited
 
-    def log(self, step: int, batch: Batch, metrics: dict[str, float], **gone: list[int]) -> None:
-        """Records the step. gone: tickets that were not trained, by reason. A collective."""
+    def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:
+        """Records the step. A collective. gone: tickets that were not trained, by reason; None in a replay, which does not
+        know them."""
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
         fates = Fates.of(batch)
         metrics |= self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
-        self.record.log_tickets(step, batch.tickets, **gone)
+        self.record.log_tickets(step, batch.tickets, **(gone or {}))
         self.record.log(step, metrics)
         if "moe/load/max" in metrics:
             self.record.log_experts(step, self.learner.policy.router.load)

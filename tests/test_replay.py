@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -189,6 +190,13 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     page = (tmp_path / "report" / "report.md").read_text()
     assert "2 runs in 2 groups" in done.stdout and "a replay, off-policy" in page
     assert re.search(r"replay of train_sync --lr 0.0003 --loss-mode gspo.*, off-policy", page), page[:600]
+
+
+def test_a_replay_imports_no_losses_before_the_script():
+    """It is the script's directory that says which losses.py is meant."""
+    command = [sys.executable, "-c", "import sys, replay; print('losses' in sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 @pytest.mark.slow
