@@ -75,6 +75,24 @@ def test_what_fails_twice_has_failed(tmp_path):
     assert CLOSING.findall(console)[-1] == "1 failed, 2 passed"
 
 
+def test_a_crash_among_the_repeated_keeps_what_has_passed(tmp_path):
+    """As when pytest cannot print a failure: what has passed before it is flaky all the same, the rest has failed."""
+    crash = """
+def pytest_configure(config):
+    global again
+    again = config.option.lf
+
+def pytest_runtest_logreport(report):
+    if again and report.failed:
+        raise RuntimeError("this failure cannot be reported")
+"""
+    (tmp_path / "conftest.py").write_text(crash)
+    code, console = rerun(tmp_path, {"one": FLAKY.replace('["a b", "c - d"]', '["a b"]'), "two": FAILING}, "-q")
+    assert code != 0 and "INTERNALERROR" in console
+    assert said("flaky", console) == ["test_one.py::test_is_flaky[a b]"]
+    assert said("failed twice", console) == ["test_two.py::test_fails"]
+
+
 def test_nothing_is_run_again_where_all_pass(tmp_path):
     code, console = rerun(tmp_path, {"one": PASSING})
     assert (code, CLOSING.findall(console)) == (0, ["1 passed"])
