@@ -85,6 +85,22 @@ class Cluster:
             time.sleep(0.02)
 
 
+    def end_of(self, number: int, patience: float) -> int:
+        """The exit code of a generators' node after the run's end. One that came too late for it waits for learners, as it
+        should: it is told to leave."""
+        job, deadline = self.jobs[number], time.monotonic() + patience
+        while job.poll() is None:
+            last_start = Path(self.consoles[number].name).read_text().rpartition("importing torch and transformers")[2]
+            if "engine: " not in last_start:  # it says so once it has found learners
+                job.send_signal(signal.SIGTERM)
+                job.wait(patience)
+                return 0
+            if time.monotonic() > deadline:
+                raise SystemExit(f"node{number + 1} does not end with the run: see {self.run.parent}")
+            time.sleep(0.1)
+        return job.returncode
+
+
 def strike(cluster: Cluster, rng: random.Random) -> str:
     """Takes a node away once, and gives back what can be given back; returns which and how."""
     number = rng.choice([0, 1, 1, 2, 2] if cluster.args.learners else [1, 2])
@@ -153,7 +169,8 @@ def main(args: Args, fresh: bool) -> Path:
             time.sleep(0.1)
         assert code == 0, f"exit code {code}: see {out}"
         for number in (1, 2):
-            assert cluster.jobs[number].wait(60) == 0, f"node{number + 1}: see {out}"
+            code = cluster.end_of(number, 60)
+            assert code == 0, f"node{number + 1} ended with exit code {code}: see {out}"
         deadline = time.monotonic() + 15
         while (left := network.left_over()) and time.monotonic() < deadline:
             time.sleep(0.1)
