@@ -84,7 +84,6 @@ class Cluster:
                 raise SystemExit(f"no new step for {patience} s after step {before}: see {self.run.parent}")
             time.sleep(0.02)
 
-
     def end_of(self, number: int, patience: float) -> int:
         """The exit code of a generators' node after the run's end. One that came too late for it waits for learners, as it
         should: it is told to leave."""

@@ -73,6 +73,7 @@ def test_the_pages_hold_the_tables_that_the_results_make():
     assert len(tables["README.md"].splitlines()) == 2 + headlines, "a headline has no row, or two"
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_is_what_the_page_says():
     program = "import kept; print(*(' | '.join(row) for row in kept.rows(SHAPE, kept.measure(SHAPE))), sep='\\n')"
     rows = printed(program.replace("SHAPE", "'Qwen2.5-0.5B'")).splitlines()

@@ -76,6 +76,7 @@ def sync(demo_model, tmp_path_factory) -> Path:
     return out / "run"
 
 
+@pytest.mark.slow
 def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
     words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run", fresh=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

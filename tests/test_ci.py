@@ -60,7 +60,7 @@ def said(word: str, console: str) -> list[str]:
     return re.findall(rf"^{word}: (.*)$", console, re.M)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_what_passes_the_second_time_is_flaky_and_no_failure(tmp_path, workers):
     code, console = rerun(tmp_path, {"one": PASSING, "two": FLAKY}, "-n", workers)
     assert code == 0, console
@@ -118,12 +118,14 @@ def test_a_crash_is_a_failure(tmp_path):
     assert rerun(tmp_path, {"one": CRASHING})[0] == 9
 
 
+@pytest.mark.slow
 def test_a_crash_that_comes_again_without_workers_is_a_failure(tmp_path):
     """The first time only a worker is lost."""
     code, console = rerun(tmp_path, {"one": CRASHING, "two": PASSING}, "-n", "2")
     assert code == 9 and said("failed twice", console) == ["test_one.py::test_ends_the_process"], console
 
 
+@pytest.mark.slow
 def test_what_is_skipped_the_second_time_has_failed(tmp_path):
     code, console = rerun(tmp_path, {"one": NOT_ALONE}, "-n", "2")
     assert code == 1 and said("failed twice", console) == ["test_one.py::test_needs_its_worker"], console

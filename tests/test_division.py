@@ -100,7 +100,10 @@ def test_an_error_ends_the_measuring_of_what_comes_after_it(texts, tmp_path):
     assert first["texts"] == 1 and second["texts"] < 51
 
 
-@pytest.mark.parametrize("seconds", [[0.3, 0.3], [0, 0.3]], ids=["both", "one waits for the other"])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param([0.3, 0.3], id="both", marks=pytest.mark.slow), pytest.param([0, 0.3], id="one waits for the other")],
+)
 def test_a_slow_tokenizer_does_not_hang(texts, tmp_path, seconds):
     """Each text takes a tenth of --hang-timeout, all of them more than twice as long."""
     flags = {"train_files": [write(tmp_path / "a.parquet", NUMBERS[:48])], "hang_timeout": 3, "seconds_a_text": seconds}

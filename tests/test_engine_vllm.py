@@ -186,6 +186,7 @@ def test_bfloat16(measured):
     assert got["mean"] < 0.05 and got["wrong"] == []
 
 
+@pytest.mark.slow
 def test_train_sync_learns_with_vllm(demo_model, tmp_path):
     flags = ["--total-training-steps", "30", "--test-freq", "30", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
     metrics, _, _ = train("train_sync.py", "--engine", "vllm", *flags, out=tmp_path, fresh=True)

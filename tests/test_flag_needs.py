@@ -260,6 +260,7 @@ def test_gae_is_not_offered(capsys):
         AlgorithmArgs.check(train_sync.Args(adv_estimator="gae"))
 
 
+@pytest.mark.slow
 def test_plan_says_it_too():
     words = "train_sync.py --model demo --kl-coef 0.1 --device H100-80GB"
     assert "--kl-coef does nothing without --use-kl-in-reward" in run_script("plan.py", *words.split()).stderr

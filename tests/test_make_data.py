@@ -1,14 +1,12 @@
 """examples/make_data.py: rows of the hub's layout become verl's, with what the grader wants; and prompts that never ask."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, train
+from helpers import run_script, train
 
 from rl import verifiers
 from rl.data import DataArgs, PromptDataset
@@ -28,9 +26,7 @@ ASKS = 'Let\'s think step by step and output the final answer after "####".'
 
 def made(*words, code: int = 0) -> str:
     """What make_data.py prints: its output, or its errors if it ends with a code."""
-    command = [sys.executable, str(ROOT / "examples" / "make_data.py"), *map(str, words)]
-    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = run_script("examples/make_data.py", *words, check=False)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 

@@ -85,6 +85,7 @@ def test_a_resumed_run_starts_a_larger_surplus(whole, unsure, tmp_path, ranks):
     assert last["ticket"] == 24 + 6 and {*last["under_way"], *tickets} == {*range(30)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_had_no_surplus_starts_one(unsure, tmp_path):
     name = ["--experiment-name", "x", "--output-dir", tmp_path]
     run_script("train_sync.py", *unsure, *name, "--over-sample", "0", "--total-training-steps", "2")

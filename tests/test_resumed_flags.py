@@ -65,8 +65,8 @@ def recorded(demo_model, tmp_path_factory) -> Path:
     ("first", "flags"),
     [
         (5, ["--ppo-epochs", 1]),
-        (3, ["--ppo-epochs", 3]),
         (2, ["--ppo-epochs", 1, "--kl-coef", 0.5]),
+        pytest.param(3, ["--ppo-epochs", 3], marks=pytest.mark.slow),
     ],
 )
 def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, first, flags):
@@ -76,7 +76,10 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
     assert logged(tmp_path / "again", "actor/reward_kl_penalty_coeff", 1) == [weight] * (STEPS + 1 - first)
 
 
-@pytest.mark.parametrize("flags", [["--ppo-mini-batch-size", 4], ["--ppo-mini-batch-size", 1, "--ppo-epochs", 2]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--ppo-mini-batch-size", 4], pytest.param(["--ppo-mini-batch-size", 1, "--ppo-epochs", 2], marks=pytest.mark.slow)],
+)
 def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
     """Fewer updates a step than before, and more."""
     run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-coef", 0.25, "--resume-anyway")
@@ -100,6 +103,7 @@ def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path
     assert bits(run) == bits(recorded) and logged(run, "actor/lr", 1) == logged(recorded, "actor/lr", 1)
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     """By a replay, too, which compares no flags."""
     where = ["--from-step", 4, "--output-dir", tmp_path]
@@ -111,7 +115,10 @@ def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
 
 
-@pytest.mark.parametrize(("was", "words", "remedy"), [(True, "with", "Add it"), (False, "without", "Leave it out")])
+@pytest.mark.parametrize(
+    ("was", "words", "remedy"),
+    [(True, "with", "Add it"), pytest.param(False, "without", "Leave it out", marks=pytest.mark.slow)],
+)
 def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was, words, remedy):
     model = save_vlm("qwen3-vl", tmp_path / "model")
     program = ("tests/programs/reshard.py", model)

@@ -289,6 +289,7 @@ def test_records_of_several_writers_arrive_once_and_in_each_writers_order(ring):
     assert ring.counts == {"written": 6000, "taken": 6000, "damaged": 0} and ring.occupancy == 0
 
 
+@pytest.mark.slow
 def test_soak_of_a_million_records():
     ring, count = Ring.create(8 << 20), 1_000_000
 

@@ -49,7 +49,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("sync, filtered", "async, too old")
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)])
 def test_every_response_is_counted_once(case, tmp_path):
     script, flags, ranks = CASES[case]
     data = write(tmp_path / "rows.jsonl", ["mixed", "equal", "broken", "mixed"] * 8)

@@ -260,7 +260,7 @@ def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     before = set(os.listdir("/dev/shm"))
     process, mark = start_rough("none", "--output-dir", tmp_path, *REWARD)

@@ -16,6 +16,7 @@ def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
     return {m["training/validated_step"]: m["val-core/demo/acc/mean@1"] for m in done}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
     flags = (*FLAGS, "--generators", 2, "--total-training-steps", 20, "--test-freq", 20)

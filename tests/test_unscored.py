@@ -209,7 +209,11 @@ SCRIPTS = {
 CASES = [("train_sync.py", kind) for kind in BROKEN] + [("train_one_step_off.py", "raises"), ("train_async.py", "none")]
 
 
-@pytest.mark.parametrize(("script", "kind"), CASES)
+QUICK = [("train_sync.py", "raises"), ("train_sync.py", "none"), ("train_async.py", "none")]
+OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
+
+
+@pytest.mark.parametrize(("script", "kind"), [*QUICK, *OTHERS])
 def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind, tmp_path):
     code, message = BROKEN[kind]
     (tmp_path / "mine.py").write_text(code)
@@ -233,7 +237,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
+)
 def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
     """Steps without a single score train nothing, and are recorded as such; the run, its validation included, goes on."""
     (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step

@@ -471,9 +471,14 @@ SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-war
     [
         ("train_sync", ["--test-freq", "1"], range(7), 1),
         ("train_async", ["--test-freq", "1", "--val-n", "2"], range(7), 3),
-        ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
-        ("train_one_step_off", ["--test-freq", "1"], range(7), 3),
-        ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
+                ("train_one_step_off", ["--test-freq", "1"], range(7), 3),
+                ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2),
+            )
+        ],
     ],
 )
 def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
@@ -518,6 +523,7 @@ def test_a_branch_has_a_best_of_its_own(demo_model, tmp_path):
     assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_weights_that_are_published_within_a_period_are_validated_under_their_own_step(demo_model, tmp_path):
     """A run resumes after step 3 of periods of two steps: what goes out as version 1 then are the weights of step 3."""
@@ -539,7 +545,7 @@ def test_weights_that_are_published_within_a_period_are_validated_under_their_ow
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", ["train_async.py", "train_one_step_off.py"])
+@pytest.mark.parametrize("script", ["train_async.py", pytest.param("train_one_step_off.py", marks=pytest.mark.slow)])
 def test_a_killed_run_that_resumes_has_each_validation_once(script, demo_model, tmp_path):
     flags = ("--test-freq", "1", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
     named(script, tmp_path, *flags, ranks=2)

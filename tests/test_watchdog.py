@@ -112,6 +112,7 @@ def test_a_rank_that_is_stopped_is_named():
     assert code == 1 and f"failed (exitcode: {EXIT_CODE})" in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_slow_is_not_hung_and_neither_is_a_process_that_was_stopped_for_a_while():
     """Without torchrun: the process's own exit code."""
