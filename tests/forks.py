@@ -140,17 +140,39 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
+def warm_up(scripts: list[str]) -> None:
+    """Does once what every run does first, and what Python, transformers and torch keep of it: the flags, a model's forward
+    pass, the names in its files. On one thread and without a backward pass, which would start threads: forks have none."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from rl import flags
+
+    for script in scripts:
+        flags.read(sys.modules[script].Args, args=[])
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=32, **sizes))
+        model(input_ids=torch.ones(2, 8, dtype=torch.long))
+        get_model_conversion_mapping(model)
+
+
 def import_all(modules: list[str]) -> None:
     before = dict(os.environ)
     for name in modules:
         importlib.import_module(name)
+    warm_up([name for name in modules if name.startswith("train_")])
     set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
 
 def main(listener: socket.socket, modules: list[str]) -> None:
+    ready = False
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
-        import_all(modules)
+        if not ready:
+            import_all(modules)
+            ready = True
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

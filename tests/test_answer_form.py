@@ -2,6 +2,7 @@
 Values and spellings are made here from whole numbers, without the code under test."""
 
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from math import gcd
 
@@ -20,6 +21,26 @@ def paid(grader, answer: str, truth: str) -> bool:
     """Whether the boxed answer is right for the grader."""
     value = grader("", f"<think>so</think> The answer is $\\boxed{{{answer}}}$.", truth)
     return bool(value["acc"] if isinstance(value, dict) else value)
+
+
+PARTS = 5
+
+
+def with_seeds(count: int) -> Callable:
+    """Runs a test with that many seeds in PARTS tests: one test a seed would cost pytest more time than the seeds do."""
+
+    def decorate(check: Callable[[int], None]) -> Callable:
+        @pytest.mark.parametrize("part", range(PARTS))
+        def test(part):
+            for seed in range(part, count, PARTS):
+                print("seed", seed)  # pytest shows the last one, which failed
+                check(seed)
+
+        test.__name__ = check.__name__
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
 
 
 # ------------------------------------------------------------------------------------- expressions to be computed
@@ -76,7 +97,7 @@ def restated(rng: random.Random, value: int, depth: int = 0) -> str:
     return rng.choice(ways)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@with_seeds(400)
 def test_an_expression_that_has_the_value_of_a_whole_number_is_not_paid(seed):
     rng = random.Random(seed)
     value = rng.choice([rng.randint(-40, 150), rng.randint(2, 12)])
@@ -86,7 +107,7 @@ def test_an_expression_that_has_the_value_of_a_whole_number_is_not_paid(seed):
         assert paid(grader, str(value), str(value))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@with_seeds(200)
 def test_an_expression_that_has_the_value_of_a_fraction_is_not_paid(seed):
     rng = random.Random(seed)
     value = Fraction(rng.randint(1, 40), rng.randint(2, 40))
@@ -116,7 +137,7 @@ def test_an_expression_that_has_the_value_of_a_fraction_is_not_paid(seed):
         assert paid(grader, truth, truth)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@with_seeds(200)
 def test_other_forms_of_an_expression_are_not_paid(seed):
     """Factor, expand and simplify: the problem is equal to its answer."""
     rng = random.Random(seed)
@@ -140,7 +161,7 @@ def test_other_forms_of_an_expression_are_not_paid(seed):
         assert not paid(grader, common, multiplied) and not paid(grader, multiplied, common)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@with_seeds(150)
 def test_roots_that_have_to_be_put_together_are_not_paid(seed):
     rng = random.Random(seed)
     n, a, b, k = rng.choice([2, 3, 5, 6, 7, 10]), rng.randint(2, 9), rng.randint(2, 9), rng.choice([2, 3, 5])
@@ -213,7 +234,7 @@ def wrapped(rng: random.Random, text: str) -> str:
     return rng.choice(ways)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@with_seeds(400)
 def test_a_number_is_paid_in_every_spelling(seed):
     rng = random.Random(seed)
     value = Fraction(rng.choice([rng.randint(-99, 99), rng.randint(1000, 10**7)]), rng.choice([1, 1, rng.randint(2, 64)]))
@@ -253,7 +274,7 @@ def literal(rng: random.Random) -> tuple[str, str]:
     return spelled_number(rng, Fraction(rng.randint(-50, 50), q))
 
 
-@pytest.mark.parametrize("seed", range(400))
+@with_seeds(400)
 def test_tuples_intervals_sets_and_matrices_are_paid_in_every_spelling(seed):
     rng = random.Random(seed)
     pairs = [literal(rng) for _ in range(rng.randint(2, 4))]
