@@ -152,6 +152,16 @@ def seeds_are_slow() -> bool:
     return kind() in ONE_DRAW_KINDS
 
 
+@contextlib.contextmanager
+def random_numbers(device: torch.device, seed: int):
+    """What the block draws, on the host and on the device, follows from the seed; draws outside stay what they are."""
+    with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
+        torch.default_generator.manual_seed(seed)
+        if is_accelerator(device):
+            getattr(torch, device.type).manual_seed(seed)
+        yield
+
+
 def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor of host memory on the device. The host does not wait for what the device is at."""
     return x.pin_memory().to(device, non_blocking=True) if is_accelerator(torch.device(device)) else x.to(device)
