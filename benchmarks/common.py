@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,7 @@ class Finished:
     output: str
     started: float  # time.time() when it began
     first_line: float  # seconds until it had said something; that of the whole command if it never did
+    validations: list[dict] = field(default_factory=list)  # of a training script, in order of step
 
 
 def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> Finished:
@@ -163,16 +164,20 @@ def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> 
 
 def run_script(python: str, command: list[str], *flags: str, **env: str) -> tuple[Finished, list[dict]]:
     """Runs a script of MODES; returns also the rows of its metrics.jsonl."""
+    from rl import validations
+
     with tempfile.TemporaryDirectory() as out:
         done = run([python, *command, "--output-dir", out, *flags], threads_of(command), **env)
         (directory,) = Path(out).iterdir()
+        done.validations = validations.read(directory)
         return done, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def accuracies(rows: list[dict]) -> dict[int, float]:
-    """The demo's greedy validation accuracy, by the step whose weights were validated."""
+def accuracies(validations: list[dict]) -> dict[int, float]:
+    """The demo's greedy validation accuracy, by the step whose weights were validated. validations: of rl/validations.py; the
+    rows of metrics.jsonl have the newest one only where several arrived during a step."""
     key = "val-core/demo/acc/mean@1"
-    return {row.get("training/validated_step", row["step"]): row[key] for row in rows if key in row}
+    return {validation["step"]: validation[key] for validation in validations if key in validation}
 
 
 class PeakMemory(threading.Thread):

@@ -41,7 +41,7 @@ def one_run(mode: str, seed: int, args: Args) -> dict:
         "training_seconds": rows[-1]["time"] - began,
         "reward": [row["critic/score/mean"] for row in rows if row["step"]],
         "clock": [row["time"] - began for row in rows if row["step"]],
-        "accuracy": accuracies(rows),
+        "accuracy": accuracies(done.validations),
         "cpu": cpu_name(),
     }
 

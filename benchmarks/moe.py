@@ -39,9 +39,9 @@ class Args:
 def one_run(side: str, seed: int, steps: int) -> dict:
     flags = ["--model", "demo-moe", "--rollout-dtype", "bfloat16", "--seed", str(seed), "--total-training-steps", str(steps)]
     flags += ["--test-freq", "20", "--lr-scheduler-type", "constant", *SIDES[side]]
-    _, rows = run_script(sys.executable, MODES["sync"], *flags)
+    done, rows = run_script(sys.executable, MODES["sync"], *flags)
     means = {name: statistics.mean(row[name] for row in rows if row["step"]) for name in SHOWN}
-    return {"accuracy": accuracies(rows), **means}
+    return {"accuracy": accuracies(done.validations), **means}
 
 
 def main(args: Args) -> None:

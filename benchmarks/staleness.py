@@ -30,8 +30,8 @@ def one_run(side: str, seed: int, steps: int) -> dict[int, float]:
     """Greedy validation accuracy by step."""
     mode, more = SIDES[side]
     flags = ["--seed", str(seed), "--total-training-steps", str(steps), "--test-freq", "10", "--lr-scheduler-type", "constant"]
-    _, rows = run_script(sys.executable, MODES[mode], *flags, *more)
-    return accuracies(rows)
+    done, _ = run_script(sys.executable, MODES[mode], *flags, *more)
+    return accuracies(done.validations)
 
 
 def main(args: Args) -> None:

@@ -7,6 +7,8 @@
 # reference (--use-kl-loss) waits in host memory, one copy of 12 GB over the 4; two devices share an engine, which holds 6 GB of
 # weights and its KV cache. Not run on either kind yet.
 # Micro-batches of 12,288 tokens are verl's 8 sequences; its first script had 40 of them, 61,440 tokens. Only memory differs.
+# verl's run validates before the first step alone, which --test-freq 0 leaves out here; to validate add
+#   --val-files data/gsm8k/test.parquet --test-freq 20
 # Data: verl's gsm8k parquet files, in $DATA (python examples/make_data.py gsm8k).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +16,7 @@ DATA=${DATA:-data/gsm8k}
 
 torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --model "${MODEL:-Qwen/Qwen2.5-3B-Instruct}" \
-  --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" --no-shuffle \
+  --train-files "$DATA/train.parquet" --no-shuffle \
   --train-batch-size 1024 --ppo-mini-batch-size 256 --rollout-n 5 \
   --max-prompt-length 512 --max-response-length 1024 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
@@ -22,6 +24,6 @@ torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --lr 3e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 12288 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --load-format safetensors \
-  --total-epochs 15 --val-before-train --test-freq 0 --save-freq 0 \
+  --total-epochs 15 --test-freq 0 --save-freq 0 \
   --experiment-name grpo-qwen2.5-3b-gsm8k-one-step-off \
   "$@"

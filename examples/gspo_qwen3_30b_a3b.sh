@@ -5,7 +5,8 @@
 #   MASTER=<first node> NODE_RANK=<0 or 1> examples/gspo_qwen3_30b_a3b.sh [further flags]         # on each node
 #
 # GRPO on the same set-up, which its report compares with: add
-#   --loss-mode ppo_clip --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28
+#   --loss-mode ppo_clip --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0
+# The run does not validate; to validate add --val-files data/dapo-math/aime-2024.parquet --test-freq 20
 # GSPO needs no replay of the router, GRPO on a mixture of experts does (the paper, section 5.3): add --router-replay R2 or R3 then.
 #
 # Hardware: 16 devices of 64 GB or more. By count, not measured: 30.5B parameters x 16 bytes over 16 learners is 31 GB each, in host
@@ -24,11 +25,11 @@ DATA=${DATA:-data/dapo-math}
 torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-localhost}" --master-port 29500 \
   --nproc-per-node 8 train_sync.py \
   --model "${MODEL:-Qwen/Qwen3-30B-A3B}" \
-  --train-files "$DATA/dapo-math-17k.parquet" --val-files "$DATA/aime-2024.parquet" \
+  --train-files "$DATA/dapo-math-17k.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 8192 \
   --train-batch-size 32 --ppo-mini-batch-size 4 --rollout-n 2 \
   --adv-estimator grpo --loss-mode gspo --loss-agg-mode token-mean \
-  --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --clip-ratio-c 10.0 --entropy-coeff 0 \
+  --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 --expert-parallel 8 \

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from rl import images
 from rl.errors import UserError
 from rl.instructions import format_of
+from rl.printable import printable
 from rl.rows import read_table
 
 FILES = {".parquet", ".jsonl", ".json"}
@@ -88,9 +89,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         for which in ("train", "val"):
-            print(make(args.name, which, args))
+            print(printable(make(args.name, which, args)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
 
 

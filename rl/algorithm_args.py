@@ -159,6 +159,11 @@ class AlgorithmArgs(RolloutCorrectionArgs):
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
                 "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."
             )
+        if self.filter_groups and self.rollout_n == 1:
+            raise UserError(
+                "--filter-groups keeps the groups whose scores differ: with --rollout-n 1 there are none, and every group is "
+                "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
+            )
         self._check_old_log_probs()
         self._check_loss_args()
 

@@ -197,8 +197,21 @@ class Outbox:
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
-        """A validation of this version of the weights, published after that step: one of `parts`, each by another generator."""
-        self._send_json(ROWS, {"step": step, "version": version, "rows": rows, "parts": parts})
+        """A validation of this version of the weights, published after that step: one of `parts`, each by another generator.
+        It is sent as several records where one would take too much of the ring."""
+        pieces: list[list[bytes]] = [[]]
+        size, most = 0, self.ring.max_record // 2
+        for row in rows:
+            encoded = json.dumps(row).encode()
+            if pieces[-1] and size + len(encoded) > most:
+                pieces.append([])
+                size = 0
+            pieces[-1].append(encoded)
+            size += len(encoded) + 1
+        about = {"rank": self.split.number, "step": step, "version": version, "parts": parts}
+        for number, piece in enumerate(pieces, 1):
+            head = json.dumps(about | {"more": number < len(pieces)}).encode()
+            self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
         """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the

@@ -316,6 +316,12 @@ def check_path(path: Path, damage: Callable[[Path], str | None] = damage) -> Pat
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
     if error:
         raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
+    if not path.match(STEPS):
+        name = path.name.partition(".")[0]
+        remedy = f"To resume from it, move what is at {path.with_name(name)} away and rename it to {name}."
+        if not Path(name).match(STEPS):
+            remedy = "Rename it so, with the number of the step that it was written after."
+        raise UserError(f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. {remedy}")
     return path.resolve()
 
 

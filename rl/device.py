@@ -13,12 +13,11 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rl import host_memory, launch
+from rl import host, host_memory, launch
 from rl.errors import UserError
 
 HOST = "cpu"
@@ -50,8 +49,6 @@ PEAK_FLOPS = {
     "910B": 354e12,
     "Ascend910_93": 376e12,  # half of a chip of two dies, each of which is a device
 }
-DRIVER_FILES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}  # in DEVICE_FILES, one for each device that a driver shows
-DEVICE_FILES = Path("/dev")
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # the devices of a process, by number or name
 
 
@@ -79,8 +76,8 @@ def _warn_of_unused() -> None:
         "cuda": f"torch {torch.__version__} is {built}. Check the driver with nvidia-smi, and install requirements-cuda.txt",
         "npu": "Check the driver with npu-smi info, and install requirements-npu.txt",
     }
-    for of_kind, pattern in DRIVER_FILES.items():
-        if files := sorted(DEVICE_FILES.glob(pattern)):
+    for of_kind in host.NODES:
+        if files := host.device_files(of_kind):
             found = f"warning: {files[0]} exists, but torch finds no {of_kind} device, so this runs on the CPU. "
             print(f"{found}{remedies[of_kind]} (docs/engines.md). RL_DEVICE=cpu hides this line.", file=sys.stderr, flush=True)
 
@@ -150,6 +147,16 @@ def experts_implementation() -> str | None:
 def seeds_are_slow() -> bool:
     """Whether requests with seeds of their own cost vLLM a kernel each per token."""
     return kind() in ONE_DRAW_KINDS
+
+
+@contextlib.contextmanager
+def random_numbers(device: torch.device, seed: int):
+    """What the block draws, on the host and on the device, follows from the seed; draws outside stay what they are."""
+    with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
+        torch.default_generator.manual_seed(seed)
+        if is_accelerator(device):
+            getattr(torch, device.type).manual_seed(seed)
+        yield
 
 
 def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:

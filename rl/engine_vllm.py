@@ -9,7 +9,8 @@ recomputed. Images in prompts: rl/engine_vllm_images.py. Left out: pipeline and 
 engine. The versions it was run with, and what to do when memory runs out: docs/engines.md.
 
 What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded;
-with --rollout-seeds off, and so on an NPU, on the engine's stream of random numbers and on what else is decoded.
+with --rollout-seeds off, and so on an NPU, on the engine's stream of random numbers and on what else is decoded. That stream
+starts after each update from the seeds of the requests that the engine has then (`_random_numbers`).
 The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
 repeats bit for bit only where the batches repeat too.
 """
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.device import empty_cache, is_accelerator, seeds_are_slow
+from rl.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
 from rl.dist import all_gather_bytes
 from rl.engine import EngineArgs, Output, Request
 from rl.errors import UserError
@@ -121,6 +122,7 @@ class VLLMEngine:
         self._pending: dict[str, Pending] = {}
         self._added = 0  # requests so far
         self._updates = 0  # the prefix cache is shared within one: `cache_salt`
+        self._stream: list[int] | None = None  # see `_random_numbers`
 
     # -- the contract
 
@@ -141,7 +143,9 @@ class VLLMEngine:
             raise RuntimeError("the engine sleeps and has no weights: it must be updated before it generates")
         if not self._pending:
             return []
-        return [self._output(out) for out in self.engine.step() if out.finished]
+        with self._random_numbers():
+            outputs = self.engine.step()
+        return [self._output(out) for out in outputs if out.finished]
 
     def unfinished(self) -> list[Output]:
         states = self.engine.output_processor.request_states
@@ -174,6 +178,7 @@ class VLLMEngine:
             self.asleep = False
         self.engine.reset_encoder_cache()
         self.version = version
+        self._stream = None
         self._updates += 1
         if recompute_kv:
             self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -223,8 +228,7 @@ class VLLMEngine:
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
-            # The same on an engine's tensor parallel ranks; where requests have seeds what is sampled depends on these alone.
-            seed=0 if self.seeds or not dist.is_initialized() else dist.get_rank() // args.rollout_tp,
+            seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
             try:
@@ -241,6 +245,26 @@ class VLLMEngine:
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 
+    @contextlib.contextmanager
+    def _random_numbers(self):
+        """The random numbers of one step for requests without seeds of their own.
+
+        They follow from the weights' version, from the seeds and lengths of the requests that were here at the first step with
+        these weights, and from the number of steps since. So they depend on --seed; two engines, which never have the same
+        requests, never draw the same; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
+        """
+        if self.seeds:
+            yield
+            return
+        if self._stream is None:
+            requests = [pending.request for pending in self._pending.values()]
+            self._stream = [self.version + 1, *sorted(_seed(request) for request in requests), 0]
+        self._stream[-1] += 1
+        state = np.random.SeedSequence(self._stream).generate_state(4)
+        with _random_state_kept(), random_numbers(self.device, int(state[0])):
+            np.random.seed(state)  # some of vLLM's samplers draw seeds from numpy
+            yield
+
     def _hand_over(self, key: str, request: Request) -> str:
         """Gives the request to vLLM; returns vLLM's own name for it."""
         s, so_far = request.sampling, request.so_far.token_ids if request.so_far else []
@@ -251,8 +275,7 @@ class VLLMEngine:
             max_tokens=s.max_tokens - len(so_far),
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
-            # the stream of a response that goes on would else begin again
-            seed=request.seed ^ len(so_far) if self.seeds else None,
+            seed=_seed(request) if self.seeds else None,
             logprobs=0,  # the sampled token's
             flat_logprobs=True,  # no dict and no object a token
             detokenize=False,
@@ -292,6 +315,11 @@ class VLLMEngine:
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
         return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
+
+
+def _seed(request: Request) -> int:
+    """The request's seed. Its length so far counts, or a resumed response would draw its first random numbers again."""
+    return request.seed ^ (len(request.so_far.token_ids) if request.so_far else 0)
 
 
 def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:

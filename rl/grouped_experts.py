@@ -2,7 +2,7 @@
 
 `torch_npu.npu_grouped_matmul` multiplies the rows of each expert with its matrix in one kernel, and so are both gradients here.
 Before it is used it is compared with products one after another (`agrees`); where they differ experts are computed so.
-Left out: experts with biases, and layouts other than [experts, out, in].
+Experts with biases, without a gate, or in a layout other than [experts, out, in] are left to their model's own forward.
 """
 
 import itertools
@@ -50,13 +50,15 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """What transformers' experts modules compute: hidden_states [T, d], top_k_index and top_k_weights [T, K] -> [T, d]."""
     if not is_accelerator(hidden_states.device):  # the checks at the start
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    if self.has_bias or self.is_transposed or not self.has_gate:
+        return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
     chosen = top_k_index.reshape(-1)  # [T * K]
     order = chosen.argsort(stable=True)
     rows = torch.zeros(self.num_experts, dtype=torch.long, device=chosen.device)
     rows = rows.scatter_add_(0, chosen, torch.ones_like(chosen))  # [E]
     x = hidden_states[order // top_k_index.shape[1]]
-    gate, up = GroupedProduct.apply(x, self.gate_up_proj, rows).chunk(2, dim=-1)
-    out = GroupedProduct.apply(self.act_fn(gate) * up, self.down_proj, rows)
+    gated = self._apply_gate(GroupedProduct.apply(x, self.gate_up_proj, rows))  # some models have a gate of their own
+    out = GroupedProduct.apply(gated, self.down_proj, rows)
     weighted = (out * top_k_weights.reshape(-1)[order, None])[order.argsort()]
     return weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
 

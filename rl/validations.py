@@ -112,7 +112,7 @@ class Parts:
     def take(self) -> list[Validation]:
         """Those that are whole, in order of step."""
         whole = sorted(step for step in self._parts if self._is_whole(step))
-        validations = [Validation.of(self._parts.pop(step)) for step in whole]
+        validations = [Validation.of(_complete(self._parts.pop(step))) for step in whole]
         return [validation for validation in validations if validation.rows]
 
     def skip_recorded(self, steps: Iterable[int]) -> None:
@@ -132,6 +132,17 @@ class Parts:
         parts = self._parts.get(step, [])
         at_work = self._at_work()
         if at_work is None:
-            return len(parts) == parts[0]["parts"]
+            return sum(map(_ends, parts)) == parts[0]["parts"]
         awaited = {*self._validators.get(step, ())} & at_work
-        return awaited <= {part["rank"] for part in parts}
+        return awaited <= {part["rank"] for part in parts if _ends(part)}
+
+
+def _ends(record: dict) -> bool:
+    """Whether the record is the last one of its part: a large part is sent as several, in order."""
+    return not record.get("more")
+
+
+def _complete(records: list[dict]) -> list[dict]:
+    """Without those of parts whose end is missing, because their generator was lost."""
+    ended = {record.get("rank") for record in records if _ends(record)}
+    return [record for record in records if record.get("rank") in ended]

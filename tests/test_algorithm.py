@@ -275,6 +275,14 @@ REFUSED = {
     "criteria": ({"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": "1"}, "rejection criterion 'seq_mean_k4'"),
     "no bound": ({"rollout_rs": "seq_mean_k3"}, "threshold ''"),
     "never a comparison": ({"adv_estimator": "rloo", "rollout_n": 1}, "--rollout-n 1 every advantage is 0"),
+    "nothing to filter": (
+        {"adv_estimator": "reinforce_plus_plus", "filter_groups": True, "rollout_n": 1},
+        "--filter-groups keeps the groups whose scores differ: with --rollout-n 1",
+    ),
+    "nothing to filter with ReMax": (
+        {"adv_estimator": "remax", "filter_groups": True, "rollout_n": 1},
+        "--rollout-n at least 2",
+    ),
     "another loss's knob": ({"loss_args": ("tau_pos=1",)}, "--loss-mode ppo_clip takes none"),
     "no such knob": ({"loss_mode": "kl_cov", "loss_args": ("coeff=1",)}, "takes coef=1, ratio=0.0002"),
     "no number": ({"loss_mode": "sapo", "loss_args": ("tau_neg=big",)}, "write tau_neg=NUMBER, above 0, such as tau_neg=1.05"),

@@ -66,6 +66,33 @@ def printed(program: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+# A training script as the benchmarks see it: two validations arrive during step 5, whose row repeats the newer one.
+SCRIPT = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "run"
+out.mkdir()
+key = "val-core/demo/acc/mean@1"
+validations = [{"step": step, "training/validated_step": step, key: step / 10} for step in (0, 2, 4)]
+rows = [{"step": step, "time": 9.0 + step, "timing_s/step": 1.0, "critic/score/mean": 0.5} for step in range(6)]
+rows[0] |= {"training/validated_step": 0, key: 0.0}
+rows[5] |= {"training/validated_step": 4, key: 0.4}
+for name, lines in (("validations", validations), ("metrics", rows)):
+    (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+def test_a_benchmark_reads_every_validation_of_a_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    program = "import demo, json, moe, staleness\n"
+    program += f"for module in (demo, moe, staleness): module.MODES = {{'sync': [{str(script)!r}]}}\n"
+    program += "moe.SIDES, moe.SHOWN, staleness.SIDES = {'one': []}, {'critic/score/mean': ''}, {'one': ('sync', [])}\n"
+    program += "found = [staleness.one_run('one', 0, 5), moe.one_run('one', 0, 5)['accuracy']]\n"
+    program += "found.append(demo.one_run('sync', 0, demo.Args(steps=5))['accuracy'])\n"
+    program += "print(json.dumps(found))\n"
+    assert json.loads(printed(program)) == 3 * [{"0": 0.0, "2": 0.2, "4": 0.4}]
+
+
 def test_the_pages_hold_the_tables_that_the_results_make():
     tables, headlines = json.loads(printed("import json, table; print(json.dumps([table.make(), len(table.HEADLINES)]))"))
     for page, table in tables.items():

@@ -252,6 +252,22 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
     assert checkpoint.damage(run / "step_000020") is None
 
 
+@pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
+def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name):
+    """The name says after which step it was written."""
+    for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
+        path.mkdir()
+        checkpoint.write_manifest(path, {})
+        assert checkpoint.damage(path) is None
+        if is_right:
+            assert checkpoint.check_path(path) == path
+            continue
+        with pytest.raises(UserError, match="a checkpoint's name is step_ and six digits") as refused:
+            checkpoint.check_path(path)
+        assert str(path) in str(refused.value)
+        assert ("rename it to step_000020." in str(refused.value)) == ("." in name)
+
+
 def copy_of(run: Path, out: Path) -> Path:
     shutil.copytree(run, out / "run", symlinks=True)
     return out / "run"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, environment, left_over, marked
 
+from rl import host
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG
 from rl.embedded_engine import TransformersEngine
@@ -99,17 +100,25 @@ def test_another_set_is_named_package_by_package():
     assert "requirements-npu.txt" in finding.remedy
 
 
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_device_that_torch_does_not_find_is_wrong(kind, tmp_path, monkeypatch):
-    """A driver older than torch's build leaves the device's file and no device: a run would train on the CPU."""
-    node = tmp_path / "device"
-    node.touch()
-    monkeypatch.setitem(packages.NODES, kind, str(node))
+@pytest.mark.parametrize("name", ["nvidia0", "nvidia3", "nvidia12", "davinci0", "davinci5"])
+def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch):
+    """A driver older than torch's build leaves the device's file and no device: a run would train on the CPU. A container shows
+    the machine's devices under their own numbers, so that there may be no number 0."""
+    (tmp_path / name).touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(host, "DEVICE_FILES", tmp_path)
     facts = {"kind": "cpu", "RL_DEVICE": None, "torch": "2.13.0", "cuda": "13.0"}
     (finding,) = packages.check_driver(facts)
-    assert finding.status == WRONG and str(node) in finding.text and finding.remedy
+    assert finding.status == WRONG and str(tmp_path / name) in finding.text and finding.remedy
     (finding,) = packages.check_driver(facts | {"RL_DEVICE": "cpu"})
     assert finding.status == SKIPPED, "asked for"
+
+
+def test_files_of_a_driver_without_devices_are_no_device(tmp_path, monkeypatch):
+    for name in ("nvidiactl", "nvidia-uvm", "davinci_manager"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(host, "DEVICE_FILES", tmp_path)
+    assert packages.kind_by_files() == "cpu"
 
 
 def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):

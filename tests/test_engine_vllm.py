@@ -167,6 +167,17 @@ def test_log_probs_are_of_what_is_sampled_or_the_engine_is_refused(measured):
     assert got["repeated"] < 0.5, "without seeds requests do not repeat"
 
 
+def test_without_seeds_the_random_numbers_follow_from_the_run_s_seed_the_requests_and_the_step(measured):
+    got = measured("samplers")["streams"]
+    run, again = got.pop("run"), got.pop("the same step of a resumed run")
+    assert got.pop("random state untouched"), "the script's own draws stay what they are"
+    assert again == run, "whatever the process has drawn before"
+    assert len(got) == 4
+    for name, tokens in got.items():
+        common = sum(a == b for mine, theirs in zip(tokens, run, strict=True) for a, b in zip(mine, theirs, strict=False))
+        assert common < 0.5 * sum(map(len, run)), name
+
+
 def test_experts_that_a_wake_up_has_turned_take_new_weights(measured):
     got = measured("turned experts")
     assert got["turned"] >= 4 and max(got["errors"]) < 1e-4

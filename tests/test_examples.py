@@ -11,10 +11,12 @@ from transformers import CONFIG_MAPPING, Qwen3MoeConfig
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from examples import make_data
+from rl import flag_needs, flags
 from rl.attention import check_supported
 from rl.errors import UserError
 from rl.ranges import check
+from rl.verifiers import BUILT_IN, verifier_name
 from rl.vision import FAMILIES, takes_images
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -60,6 +62,26 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
     assert args.ppo_max_token_len_per_gpu * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
     assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypatch, capfd):
+    """By what a run on its devices, with its model and its data, would find."""
+    given = words(recipe, device, tmp_path)
+    at = next(i for i, word in enumerate(given) if word in SCRIPTS)
+    launcher, own = given[:at], given[at + 1 :]
+    ranks = number(launcher, "--nproc-per-node")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks * number(launcher, "--nnodes")))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    Args = SCRIPTS[given[at]].Args
+    args = flags.read(Args, args=own)
+    assert "does nothing" not in capfd.readouterr().err
+    data = make_data.DATA[re.search(r"make_data\.py ([\w-]+)", recipe.read_text())[1]]
+    takes_images, has_experts = "-VL-" in args.model, bool(re.search(r"-A\d+B", args.model))
+    graders = frozenset({BUILT_IN[verifier_name(data.data_source)]})
+    facts = flag_needs.Facts(takes_images, has_experts, "vllm", on_accelerator=True, graders=graders)
+    assert flag_needs.without_effect(args, flag_needs.given(Args, own), facts) == {}
 
 
 # The numbers of verl's runs, as their authors give them. devices: (generators, learners). What verl counts in publishes is
@@ -124,7 +146,7 @@ VERL = {
     "gspo_qwen3_30b_a3b": {
         "devices": (0, 16), "train_batch_size": 32, "ppo_mini_batch_size": 4, "rollout_n": 2, "max_prompt_length": 2048,
         "max_response_length": 8192, "truncation": "left", "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
-        "clip_ratio_c": 10, "use_kl_loss": False, "lr": 1e-6, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 4,
+        "use_kl_loss": False, "lr": 1e-6, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 4,
         "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 10240, "overlong_buffer_len": 4096,
         "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True, "expert_parallel": 8,
     },

@@ -1,11 +1,13 @@
 """Experts as grouped products on an NPU, by a fake of torch-npu's kernel that takes what the kernel takes and no more."""
 
+import itertools
 import types
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from rl import device, grouped_experts
 
@@ -66,6 +68,90 @@ def test_a_model_has_the_outputs_and_gradients_of_its_experts_one_after_another(
         found.append([logits, *(parameter.grad for parameter in model.parameters())])
     for expected, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+class Gated(nn.Module):
+    """Experts whose gate is their own: clamped, as DeepSeek V4's, and not SiLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * 16, 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 16))
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate.clamp(max=1.0).sigmoid() * (up.clamp(-1.0, 1.0) + 1)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
+            expert, weight = top_k_index[token, place], top_k_weights[token, place]
+            gate_up = self.gate_up_proj[expert] @ hidden_states[token]
+            out[token] += weight * (self.down_proj[expert] @ self._apply_gate(gate_up))
+        return out
+
+
+class Biased(Gated):
+    """Experts in the other layout, [experts, in, out], with biases, and the gate and the rest of it in turns (gpt-oss)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_up_proj, self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 8, 32)), nn.Parameter(torch.randn(4, 32))
+        self.down_proj, self.down_proj_bias = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8))
+
+    def _apply_gate(self, gate_up):
+        return gate_up[..., ::2].sigmoid() * gate_up[..., 1::2]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
+            expert, weight = top_k_index[token, place], top_k_weights[token, place]
+            gate_up = hidden_states[token] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+            out[token] += weight * (self._apply_gate(gate_up) @ self.down_proj[expert] + self.down_proj_bias[expert])
+        return out
+
+
+class Plain(nn.Module):
+    """Experts without a gate (Nemotron-H)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts, self.act_fn = 4, nn.ReLU()
+        self.up_proj, self.down_proj = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
+            expert, weight = top_k_index[token, place], top_k_weights[token, place]
+            out[token] += weight * (self.down_proj[expert] @ (self.up_proj[expert] @ hidden_states[token]).relu())
+        return out
+
+
+LAYOUTS = {
+    Gated: {},
+    Biased: {"is_concatenated": False, "is_transposed": True, "has_bias": True},
+    Plain: {"has_gate": False},
+}
+
+
+@pytest.mark.parametrize("experts", LAYOUTS, ids=lambda experts: experts.__name__)
+def test_experts_with_a_gate_or_a_layout_of_their_own_have_their_own_values(kernel, experts):
+    assert grouped_experts.use(torch.device("cpu"))
+    torch.manual_seed(0)
+    config = types.SimpleNamespace(_experts_implementation=grouped_experts.NAME)
+    module = use_experts_implementation(**LAYOUTS[experts])(type("Experts", (experts,), {"forward": experts.forward}))(config)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
+    chosen = torch.tensor([[0, 1], [1, 3], [3, 0], [0, 3], [1, 0], [3, 1]])  # expert 2 has no token
+    found = []
+    for forward in (module.forward, lambda *inputs: experts.forward(module, *inputs)):
+        module.zero_grad()
+        x.grad = None
+        out = forward(x, chosen, weights)
+        out.square().sum().backward()
+        found.append([out, x.grad, *(parameter.grad for parameter in module.parameters())])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["values", "weights' gradients", "no kernel"])

@@ -37,6 +37,18 @@ def jsonl(path, rows):
     return path
 
 
+def test_what_a_terminal_would_obey_is_written_out(tmp_path):
+    """Names of files and of columns come from others."""
+    rows = [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}]
+    train, val = (jsonl(tmp_path / f"\x1b[2J{name}.jsonl", rows) for name in ("train", "val"))
+    said = made("gsm8k", "--train-files", train, "--val-files", val, "--out", tmp_path / "out", code=1)
+    assert said.startswith("error: ") and "\x1b" not in said and "\\x1b[2Jtrain.jsonl" in said
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
+    train, val = (jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
+    said = made("gsm8k", "--train-files", train, "--val-files", val, "--out", tmp_path / "\x1b[2Jout")
+    assert "\x1b" not in said and "\\x1b[2Jout" in said
+
+
 def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
     """The repository has two configurations, of which `main` is meant, and files of several parts."""
     for split, rows in (("train", GSM8K), ("test", GSM8K[1:])):

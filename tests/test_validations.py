@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 from rl import best as best_module
 from rl import checkpoint, validations
 from rl.best import Best
-from rl.channel import FROM, GROUP, Inbox, SplitArgs
+from rl.channel import FROM, GROUP, Inbox, Outbox, SplitArgs
 from rl.dist import Split
 from rl.elastic import Crew, sealed
 from rl.launch import Node
@@ -249,6 +249,39 @@ def test_a_validation_waits_for_members_at_work_only():
     whole.restore({"validated": 6, "rows": [[part(6, "1.0")]]})
     whole.expect(6, ["3.0"])
     assert [v.step for v in whole.take()] == [6]
+
+
+def test_a_validation_larger_than_the_ring_arrives_whole(ranks):
+    """5,000 responses of some 1,600 bytes through a ring of 1 MiB, whose records have less than half of that."""
+    nodes, args = [Node("here", 0, 2, 1)], SplitArgs(ring_mb=1)
+    learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
+    inbox = Inbox(args, learners)
+    outbox = Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
+    rows = [{"index": i, "response": f'{i} "{chr(0x6570) * 260}"\ud800', "score": i / 7} for i in range(5000)]
+    outbox.send_rows(4, 2, rows)
+    outbox.send_rows(6, 3, [])
+    found = []
+    for _ in range(1000):
+        outbox.flush()
+        inbox.receive(0.01)
+        found += inbox.take_validations()
+        if inbox.validations.newest == 6:
+            break
+    assert [(validation.step, validation.version) for validation in found] == [(4, 2)]
+    assert found[0].rows == rows
+
+
+def test_of_a_generator_that_was_lost_half_a_part_does_not_count():
+    at_work = {"1.0", "2.0"}
+    parts = Parts(lambda: at_work)
+    parts.expect(2, ["1.0", "2.0"])
+    parts.add(part(2, "2.0", index=5) | {"more": True})
+    parts.add(part(2, "1.0", index=1) | {"more": True})
+    parts.add(part(2, "1.0", index=0))
+    assert parts.take() == []
+    at_work.remove("2.0")
+    parts.look()
+    assert [(v.step, v.rows) for v in parts.take()] == [(2, [{"index": 0}, {"index": 1}])]
 
 
 @dataclass

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
-from rl.engine import EngineArgs, Request, SamplingParams
+from rl.engine import EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.engine_vllm import VLLMEngine
 from rl.errors import UserError
 from tests.test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
@@ -291,6 +291,35 @@ def samplers(path: str) -> dict:
     again = drain(engine, requests_for(0.6))
     out["error at 0.6"] = error(outputs, model, 0.6)
     out["repeated"] = sum(outputs[key].token_ids == again[key].token_ids for key in outputs) / len(outputs)
+    out["streams"] = streams(engine, model)
+    return out
+
+
+def streams(engine, model) -> dict[str, list]:
+    """What engines without seeds sample from equal random numbers of the process: name -> tokens of each response."""
+
+    def sampled(seed: int, version: int, tickets: int = 0, so_far: int = 0) -> list[list[int]]:
+        torch.manual_seed(5)
+        engine.update(model.named_parameters(), version)
+        for request in requests_for(n=1, ignore_eos=True):
+            number = request.id[0]
+            before = Output(request.id, [5] * so_far, [-1.0] * so_far, [0] * so_far, "unfinished") if so_far else None
+            # The prompts are equal, so that only the random numbers can differ.
+            engine.add(
+                dataclasses.replace(request, prompt_ids=PROMPTS[0], seed=request_seed(seed, tickets + number, 0), so_far=before)
+            )
+        outputs = drain(engine, [])
+        return [outputs[key].token_ids[so_far:] for key in sorted(outputs)]
+
+    out = {"run": sampled(7, 3)}
+    state = torch.get_rng_state()
+    out["the same step of a resumed run"] = sampled(7, 3)
+    out["another --seed"] = sampled(8, 3)
+    out["another engine"] = sampled(7, 3, tickets=100)
+    out["another step"] = sampled(7, 4)
+    out["unfinished responses"] = sampled(7, 3, so_far=2)
+    torch.manual_seed(5)
+    out["random state untouched"] = torch.equal(state, torch.get_rng_state())
     return out
 
 

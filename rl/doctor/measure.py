@@ -138,7 +138,8 @@ class Checks:
                 "kernel", OK, f"{kernel}, {self.dtype}: values and gradients are those of a plain softmax", kernel=kernel
             )
         elif device.is_accelerator(self.device):
-            remedy = "heads of at most 256 numbers, divisible by 8, have a kernel in bfloat16"
+            largest = device.PACKED_ATTENTION[self.device.type][-1]
+            remedy = f"heads of at most {largest} numbers, divisible by 8, have a kernel; this model trains without"
             self.report("kernel", SLOW, f"no kernel for packed rows with heads of {size} numbers in {self.dtype}", remedy)
         else:
             self.report("kernel", OK, "a CPU attends through torch's own attention")

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
 from rl.doctor.processes import ROOT
+from rl.host import NODES, device_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
-NODES = {"cuda": "/dev/nvidia0", "npu": "/dev/davinci0"}  # device files that a driver makes
 OLDEST_GLIBC = (2, 34)  # of vllm-ascend's wheels, manylinux_2_34
 CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")  # set by CANN's set_env.sh
 
 
 def kind_by_files() -> str:
     """The kind of devices whose driver has made its files, whatever torch finds."""
-    return next((kind for kind, path in NODES.items() if Path(path).exists()), "cpu")
+    return next((kind for kind in NODES if device_files(kind)), "cpu")
 
 
 def check_packages(kind: str) -> Finding:
@@ -76,7 +76,7 @@ def check_driver(facts: dict) -> list[Finding]:
             "cuda": "update the driver, or install the build of torch for its CUDA version",
             "npu": "source CANN's set_env.sh, then install requirements-npu.txt (docs/ascend.md)",
         }[present]
-        text = f"{NODES[present]} exists, but torch finds no {present} device: runs would train on the CPU. {wants}"
+        text = f"{device_files(present)[0]} exists, but torch finds no {present} device: runs would train on the CPU. {wants}"
         return [Finding("driver", WRONG, f"{text}. {_driver(present)}", remedy)]
     if kind == "cpu":
         return [Finding("driver", SKIPPED, "this machine has a CPU only")]
