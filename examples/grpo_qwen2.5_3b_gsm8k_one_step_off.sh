@@ -7,7 +7,7 @@
 # reference (--use-kl-loss) waits in host memory, one copy of 12 GB over the 4; two devices share an engine, which holds 6 GB of
 # weights and its KV cache. Not run on either kind yet.
 # Micro-batches of 12,288 tokens are verl's 8 sequences; its first script had 40 of them, 61,440 tokens. Only memory differs.
-# verl's run validates before the first step alone, which --test-freq 0 leaves out here; to validate add
+# verl's run validates only before the first step; here --test-freq 0 turns this off, too. To validate, add
 #   --val-files data/gsm8k/test.parquet --test-freq 20
 # Data: verl's gsm8k parquet files, in $DATA (python examples/make_data.py gsm8k).
 set -euo pipefail

@@ -6,7 +6,7 @@
 #
 # GRPO on the same set-up, which its report compares with: add
 #   --loss-mode ppo_clip --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0
-# The run does not validate; to validate add --val-files data/dapo-math/aime-2024.parquet --test-freq 20
+# The run does not validate. To validate, add --val-files data/dapo-math/aime-2024.parquet --test-freq 20
 # GSPO needs no replay of the router, GRPO on a mixture of experts does (the paper, section 5.3): add --router-replay R2 or R3 then.
 #
 # Hardware: 16 devices of 64 GB or more. By count, not measured: 30.5B parameters x 16 bytes over 16 learners is 31 GB each, in host

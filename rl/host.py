@@ -1,14 +1,10 @@
 """Facts of the machine and of the code that a run records or relies on."""
 
 import contextlib
-import glob
 import os
 import platform
 import subprocess
 from pathlib import Path
-
-NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}  # in DEVICE_FILES: a driver's files, one for each device that it shows
-DEVICE_FILES = Path("/dev")
 
 
 def machine() -> dict:
@@ -20,12 +16,6 @@ def cpu_name() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
     return platform.processor() or platform.machine()
-
-
-def device_files(kind: str) -> list[str]:
-    """The files of the devices of that kind, whatever torch finds: a container may show any of the machine's numbers."""
-    found = glob.glob(str(DEVICE_FILES / NODES[kind]))
-    return sorted(found, key=lambda name: (len(name), name))
 
 
 def available_memory() -> int:
