@@ -139,8 +139,8 @@ def test_a_driver_that_torch_cannot_use_is_told(tmp_path, file, told):
     if file:
         (tmp_path / file).touch()
     say = (
-        "from pathlib import Path; from rl import device; from rl.doctor import packages;"
-        f"packages.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
+        "from pathlib import Path; from rl import device, driver_files;"
+        f"driver_files.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
     )
     for chosen in ("", "cpu"):
         env = environment(RL_DEVICE=chosen)

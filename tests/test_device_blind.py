@@ -45,7 +45,12 @@ def is_of_one_kind(module: str) -> bool:
     return module.startswith(("torch_npu", "torch.cuda", "torch.npu"))
 
 
-MAY = ("doctor.py", "rl/doctor/facts.py", "rl/doctor/packages.py")  # name the kinds to the user, before torch is there
+MAY = (
+    "doctor.py",
+    "rl/doctor/facts.py",
+    "rl/doctor/packages.py",
+    "rl/driver_files.py",
+)  # name the kinds, before torch is there
 MAY += ("losses.py",)  # which stands alone: it looks at values only where nothing has to wait for a device
 
 

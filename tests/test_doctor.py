@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, environment, left_over, marked
 
+from rl import driver_files
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG
 from rl.embedded_engine import TransformersEngine
@@ -105,7 +106,7 @@ def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch)
     the machine's devices under their own numbers, so that there may be no number 0."""
     (tmp_path / name).touch()
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(packages, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(driver_files, "DEVICE_FILES", tmp_path)
     facts = {"kind": "cpu", "RL_DEVICE": None, "torch": "2.13.0", "cuda": "13.0"}
     (finding,) = packages.check_driver(facts)
     assert finding.status == WRONG and str(tmp_path / name) in finding.text and finding.remedy
@@ -116,8 +117,8 @@ def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch)
 def test_files_of_a_driver_without_devices_are_no_device(tmp_path, monkeypatch):
     for name in ("nvidiactl", "nvidia-uvm", "davinci_manager"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(packages, "DEVICE_FILES", tmp_path)
-    assert packages.kind_by_files() == "cpu"
+    monkeypatch.setattr(driver_files, "DEVICE_FILES", tmp_path)
+    assert driver_files.kind_by_files() == "cpu"
 
 
 def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):

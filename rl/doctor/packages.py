@@ -3,7 +3,6 @@
 Nothing here imports torch: where it is missing or broken, this still says what to install.
 """
 
-import glob
 import importlib.metadata
 import os
 import platform
@@ -16,23 +15,11 @@ from pathlib import Path
 
 from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
 from rl.doctor.processes import ROOT
+from rl.driver_files import device_files, kind_by_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
-NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}  # in DEVICE_FILES: a driver's files, one for each device that it shows
-DEVICE_FILES = Path("/dev")
 OLDEST_GLIBC = (2, 34)  # of vllm-ascend's wheels, manylinux_2_34
 CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")  # set by CANN's set_env.sh
-
-
-def device_files(kind: str) -> list[str]:
-    """The files of the devices of that kind, whatever torch finds: a container may show any of the machine's numbers."""
-    found = glob.glob(str(DEVICE_FILES / NODES[kind]))
-    return sorted(found, key=lambda name: (len(name), name))
-
-
-def kind_by_files() -> str:
-    """The kind of devices whose driver has made its files, whatever torch finds."""
-    return next((kind for kind in NODES if device_files(kind)), "cpu")
 
 
 def check_packages(kind: str) -> Finding:
