@@ -111,7 +111,7 @@ def shards(out: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted((out / "run" / "step_000002" / "training").glob("*.safetensors"))]
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_of_such_a_model_saves_its_last_step_and_resumes_bit_for_bit(with_a_row, tmp_path, ranks):
     """The last save writes the tensors themselves, not copies of them."""
     flags = ["--model", with_a_row, "--optim", "adamw_8bit", "--lr-scheduler-type", "constant", "--lr-warmup-steps", 0]

@@ -65,7 +65,7 @@ def recorded(demo_model, tmp_path_factory) -> Path:
     ("first", "flags"),
     [
         (5, ["--ppo-epochs", 1]),
-        (3, ["--ppo-epochs", 3]),
+        pytest.param(3, ["--ppo-epochs", 3], marks=pytest.mark.slow),
         (2, ["--ppo-epochs", 1, "--kl-coef", 0.5]),
     ],
 )

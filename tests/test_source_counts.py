@@ -49,7 +49,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = "one step off, filtered"  # as the other scripts' filters
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == SLOW)) for case in CASES])
 def test_every_response_is_counted_once(case, tmp_path):
     script, flags, ranks = CASES[case]
     data = write(tmp_path / "rows.jsonl", ["mixed", "equal", "broken", "mixed"] * 8)

@@ -206,7 +206,8 @@ SCRIPTS = {
     "train_one_step_off.py": [2, *SHORT],
     "train_async.py": [2, "--total-training-steps", 3, "--ppo-mini-batch-size", 2, "--rollout-n", 2],
 }
-CASES = [("train_sync.py", kind) for kind in BROKEN] + [("train_one_step_off.py", "raises"), ("train_async.py", "none")]
+CASES = [("train_sync.py", "exit"), ("train_one_step_off.py", "raises"), ("train_async.py", "none")]
+CASES += [pytest.param("train_sync.py", kind, marks=pytest.mark.slow) for kind in BROKEN if kind != "exit"]
 
 
 @pytest.mark.parametrize(("script", "kind"), CASES)

@@ -473,7 +473,7 @@ SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-war
         ("train_async", ["--test-freq", "1", "--val-n", "2"], range(7), 3),
         ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
         ("train_one_step_off", ["--test-freq", "1"], range(7), 3),
-        ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2),
+        pytest.param("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2, marks=pytest.mark.slow),
     ],
 )
 def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
