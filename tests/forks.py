@@ -147,10 +147,11 @@ def warm_up(scripts: list[str]) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from rl import flags
+    from rl import device, flags
 
     for script in scripts:
         flags.read(sys.modules[script].Args, args=[])
+    device.kind.cache_clear()  # which a run may choose for itself
     sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=32, **sizes))

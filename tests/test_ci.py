@@ -1,6 +1,7 @@
 """What CI does with tests that fail (.ci/rerun), and with how many processes tests run (conftest.py)."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -50,9 +51,10 @@ def rerun(tree: Path, files: dict[str, str], *arguments: str, **environment: str
     (tree / "pytest.ini").write_text('[pytest]\naddopts = -ra -m "not slow"\nmarkers = slow: x\n')
     for name, text in files.items():
         (tree / f"test_{name}.py").write_text(text)
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}  # the others cost a second a process
     command = [sys.executable, ROOT / ".ci" / "rerun", *arguments]
-    done = subprocess.run(command, cwd=tree, env=unset | environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tree, env=plain | environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout
 
 
@@ -165,25 +167,35 @@ def test_no_test_is_about_how_long_something_takes():
 # ------------------------------------------------------------------------------------------------------- conftest.py
 
 
-@pytest.mark.parametrize(
-    ("arguments", "workers"),
-    [
-        ([], 3),
-        (["tests"], 3),
-        (["-k", "ring"], 3),
-        (["tests/test_losses.py"], 0),
-        (["tests/test_losses.py::test_it_works_alone_in_an_empty_directory"], 0),
-        (["tests/test_losses.py", "-n", "2"], 2),
-        (["-n", "0"], 0),
-    ],
-)
-def test_only_whole_runs_have_workers(arguments, workers):
+WORKERS = [  # arguments of pytest, the number of its workers
+    ([], 3),
+    (["tests"], 3),
+    (["-k", "ring"], 3),
+    (["tests/test_losses.py"], 0),
+    (["tests/test_losses.py::test_it_works_alone_in_an_empty_directory"], 0),
+    (["tests/test_losses.py", "-n", "2"], 2),
+    (["-n", "0"], 0),
+]
+SHOW = """
+import json
+import sys
+
+import _pytest.config
+
+for arguments in json.loads(sys.argv[1]):
+    config = _pytest.config._prepareconfig(["-p", "no:cacheprovider", *arguments])
+    import conftest
+
+    conftest.pytest_cmdline_main(config)
+    print(config.option.numprocesses)
+"""
+
+
+def test_only_whole_runs_have_workers():
     unset = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    show = "import sys, pytest, _pytest.config as c; config = c._prepareconfig(sys.argv[1:]); import conftest;"
-    show += " conftest.pytest_cmdline_main(config); print(config.option.numprocesses)"
-    command = [sys.executable, "-c", show, "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-c", SHOW, json.dumps([arguments for arguments, _ in WORKERS])]
     done = subprocess.run(command, cwd=ROOT, env=unset | {"PYTHONPATH": "tests:."}, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(workers), done.stderr
+    assert done.stdout.split() == [str(workers) for _, workers in WORKERS], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 import re
 
 import pytest
-from helpers import ROOT, run_script, train
+from helpers import ROOT, train
 
 import losses
 import plan
@@ -260,7 +260,9 @@ def test_gae_is_not_offered(capsys):
         AlgorithmArgs.check(train_sync.Args(adv_estimator="gae"))
 
 
-@pytest.mark.slow
-def test_plan_says_it_too():
-    words = "train_sync.py --model demo --kl-coef 0.1 --device H100-80GB"
-    assert "--kl-coef does nothing without --use-kl-in-reward" in run_script("plan.py", *words.split()).stderr
+def test_plan_says_it_too(monkeypatch, capsys):
+    """Before it plans."""
+    for part in ("plan_memory", "plan_time"):
+        monkeypatch.setattr(plan, part, lambda *_: None)
+    plan.main(["train_sync.py", "--model", "demo", "--kl-coef", "0.1", "--device", "H100-80GB"])
+    assert "--kl-coef does nothing without --use-kl-in-reward" in capsys.readouterr().err

@@ -162,7 +162,7 @@ QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_s
 
 
 @given(given=drawn(train_sync.Args))
-@settings(max_examples=25, derandomize=True, **QUIET)
+@settings(max_examples=10, derandomize=True, **QUIET)
 def test_a_step_or_a_message(given, ranks, demo_model, tmp_path_factory):
     run(given, ranks, tmp_path_factory.mktemp("runs"))
 
@@ -170,7 +170,7 @@ def test_a_step_or_a_message(given, ranks, demo_model, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @given(given=drawn(train_sync.Args))
-@settings(max_examples=300, **QUIET)
+@settings(max_examples=120, **QUIET)
 def test_a_step_or_a_message_for_long(given, ranks, demo_model, tmp_path_factory):
     run(given, ranks, tmp_path_factory.mktemp("runs"))
 
@@ -203,7 +203,7 @@ def test_the_schedules_ends(case, demo_model, tmp_path):
 @pytest.mark.parametrize("script", ["one_step_off", "async"])
 def test_a_step_or_a_message_of_two_ranks(script, demo_model, tmp_path_factory):
     @given(given=drawn(SCRIPTS[script].Args))
-    @settings(max_examples=40, **QUIET)
+    @settings(max_examples=20, **QUIET)
     def runs(given):
         run_split(script, given, tmp_path_factory.mktemp("runs"))
 

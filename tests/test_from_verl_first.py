@@ -138,41 +138,45 @@ def section(text: str) -> dict[str, str]:
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.seed=1"
 
 
-@pytest.mark.parametrize(
-    ("exported", "verdict"),
-    [
-        ("VLLM_USE_V1=1", "not needed"),
-        ("VLLM_ATTENTION_BACKEND=XFORMERS", "not needed"),
-        ("VLLM_ASCEND_ENABLE_NZ=0", "not needed"),
-        ("VLLM_ASCEND_ENABLE_NZ=1", "harmful, unset it"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "harmful, unset it"),
-        ("ASCEND_LAUNCH_BLOCKING=1", "harmful, unset it"),
-        ("ASCEND_LAUNCH_BLOCKING=0", "not needed"),
-        ("PYTHONPATH=/opt/Megatron-LM", "not needed"),
-        ("HCCL_CONNECT_TIMEOUT=1500", "needed here too"),
-        ("HCCL_HOST_SOCKET_PORT_RANGE=auto", "needed here too"),
-        ("NCCL_SOCKET_IFNAME=eth0", "needed here too"),
-        ("TOKENIZERS_PARALLELISM=true", "not needed"),
-        ("HYDRA_FULL_ERROR=1", "not needed"),
-        ("RAY_DEDUP_LOGS=0", "not needed"),
-        ("HF_ENDPOINT=https://mirror", "needed here too"),
-        ("WANDB_MODE=offline", "needed here too"),
-        ("MY_OWN_THING=1", "not known here"),
-    ],
-)
-def test_an_exported_variable_has_a_line(exported, verdict):
-    name = exported.partition("=")[0]
-    ways = (
-        f"export {exported}\n{VERL}",
-        f"{exported} {VERL}",
-        f"env {exported} {VERL}",
-        f"X=1\nset -a\n{exported}\n{VERL}",
-        f"docker run -e {exported} image bash -c '{VERL}'",
-        f"bash -c '{exported} {VERL}'",
-        f"{VERL} +ray_kwargs.ray_init.runtime_env.env_vars.{exported}",
-    )
-    for text in ways:
-        line = section(text)[name]
+VARIABLES = {
+    "VLLM_USE_V1=1": "not needed",
+    "VLLM_ATTENTION_BACKEND=XFORMERS": "not needed",
+    "VLLM_ASCEND_ENABLE_NZ=0": "not needed",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "harmful, unset it",
+    "ASCEND_LAUNCH_BLOCKING=1": "harmful, unset it",
+    "PYTHONPATH=/opt/Megatron-LM": "not needed",
+    "HCCL_CONNECT_TIMEOUT=1500": "needed here too",
+    "HCCL_HOST_SOCKET_PORT_RANGE=auto": "needed here too",
+    "NCCL_SOCKET_IFNAME=eth0": "needed here too",
+    "TOKENIZERS_PARALLELISM=true": "not needed",
+    "HYDRA_FULL_ERROR=1": "not needed",
+    "RAY_DEDUP_LOGS=0": "not needed",
+    "HF_ENDPOINT=https://mirror": "needed here too",
+    "WANDB_MODE=offline": "needed here too",
+    "MY_OWN_THING=1": "not known here",
+}
+OTHER_VALUES = {
+    "VLLM_ASCEND_ENABLE_NZ=1": "harmful, unset it",
+    "ASCEND_LAUNCH_BLOCKING=0": "not needed",
+}
+WAYS = {  # a script that gives its command these variables
+    "export": lambda given: "".join(f"export {one}\n" for one in given) + VERL,
+    "before the command": lambda given: f"{' '.join(given)} {VERL}",
+    "env": lambda given: f"env {' '.join(given)} {VERL}",
+    "set -a": lambda given: "X=1\nset -a\n" + "\n".join(given) + f"\n{VERL}",
+    "docker": lambda given: f"docker run {' '.join(f'-e {one}' for one in given)} image bash -c '{VERL}'",
+    "bash -c": lambda given: f"bash -c '{' '.join(given)} {VERL}'",
+    "ray": lambda given: f"{VERL} {' '.join(f'+ray_kwargs.ray_init.runtime_env.env_vars.{one}' for one in given)}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variables", [VARIABLES, OTHER_VALUES])
+def test_an_exported_variable_has_a_line(way, variables):
+    text = WAYS[way](variables)
+    lines = section(text)
+    for exported, verdict in variables.items():
+        line = lines[exported.partition("=")[0]]
         assert line.startswith(f"{exported}: {verdict}"), (text, line)
 
 

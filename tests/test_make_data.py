@@ -1,12 +1,14 @@
 """examples/make_data.py: rows of the hub's layout become verl's, with what the grader wants; and prompts that never ask."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import run_script, train
+from helpers import ROOT, run_script, train
 
 from rl import verifiers
 from rl.data import DataArgs, PromptDataset
@@ -24,9 +26,16 @@ GSM8K = [
 ASKS = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def made(*words, code: int = 0) -> str:
-    """What make_data.py prints: its output, or its errors if it ends with a code."""
-    done = run_script("examples/make_data.py", *words, check=False)
+def made(*words, code: int = 0, fresh: bool = False) -> str:
+    """What make_data.py prints: its output, or its errors if it ends with a code. `fresh`: started as a user does, in an
+    environment that says nothing of this project."""
+    script = ROOT / "examples" / "make_data.py"
+    if fresh:
+        env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+        command = [sys.executable, str(script), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    else:
+        done = run_script(script, *words, check=False, env={"HF_DATASETS_OFFLINE": "1"})
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
@@ -57,7 +66,7 @@ def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
         pq.write_table(pa.Table.from_pylist(rows), file)
         wrong = [{"question": "another?", "answer": "#### 0"}]
         jsonl(tmp_path / "gsm8k" / "socratic" / f"{split}-00000-of-00001.jsonl", wrong)
-    made("gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out")
+    made("gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out", fresh=True)
     first, second = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert first == {
         "data_source": "openai/gsm8k",

@@ -32,10 +32,10 @@ def sync(demo_model, tmp_path_factory):
 
 @pytest.mark.parametrize("of_each", [1, 2])
 def test_async_with_staleness_0_is_sync_bit_for_bit(sync, of_each, tmp_path):
-    """With one generator and one learner, and with two of each, as a user starts them."""
+    """With one generator and one learner, and with two of each."""
     flags = ("--total-training-steps", 20, "--test-freq", 20, "--val-max-samples", 40)
     flags += ("--staleness-threshold", 0, "--generators", of_each)
-    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=2 * of_each, fresh=of_each == 1)
+    metrics, run, _ = train("train_async.py", *flags, out=tmp_path, ranks=2 * of_each)
     theirs, their_run, _ = sync[of_each]
     for step in range(1, 21):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
