@@ -65,14 +65,13 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
     "flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16", "ref_offload": False}]
 )
 def test_the_count_is_that_of_two_learners(models, flags):
-    """With what they trade around attention. The peak may fall on another moment, because collectives end at others."""
+    """With what they trade around attention."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
-    assert real["kept"].keys() == fake["kept"].keys()
-    check_close(real, fake)
+    assert real["causes"] == fake["causes"] and real["kept"] == fake["kept"]
 
 
 def check_close(real: dict, fake: dict) -> None:
-    """Within 5%, and equal where neither the moment of the peak nor a router has a say."""
+    """Within 5%, and equal where a router has no say."""
     for when in ("causes", "kept"):
         assert sum(fake[when].values()) == pytest.approx(sum(real[when].values()), rel=0.05)
         assert all(real[when].get(cause) == fake[when].get(cause) for cause in ("weights", "reference", "optimizer"))

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import Work
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
@@ -37,6 +41,35 @@ from rl.shares import Division
 from rl.timers import Timers
 
 
+class SteadyCount(MemoryCount):
+    """Counts what the learner itself holds, as it would on fake tensors. gloo makes buffers of its own, and its threads keep a
+    collective's tensors until they get to run again after its end: the peak would depend on when that is. So each collective is
+    over at once, and is given copies, which are not counted."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "c10d":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        copies = tree_map_only(torch.Tensor, torch.clone, args)
+        out = func(*copies, **(kwargs or {}))
+        Work.unbox(tree_leaves(out)[-1]).wait()
+        for tensor, copy in zip(tree_leaves(args), tree_leaves(copies), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(copy)
+        over = FakeWork().boxed()
+        return (args[0], over) if isinstance(out, tuple) else over  # the first argument is what a collective fills
+
+
+def allocate_fakes(mode: FakeDevice) -> None:
+    """Has the buffers that FSDP makes on the device, here a CPU, be fake: a real one would get a fake beside it."""
+    allocate = DefaultAllocMixin.allocate
+
+    def allocate_fake(*args, **kwargs):
+        with mode.host_too():
+            return allocate(*args, **kwargs)
+
+    DefaultAllocMixin.allocate = allocate_fake
+
+
 def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
     lengths, prompt, with_images = flags.pop("lengths"), flags.pop("prompt"), flags.pop("images", False)
     assert place.mesh.size() == place.world_size  # of real numbers: before anything is fake
@@ -50,8 +83,10 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
         for number, (ids, of_prompt) in enumerate(prompts_by_number(path, len(groups))):
             groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32))
             images.append(of_prompt)
-    count = MemoryCount(config.get_text_config().vocab_size, set())
+    count = (MemoryCount if fake else SteadyCount)(config.get_text_config().vocab_size, set())
     with FakeDevice() if fake else contextlib.nullcontext() as mode, count:
+        if fake:
+            allocate_fakes(mode)
         with mode.host_too() if fake else contextlib.nullcontext():
             learner = Learner(path, args, place, 10, with_reference=args.needs_reference)
         batch = Batch.of(groups, Division.of(args, learner))
