@@ -12,12 +12,14 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SET_DEATH_SIGNAL = 1  # options of prctl
 SET_SUBREAPER = 36
 NEWS = {signal.SIGTERM, signal.SIGCHLD}  # what a guard waits for
 PATIENCE = 10  # seconds that a guard may take to kill what it guards
+LOOK = 0.01  # seconds from one look for a process's end to the next
 
 
 def guard(starter: int) -> bool:
@@ -40,16 +42,32 @@ def guard(starter: int) -> bool:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a guard, which this process has started in a session of its own, with all it guards."""
-    process.terminate()
+    """Ends a guard, which this process has started in a session of its own, with all it guards. A guard that was killed leaves
+    what it guarded: of that the rest of its process group ends."""
+    if process.returncode is None:
+        os.kill(process.pid, signal.SIGTERM)
     try:
-        process.wait(PATIENCE if sys.platform == "linux" else 0)
+        exit_code(process, PATIENCE if sys.platform == "linux" else 0)
     except subprocess.TimeoutExpired:  # no guard, or one that the process has stopped
         for pid in descendants(process.pid):
             _kill(pid)
+    if process.returncode is None:  # not reaped: no other process or group can have its number
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
+
+
+def exit_code(process: subprocess.Popen, timeout: float) -> int:
+    """Like process.wait, but on Linux it leaves the process to be reaped, so that `end` can still end the process's group.
+    Raises subprocess.TimeoutExpired."""
+    if sys.platform != "linux" or process.returncode is not None:
+        return process.wait(timeout)
+    deadline = time.monotonic() + timeout
+    while not (ended := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        time.sleep(LOOK)
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def descendants(ancestor: int) -> list[int]:

@@ -91,7 +91,7 @@ class ScoringProcess:
     def _ending(self) -> tuple[str, str]:
         """The event that its end is, and how it ended."""
         try:
-            code = self.process.wait(timeout=2)
+            code = descendants.exit_code(self.process, timeout=2)
         except subprocess.TimeoutExpired:
             return "died", "the scoring process closed its pipe"
         if code == -signal.SIGXCPU:

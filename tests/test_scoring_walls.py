@@ -40,6 +40,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
             with open(file, "w") as out: out.write(f"{os.getpid()} ")
             time.sleep(1000)
         os.wait()
+        while not os.path.exists(file) or not open(file).read(): time.sleep(0.01)  # before it may be killed
     else:
         with open(file, "w") as out: out.write(f"{pid} ")
     if ground_truth == "hang": time.sleep(1000)
@@ -72,6 +73,24 @@ def test_what_a_function_starts_ends_with_its_process(how, end, escaping, tmp_pa
         if end != "close":
             wait_until_gone(child)
     wait_until_gone(child)
+
+
+def test_what_a_function_starts_ends_though_its_guard_was_killed(tmp_path):
+    """By the system, say, where memory is short."""
+    (tmp_path / "mine.py").write_text("""
+import os, subprocess, time
+def score(solution_str, **_):
+    child = subprocess.Popen(["sleep", "1000"])
+    open(solution_str, "w").write(f"{child.pid} ")
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+""")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=FOREVER)) as pool:
+        pool.submit(0, "any", str(tmp_path / "pid"), "1", None)
+        child = int(word_in(tmp_path / "pid"))
+        score = drain(pool)[0]
+        assert score.event == "died" and "was killed by SIGKILL" in score.message
+        wait_until_gone(child)
 
 
 @pytest.mark.parametrize("how", HOW)
