@@ -21,13 +21,14 @@ from typing import Annotated
 if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is beside the script counts, its losses.py above all
 
-from rl import flags, process
+from rl import flags
 from rl.errors import UserError
 from rl.plan.choices import SCRIPTS, Machine
 from rl.plan.devices import device
 from rl.plan.memory_plan import plan_memory
 from rl.plan.time_plan import TimeArgs, plan_time
 from rl.ranges import Range
+from rl.ranks import process
 from rl.setup import CommonArgs
 
 

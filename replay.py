@@ -12,7 +12,7 @@ off-policy: the weights that made them are not those that learn from them. Left 
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import signals
+    from rl.ranks import signals
 
     signals.take()
 
@@ -28,16 +28,20 @@ from types import ModuleType
 
 import torch
 
-from rl import bad_step, checkpoint, dist, flag_needs, flags, process  # nothing here imports losses: `load_script` says which
-from rl.data import DataArgs
-from rl.engine import EngineArgs
+from rl import flag_needs, flags
+from rl.checkpoint import manifest as manifest_
+from rl.checkpoint import resume
+from rl.data.prompts import DataArgs
 from rl.errors import UserError
-from rl.identity import MAY_CHANGE
-from rl.provenance import code_digest, digest_of, package_files
+from rl.generation.engine import EngineArgs
 from rl.ranges import flag
-from rl.recorder import SAMPLES, Record
-from rl.schedule import ScheduleArgs
-from rl.scoring import RewardArgs
+from rl.ranks import dist, process
+from rl.record.identity import MAY_CHANGE
+from rl.record.provenance import code_digest, digest_of, package_files
+from rl.replay import bad_step  # nothing here imports losses: `load_script` says which
+from rl.replay.recorder import SAMPLES, Record
+from rl.rewards.pool import RewardArgs
+from rl.samples.schedule import ScheduleArgs
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
@@ -133,9 +137,9 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
     first = wanted
     while first - 1 in steps:
         first -= 1
-    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(checkpoint.STEPS)}
+    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(manifest_.STEPS)}
     for step in sorted((step for step in saved if first - 1 <= step < wanted), reverse=True):
-        if checkpoint.damage(saved[step]) is None:
+        if manifest_.damage(saved[step]) is None:
             return saved[step], step + 1
     if first > 1:
         raise UserError(
@@ -165,8 +169,8 @@ def load_script(file: Path) -> ModuleType:
 
 def main(replay: Replay, ranks: dist.Ranks) -> None:
     """Learns from each recorded step, as the script's `train` does."""
-    from rl.kl_control import KLControl  # now that the script has imported its losses
-    from rl.metrics import staleness_metrics
+    from rl.algorithm.kl_control import KLControl  # now that the script has imported its losses
+    from rl.algorithm.metrics import staleness_metrics
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
 
@@ -179,7 +183,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
     if replay.checkpoint:
-        kl_control.restore(checkpoint.load(replay.checkpoint, learner)["kl_control"])
+        kl_control.restore(resume.load(replay.checkpoint, learner)["kl_control"])
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=job.notes | notes(replay))
     run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1, kl_control=kl_control)
     for line in describe(replay, run.record.dir, ranks):
@@ -238,7 +242,7 @@ def compare(ours: Path, theirs: Path, step: int) -> str:
     """A line on whether both runs' checkpoints of the step hold the same weights."""
     weights = []
     for run_dir in (ours, theirs):
-        manifest = run_dir / f"step_{step:06d}" / checkpoint.MANIFEST
+        manifest = run_dir / f"step_{step:06d}" / manifest_.MANIFEST
         files = json.loads(manifest.read_text())["files"] if manifest.exists() else {}
         weights.append({name: of for name, of in files.items() if name.endswith(".safetensors") and "/" not in name})
     if not weights[1]:

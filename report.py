@@ -23,9 +23,9 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from rl import generations
 from rl.errors import UserError
 from rl.printable import printable
+from rl.record import validation_tables
 from rl.report.conclusions import conclude, overview, speedup
 from rl.report.experts import expert_map
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
@@ -280,8 +280,8 @@ def markdown(blocks: list[tuple]) -> str:
     return "\n\n".join(out) + "\n"
 
 
-def _markdown(cell: str | list[generations.Picture]) -> str:
-    return generations.markdown(cell) if isinstance(cell, str) else " ".join(map(generations.markdown, cell))
+def _markdown(cell: str | list[validation_tables.Picture]) -> str:
+    return validation_tables.markdown(cell) if isinstance(cell, str) else " ".join(map(validation_tables.markdown, cell))
 
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -306,7 +306,7 @@ def page(blocks: list[tuple]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(out) + "\n</body></html>\n"
 
 
-def _html(cell: str | list[generations.Picture]) -> str:
+def _html(cell: str | list[validation_tables.Picture]) -> str:
     if isinstance(cell, str):
         return html.escape(cell)
     return " ".join(f'<img src="{html.escape(file)}" alt="{html.escape(words)}">' for file, words in cell)

@@ -5,13 +5,13 @@
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
         --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
 
-`generate` is a generator's life, `train` a learner's, top to bottom. The schedule stands in rl/schedule.py, the formulas in
-losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
+`generate` is a generator's life, `train` a learner's, top to bottom. The schedule stands in rl/samples/schedule.py, the
+formulas in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
 ppo_mini_batch_size * require_batches groups.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import first_line, signals
+    from rl.ranks import first_line, signals
 
     signals.take()
     first_line.say()
@@ -19,25 +19,33 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import dist, flags, forward_only, process, shares
-from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.channel import ControlBlock, Outbox
-from rl.elastic_tickets import draws
-from rl.generator import make_generator
-from rl.kl_control import KLControl
-from rl.learner import FirstLogProbs, Learner, LossMeans
-from rl.metrics import batch_metrics, staleness_metrics
-from rl.publisher import Publisher
-from rl.rollout_correction import correct_rollout
-from rl.rollout_metrics import rollout_metrics
-from rl.schedule import ScheduleArgs, Tickets
-from rl.scoring import ScoringPool
-from rl.setup import CommonArgs, Job, make_learner, set_up
-from rl.stream import Stream
-from rl.subscriber import Subscriber
-from rl.timers import Timers
-from rl.token_choice import choose_tokens
+from rl import flags
+from rl.algorithm import whole_batch
+from rl.algorithm.kl_control import KLControl
+from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.rollout_correction import correct_rollout
+from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.token_choice import choose_tokens
+from rl.data.job import Job
+from rl.generation.generator import make_generator
+from rl.learning import forward_only
+from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.learner import FirstLogProbs, Learner, LossMeans
+from rl.ranks import dist, process
+from rl.ranks.timers import Timers
+from rl.rewards.pool import ScoringPool
+from rl.samples.channel import Outbox
+from rl.samples.claims import draws
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.stream import Stream
+from rl.samples.tickets import Tickets
+from rl.setup import CommonArgs, make_learner, set_up
+from rl.split import Split, init_split
 from rl.training_run import TrainingRun
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 
 @dataclass
@@ -102,7 +110,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/shares.py what is of the batch.
+    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/learning/division.py what is of
+    # the batch.
     with timer("adv"):
         metrics = {}
         correct_rollout(args, batch)
@@ -110,9 +119,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
             batch.reward = batch.reward - kl_control.coef * kl
-            metrics |= kl_control.update(shares.mean_of_responses(kl, batch), len(batch.score))
+            metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
-        batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
+        batch.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
 
@@ -120,7 +129,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     with timer("update_actor"):
         means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch)
         for update, (mini, its_micros) in enumerate(updates):
-            denominator = shares.denominator(batch, mini, args.aggregation, args.max_response_length)
+            denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
                 terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
@@ -136,7 +145,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
 
 
-def generate(args: Args, split: dist.Split, job: Job) -> None:
+def generate(args: Args, split: Split, job: Job) -> None:
     """A generator's life: take new weights, start what the schedule lets start, step the engine, send what is finished."""
     generator = make_generator(args, job, split.ranks, ScoringPool(args))
     engine, shared = generator.engine, generator.shared
@@ -182,7 +191,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     generator.pool.close()
 
 
-def train(args: Args, split: dist.Split, job: Job) -> None:
+def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
     publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
@@ -215,7 +224,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
     run.finish()
 
 
-def main(args: Args, split: dist.Split) -> None:
+def main(args: Args, split: Split) -> None:
     job = set_up(args, __file__)
     (generate if split.role == "generator" else train)(args, split, job)
 
@@ -223,4 +232,4 @@ def main(args: Args, split: dist.Split) -> None:
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
     meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators, args.publish_over)
-    process.run(lambda split: main(args, split), join=lambda: dist.init_split(*meet))
+    process.run(lambda split: main(args, split), join=lambda: init_split(*meet))

@@ -10,7 +10,7 @@ and responses that outlive a publish (train_async.py).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import first_line, signals
+    from rl.ranks import first_line, signals
 
     signals.take()
     first_line.say()
@@ -19,23 +19,32 @@ import json
 from dataclasses import dataclass
 
 import losses
-from rl import delivery, dist, flags, forward_only, process, shares
-from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.channel import ControlBlock, Outbox, SplitArgs
-from rl.generator import Generator, make_generator
-from rl.kl_control import KLControl
-from rl.learner import FirstLogProbs, Learner, LossMeans
-from rl.metrics import batch_metrics, staleness_metrics
-from rl.publisher import Publisher
-from rl.rollout_correction import correct_rollout
-from rl.rollout_metrics import rollout_metrics
-from rl.scoring import ScoringPool
-from rl.setup import BatchArgs, CommonArgs, Job, make_learner, set_up
-from rl.stream import Batches
-from rl.subscriber import Subscriber
-from rl.timers import Timers
-from rl.token_choice import choose_tokens
+from rl import flags
+from rl.algorithm import whole_batch
+from rl.algorithm.kl_control import KLControl
+from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.rollout_correction import correct_rollout
+from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.token_choice import choose_tokens
+from rl.data.job import Job
+from rl.generation.generator import Generator, make_generator
+from rl.learning import delivery, forward_only
+from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.learner import FirstLogProbs, Learner, LossMeans
+from rl.ranks import process
+from rl.ranks.timers import Timers
+from rl.rewards.pool import ScoringPool
+from rl.samples import outlines
+from rl.samples.channel import Outbox
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group
+from rl.samples.schedule import BatchArgs
+from rl.samples.stream import Batches
+from rl.setup import CommonArgs, make_learner, set_up
+from rl.split import Split, SplitArgs, init_split
 from rl.training_run import TrainingRun
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 
 @dataclass
@@ -55,7 +64,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        for group in delivery.share(generator.generate(tickets[shared.index :: shared.engines])):
+        for group in outlines.share(generator.generate(tickets[shared.index :: shared.engines])):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
@@ -113,7 +122,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/shares.py what is of the batch.
+    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/learning/division.py what is of
+    # the batch.
     with timer("adv"):
         metrics = {}
         correct_rollout(args, batch)
@@ -121,9 +131,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
             batch.reward = batch.reward - kl_control.coef * kl
-            metrics |= kl_control.update(shares.mean_of_responses(kl, batch), len(batch.score))
+            metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
-        batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
+        batch.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
 
@@ -131,7 +141,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     with timer("update_actor"):
         means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch)
         for update, (mini, its_micros) in enumerate(updates):
-            denominator = shares.denominator(batch, mini, args.aggregation, args.max_response_length)
+            denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
                 terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
@@ -147,7 +157,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
 
 
-def generate(args: Args, split: dist.Split, job: Job) -> None:
+def generate(args: Args, split: Split, job: Job) -> None:
     """A generator's life: batch k (from 0) with the weights of version k - 1, the newest that are ready when it begins."""
     generator = make_generator(args, job, split.ranks, ScoringPool(args))
     outbox = Outbox(args, split)
@@ -175,7 +185,7 @@ def generate(args: Args, split: dist.Split, job: Job) -> None:
     generator.pool.close()
 
 
-def train(args: Args, split: dist.Split, job: Job) -> None:
+def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for a batch, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Batches(args, split)
     publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
@@ -206,7 +216,7 @@ def train(args: Args, split: dist.Split, job: Job) -> None:
     run.finish()
 
 
-def main(args: Args, split: dist.Split) -> None:
+def main(args: Args, split: Split) -> None:
     job = set_up(args, __file__)
     (generate if split.role == "generator" else train)(args, split, job)
 
@@ -214,4 +224,4 @@ def main(args: Args, split: dist.Split) -> None:
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
     meet = (args.generators, args.hang_timeout, args.node_timeout, None, args.publish_over)
-    process.run(lambda split: main(args, split), join=lambda: dist.init_split(*meet))
+    process.run(lambda split: main(args, split), join=lambda: init_split(*meet))

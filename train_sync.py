@@ -9,7 +9,7 @@ are in losses.py. Left out here: generating while learning (train_one_step_off.p
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl import first_line, signals
+    from rl.ranks import first_line, signals
 
     signals.take()
     first_line.say()
@@ -17,22 +17,28 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 from dataclasses import dataclass
 
 import losses
-from rl import delivery, dist, flags, forward_only, process, shares, signals
-from rl.batch import Batch, Group, MicroBatch, micro_batches
-from rl.generator import Generator, make_generator
-from rl.kl_control import KLControl
-from rl.learner import FirstLogProbs, Learner, LossMeans
-from rl.local_weights import LocalWeights
-from rl.metrics import ScoringEvents, batch_metrics, event_metrics, staleness_metrics
-from rl.over_sampling import OverSampleArgs
-from rl.rollout_correction import correct_rollout
-from rl.rollout_metrics import rollout_metrics
-from rl.schedule import NextTicket
-from rl.scoring import ScoringPool
-from rl.setup import CommonArgs, Job, make_learner, set_up
-from rl.timers import Timers
-from rl.token_choice import choose_tokens
+from rl import flags
+from rl.algorithm import whole_batch
+from rl.algorithm.kl_control import KLControl
+from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.rollout_correction import correct_rollout
+from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.token_choice import choose_tokens
+from rl.data.job import Job
+from rl.generation.generator import Generator, make_generator
+from rl.learning import forward_only
+from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.learner import FirstLogProbs, Learner, LossMeans
+from rl.ranks import dist, process, signals
+from rl.ranks.timers import Timers
+from rl.rewards.pool import ScoringEvents, ScoringPool, event_metrics
+from rl.samples import outlines
+from rl.samples.group import Group
+from rl.samples.over_sampling import OverSampleArgs
+from rl.samples.schedule import NextTicket
+from rl.setup import CommonArgs, make_learner, set_up
 from rl.training_run import TrainingRun
+from rl.weights.local import LocalWeights
 
 
 @dataclass
@@ -48,7 +54,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        for group in delivery.share(generator.generate(tickets[shared.index :: shared.engines])):
+        for group in outlines.share(generator.generate(tickets[shared.index :: shared.engines])):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
@@ -106,7 +112,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/shares.py what is of the batch.
+    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/learning/division.py what is of
+    # the batch.
     with timer("adv"):
         metrics = {}
         correct_rollout(args, batch)
@@ -114,9 +121,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
             batch.reward = batch.reward - kl_control.coef * kl
-            metrics |= kl_control.update(shares.mean_of_responses(kl, batch), len(batch.score))
+            metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
-        batch.advantage = shares.advantage(estimator, batch, **args.estimator_inputs(batch))
+        batch.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
 
@@ -124,7 +131,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     with timer("update_actor"):
         means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch)
         for update, (mini, its_micros) in enumerate(updates):
-            denominator = shares.denominator(batch, mini, args.aggregation, args.max_response_length)
+            denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
                 terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)

@@ -7,7 +7,8 @@ Each size is a process of its own, or eight under torchrun that share the batch 
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
 everything is computed; "forward alone" makes the tokens' indices, too, which micro-batches have anyway. malloc is left as it
-is, as on an accelerator's host: on a CPU, where freed memory stays (rl/host_memory.py), it takes less time and more memory.
+is, as on an accelerator's host: on a CPU, where freed memory stays (rl/ranks/host_memory.py), it takes less time and more
+memory.
 """
 
 import functools
@@ -30,14 +31,18 @@ from common import RESULTS, ROOT, setting, table, words, write
 
 import losses
 import train_sync
-from rl import delivery, forward_only, process, shares
-from rl.batch import Batch, Group, Response
-from rl.dist import Ranks
-from rl.learner import UNMEASURED_TOKENS
-from rl.metrics import batch_metrics, staleness_metrics
-from rl.rollout_correction import correct_rollout
-from rl.rollout_metrics import rollout_metrics
-from rl.shares import Division
+from rl.algorithm import whole_batch
+from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.rollout_correction import correct_rollout
+from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.learning import forward_only
+from rl.learning.batch import Batch
+from rl.learning.division import Division
+from rl.learning.learner import UNMEASURED_TOKENS
+from rl.ranks import process
+from rl.ranks.dist import Ranks
+from rl.samples import outlines
+from rl.samples.group import Group, Response
 
 SIZES = ("8 x 8 x 1000", "64 x 16 x 1000", "512 x 16 x 1250", "1024 x 16 x 2000")
 PARTS = (
@@ -99,7 +104,7 @@ def memory(name: str) -> int:
 def shared_groups(size: str, ranks: Ranks) -> list[Group]:
     """The same on every rank: the first makes them, the others map its memory."""
     groups = make_groups(*map(int, size.split(" x "))) if ranks.is_main else []
-    return groups if ranks.world_size == 1 else delivery.share(groups)
+    return groups if ranks.world_size == 1 else outlines.share(groups)
 
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
@@ -119,7 +124,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
 
     def rewards_and_advantages(batch: Batch) -> None:
         batch.reward = batch.token_reward()
-        batch.advantage = shares.advantage(losses.ADVANTAGES["grpo"], batch)
+        batch.advantage = whole_batch.advantage(losses.ADVANTAGES["grpo"], batch)
 
     def planned(batch: Batch) -> list[list[Micro]]:
         of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group)
@@ -128,7 +133,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         return [[Micro(batch, mini[part]) for part in plan] for mini, plan in plans]
 
     def denominator(batch: Batch) -> float:
-        return shares.denominator(batch, torch.arange(len(batch.lengths)), "token-mean", 1)
+        return whole_batch.denominator(batch, torch.arange(len(batch.lengths)), "token-mean", 1)
 
     before = 0
     for number in range(-1, rounds):

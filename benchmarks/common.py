@@ -69,7 +69,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def setting(*packages: str, **more) -> dict:
     """The machine, its load now, the versions and the thread settings: what stands under a table."""
-    from rl.host import cpu_name
+    from rl.ranks.host import cpu_name
 
     out = {"processor": cpu_name(), "cores": os.cpu_count(), "load average": round(os.getloadavg()[0], 2)}
     out |= {"python": platform.python_version()}
@@ -164,7 +164,7 @@ def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> 
 
 def run_script(python: str, command: list[str], *flags: str, **env: str) -> tuple[Finished, list[dict]]:
     """Runs a script of MODES; returns also the rows of its metrics.jsonl."""
-    from rl import validations
+    from rl.record import validations
 
     with tempfile.TemporaryDirectory() as out:
         done = run([python, *command, "--output-dir", out, *flags], threads_of(command), **env)
@@ -174,8 +174,8 @@ def run_script(python: str, command: list[str], *flags: str, **env: str) -> tupl
 
 
 def accuracies(validations: list[dict]) -> dict[int, float]:
-    """The demo's greedy validation accuracy, by the step whose weights were validated. validations: of rl/validations.py; the
-    rows of metrics.jsonl have the newest one only where several arrived during a step."""
+    """The demo's greedy validation accuracy, by the step whose weights were validated. validations: of
+    rl/record/validations.py; the rows of metrics.jsonl have the newest one only where several arrived during a step."""
     key = "val-core/demo/acc/mean@1"
     return {validation["step"]: validation[key] for validation in validations if key in validation}
 
@@ -251,7 +251,7 @@ def random_model(
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    from rl.demo import CHARACTERS, CHAT_TEMPLATE, SPECIAL
+    from rl.data.demo import CHARACTERS, CHAT_TEMPLATE, SPECIAL
 
     letters = [chr(c) for c in range(33, 127) if chr(c) not in CHARACTERS]
     characters = [*SPECIAL, *CHARACTERS, *letters][:vocabulary]

@@ -20,13 +20,15 @@ import tyro
 from common import table, write
 from publish import save_model
 
-from rl import dist, process
-from rl.batch import Batch, Group, Response, micro_batches
-from rl.embedded_engine import TransformersEngine
-from rl.host import cpu_name
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import process
+from rl.ranks.host import cpu_name
+from rl.samples.group import Group, Response
+from rl.split import Split, init_split
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 SIDES = ("full", "delta")
 
@@ -59,7 +61,7 @@ def one_step(learner: Learner, step: int) -> None:
     learner.step()
 
 
-def measure(split: dist.Split, path: str, rate: float, steps: int) -> dict[str, list[dict]] | None:
+def measure(split: Split, path: str, rate: float, steps: int) -> dict[str, list[dict]] | None:
     """What each publish took and sent, by side; None on the learner."""
     rendezvous, ends, found = torch.zeros(1), {}, {side: [] for side in SIDES}
     if split.role == "learner":
@@ -87,7 +89,7 @@ def measure(split: dist.Split, path: str, rate: float, steps: int) -> dict[str, 
     return found if split.role == "generator" else None
 
 
-def main(args: Args, split: dist.Split) -> None:
+def main(args: Args, split: Split) -> None:
     results, rows, folder = {}, [], Path(tempfile.gettempdir()) / "rl-benchmark-delta"
     for name in args.sizes:
         path = folder / name
@@ -113,4 +115,4 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    process.run(lambda split: main(args, split), join=lambda: dist.init_split(1))
+    process.run(lambda split: main(args, split), join=lambda: init_split(1))

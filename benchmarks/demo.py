@@ -29,7 +29,7 @@ class Args:
 
 
 def one_run(mode: str, seed: int, args: Args) -> dict:
-    from rl.host import cpu_name
+    from rl.ranks.host import cpu_name
 
     flags = ["--model", args.model, "--seed", str(seed), "--total-training-steps", str(args.steps), "--engine", args.engine]
     done, rows = run_script(sys.executable, MODES[mode], *flags)
@@ -80,7 +80,7 @@ def plot(runs: list[dict], target: Path) -> None:
 
 
 def main(args: Args) -> None:
-    from rl.pretrained import resolve
+    from rl.model.pretrained import resolve
 
     resolve(args.model)  # made before the clock starts
     runs = []

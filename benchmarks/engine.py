@@ -16,9 +16,9 @@ from common import table, write
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
-from rl.demo import model_dir
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams
+from rl.data.demo import model_dir
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
 
 
 @dataclass

@@ -14,9 +14,9 @@ import torch
 import tyro
 from common import ratios, table, write
 
-from rl.demo import model_dir
-from rl.engine import EngineArgs, Request, SamplingParams
-from rl.engine_vllm import VLLMEngine, vllm
+from rl.data.demo import model_dir
+from rl.generation.engine import EngineArgs, Request, SamplingParams
+from rl.generation.vllm.engine import VLLMEngine, vllm
 
 OURS, RAW, BARE = "our loop", "LLM.generate, the same requests", "LLM.generate, no seeds, no log-probs"
 

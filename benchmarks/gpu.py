@@ -5,7 +5,7 @@
 
 Random weights in the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; bf16 compute, fp32 master weights and AdamW.
 - learner: `learn` of train_sync.py, one optimizer step of four micro-batches of 8,192 packed tokens (eight sequences of 1,024
-  in each); MFU counts no recomputation (rl/metrics.py).
+  in each); MFU counts no recomputation (rl/algorithm/metrics.py).
 - engine, vllm: 256 requests of 256 tokens (prompts of 128), end tokens ignored.
 - sleep: seconds that vLLM takes to sleep, to wake and to take new weights, and the memory that sleeping gives back.
 - values: mean difference of vLLM's log-probs from transformers', at temperatures 1 and 0.6, after a publish.
@@ -32,9 +32,9 @@ import tyro
 from common import MODES, RESULTS, random_model, run_script, setting, synchronize, table, words, write
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl import device, process
-from rl.dist import Ranks
 from rl.flags import read
+from rl.ranks import device, process
+from rl.ranks.dist import Ranks
 
 QWEN2 = dict(vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=32_768, eos_token_id=1, pad_token_id=0)
 SHAPES = {
@@ -107,11 +107,12 @@ def save(shape: str, path: str) -> None:
 
 def learner(args: Args, ranks: Ranks) -> dict:
     import train_sync
-    from rl.batch import Batch, Group, Response
-    from rl.kl_control import KLControl
-    from rl.learner import Learner
-    from rl.metrics import train_flops_per_token
-    from rl.timers import Timers
+    from rl.algorithm.kl_control import KLControl
+    from rl.learning.batch import Batch
+    from rl.learning.flops import train_flops_per_token
+    from rl.learning.learner import Learner
+    from rl.ranks.timers import Timers
+    from rl.samples.group import Group, Response
 
     sequences, prompt, response = (32, 256, 768) if not args.toy else (8, 8, 24)
     flags = ["--model", args.path, "--dtype", "bfloat16", "--max-response-length", str(response)]
@@ -150,7 +151,7 @@ def requests_of(args: Args) -> tuple[int, int, int]:
 
 
 def engine(args: Args, ranks: Ranks) -> dict:
-    from rl.embedded_engine import TransformersEngine
+    from rl.generation.embedded.engine import TransformersEngine
 
     requests, prompt, response = requests_of(args)
     model = TransformersEngine(args.path, prompt + response, requests, dtype=torch.bfloat16, device=ranks.device)
@@ -159,7 +160,7 @@ def engine(args: Args, ranks: Ranks) -> dict:
 
 def decoded(model, args: Args) -> dict:
     """Tokens/s of an engine."""
-    from rl.engine import Request, SamplingParams
+    from rl.generation.engine import Request, SamplingParams
 
     requests, prompt, response = requests_of(args)
     vocabulary, rng, seconds = SHAPES[args.shape].vocab_size, np.random.default_rng(0), []
@@ -178,8 +179,8 @@ def decoded(model, args: Args) -> dict:
 
 
 def vllm_engine(args: Args, ranks: Ranks):
-    from rl.engine import EngineArgs
-    from rl.engine_vllm import VLLMEngine
+    from rl.generation.engine import EngineArgs
+    from rl.generation.vllm.engine import VLLMEngine
 
     requests, prompt, response = requests_of(args)
     flags = EngineArgs(max_num_seqs=requests, max_num_batched_tokens=8192, gpu_memory_utilization=0.5)
@@ -213,7 +214,7 @@ def sleep(args: Args, ranks: Ranks) -> dict:
 
 @torch.no_grad()
 def values(args: Args, ranks: Ranks) -> dict:
-    from rl.engine import Request, SamplingParams
+    from rl.generation.engine import Request, SamplingParams
 
     model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16).to(ranks.device).eval()
     engine, rng, means = vllm_engine(args, ranks), np.random.default_rng(0), {}

@@ -65,7 +65,7 @@ def save(path: str, size: Size) -> int:
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from rl.demo_vl import VISION, build_processor, build_tokenizer
+    from rl.data.demo_vl import VISION, build_processor, build_tokenizer
 
     tokenizer, processor = build_tokenizer(), build_processor()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -120,9 +120,9 @@ def save_rows(folder: str, size: Size, count: int = 8 * PROMPTS) -> str:
 
 def prompts_of(model: str, file: str):
     """The rows as prompts, of whose pictures no pixels have been made."""
-    from rl.data import DataArgs, PromptDataset
-    from rl.pretrained import load_config, load_tokenizer
-    from rl.vision import ImagePrep
+    from rl.data.image_prompts import ImagePrep
+    from rl.data.prompts import DataArgs, PromptDataset
+    from rl.model.pretrained import load_config, load_tokenizer
 
     args = DataArgs(max_prompt_length=1024)
     return PromptDataset((file,), "train", load_tokenizer(model), args, ImagePrep.of(model, load_config(model), args))
@@ -132,9 +132,10 @@ def batch_of(size: Size, model: str, file: str):
     """What a learner is given: random responses to the first prompts, the same in each call; no pixels have been made."""
     import numpy as np
 
-    from rl.batch import Batch, Group, Response
-    from rl.batch_images import BatchImages
-    from rl.data import PromptOrder
+    from rl.data.prompts import PromptOrder
+    from rl.learning.batch import Batch
+    from rl.learning.batch_images import BatchImages
+    from rl.samples.group import Group, Response
 
     rng, rows, groups = np.random.default_rng(0), prompts_of(model, file), []
     lengths = rng.integers(size.tokens // 4, size.tokens + 1, (PROMPTS, RESPONSES))
@@ -161,13 +162,13 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
     import torch.nn.functional as F
 
     import train_sync
-    from rl import dist
-    from rl.batch import micro_batches
+    from rl.algorithm.kl_control import KLControl
     from rl.flags import read
-    from rl.kl_control import KLControl
-    from rl.learner import Learner
-    from rl.pretrained import load_weights
-    from rl.timers import Timers
+    from rl.learning.batch import micro_batches
+    from rl.learning.learner import Learner
+    from rl.model.loading import load_weights
+    from rl.ranks import dist
+    from rl.ranks.timers import Timers
 
     ranks = dist.init()
     sync = read(train_sync.Args, args=["--model", model, "--max-response-length", str(size.tokens)])
@@ -201,8 +202,8 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
 
 def generator(size: Size, model: str, file: str, args: Args) -> dict[str, list[float]]:
     """Response tokens/s by side, one a round."""
-    from rl.engine import EngineArgs, Request, SamplingParams
-    from rl.engine_vllm import VLLMEngine, vllm
+    from rl.generation.engine import EngineArgs, Request, SamplingParams
+    from rl.generation.vllm.engine import VLLMEngine, vllm
 
     length, count = len(prompts_of(model, file)[0].ids) + size.tokens, PROMPTS * RESPONSES
     settings = {"max_num_seqs": count, "max_num_batched_tokens": max(8192, length)}

@@ -17,14 +17,14 @@ import torch
 from images import SIZES, batch_of
 
 import train_sync
-from rl import dist
-from rl.batch import Batch, micro_batches
-from rl.blocks import local
+from rl.algorithm.kl_control import KLControl
 from rl.flags import read
-from rl.kl_control import KLControl
-from rl.learner import UNMEASURED_TOKENS, Learner
-from rl.pretrained import load_config
-from rl.timers import Timers
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import UNMEASURED_TOKENS, Learner
+from rl.model.pretrained import load_config
+from rl.model.shards import local
+from rl.ranks import dist
+from rl.ranks.timers import Timers
 
 
 class Held:

@@ -5,7 +5,7 @@
 Layers of real sizes with random weights over a packed row: two prompts of 100 tokens, each with eight responses of 200. Each
 storage that is saved for the backward pass counts once, parameters not. On a CPU, thus with what its attention gathers; where a
 device has its own attention over packed rows both sides keep less of that. Of an MLP more is kept where its products are small
-(`WORTH_IT` in rl/lean_layers.py), which these are not.
+(`WORTH_IT` in rl/model/lean_layers.py), which these are not.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from common import RESULTS, setting, table, words, write
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModel
 
-from rl.attention import ATTENTION, Packed
-from rl.lean_layers import keep_less
+from rl.model.attention import ATTENTION, Packed
+from rl.model.lean_layers import keep_less
 
 SHAPES = {  # family, hidden, inner size, heads, heads of keys and values, size of a head
     "Qwen2.5-0.5B": ("qwen2", 896, 4864, 14, 2, 64),

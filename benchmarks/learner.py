@@ -27,15 +27,16 @@ from common import RESULTS, Rounds, over, random_model, ratios, setting, table, 
 from transformers import AutoModelForCausalLM
 
 import train_sync
-from rl import process
-from rl.attention import ATTENTION
-from rl.batch import Batch, Group, Response, micro_batches
-from rl.dist import Ranks
+from rl.algorithm.kl_control import KLControl
 from rl.flags import read
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.shares import Division
-from rl.timers import Timers
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.model.attention import ATTENTION
+from rl.ranks import process
+from rl.ranks.dist import Ranks
+from rl.ranks.timers import Timers
+from rl.samples.group import Group, Response
 
 SIZES = {"toy": (64, 1, 32, 8), "1M": (128, 4, 32, 64), "30M": (512, 8, 8192, 128), "100M": (768, 12, 8192, 128)}
 # hidden, layers, vocabulary, response budget

@@ -67,9 +67,10 @@ def measure(path: str) -> None:
     import torch
     from memory import Peak
 
-    from rl import dist, launch, process
-    from rl.learner import Learner, LearnerArgs
-    from rl.publisher import Publisher
+    from rl.learning.learner import Learner, LearnerArgs
+    from rl.ranks import dist, launch, process
+    from rl.split import Split
+    from rl.weights.publisher import Publisher
 
     def main(ranks: dist.Ranks) -> None:
         with Peak() as load:
@@ -77,7 +78,7 @@ def measure(path: str) -> None:
         sizes = [parameter.numel() for parameter in learner.policy.parameters()]
         nodes = [launch.Node("here", 0, ranks.world_size + 1, 1)]
         bridge, store = object() if ranks.is_main else None, torch.distributed.HashStore()
-        split = dist.Split("learner", ranks, ranks.world_size, 1, nodes, 0, store, bridge)
+        split = Split("learner", ranks, ranks.world_size, 1, nodes, 0, store, bridge)
         with Peak() as publish:
             publisher = Publisher(learner, split, torch.bfloat16)
             publisher.take_copy()

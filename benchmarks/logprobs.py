@@ -3,7 +3,7 @@
     python benchmarks/logprobs.py         # about 10 minutes and 15 GB on 2 cores; writes benchmarks/results/logprobs.{json,md}
 
 - held: logits [tokens, vocabulary] in one piece, log_softmax, gather, entropy; all of it fp32 and kept for the backward.
-- chunked: `Policy` of rl/policy.py, which computes 256 MB of logits at a time and keeps 1 GB for the backward.
+- chunked: `Policy` of rl/model/policy.py, which computes 256 MB of logits at a time and keeps 1 GB for the backward.
 - chunked, none kept: the same where memory is to be saved (--gradient-checkpointing).
 All end in the sum of the log-probs, whose gradient goes to the hidden states and to the projection; the entropy is a metric,
 without gradient. Each measurement is a process of its own; its peak is the resident memory beyond the random projection and
@@ -60,7 +60,7 @@ def resident_gb() -> float:
 
 def one_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict:
     """Seconds and the peak beyond the inputs, in GB; the value and a piece of the gradient, to see that all do the same."""
-    from rl.policy import LOGITS_KEPT, Policy
+    from rl.model.policy import LOGITS_KEPT, Policy
 
     torch.manual_seed(0)
     head = torch.nn.Linear(hidden, vocabulary, bias=False)

@@ -4,7 +4,7 @@
 
 The same tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
 the tensors of one micro-batch hold at their peak, counted (rl/plan/memory_count.py). What --ppo-max-token-len-per-gpu auto
-takes on a CPU, CPU_TOKENS of rl/micro_batch.py, follows from this table.
+takes on a CPU, CPU_TOKENS of rl/learning/token_budget.py, follows from this table.
 """
 
 import tempfile
@@ -17,11 +17,12 @@ import torch
 import tyro
 from common import RESULTS, Rounds, over, random_model, ratios, setting, table, words, write
 
-from rl import process
-from rl.batch import Batch, Group, Response, micro_batches
-from rl.dist import Ranks
-from rl.learner import Learner, LearnerArgs
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
 from rl.plan.memory_count import MemoryCount
+from rl.ranks import process
+from rl.ranks.dist import Ranks
+from rl.samples.group import Group, Response
 
 SIZES = {"toy": (64, 1, 32, 16), "1M": (128, 4, 64, 64), "30M": (512, 8, 8192, 256)}  # hidden, layers, vocabulary, longest
 

@@ -45,7 +45,7 @@ def one_run(side: str, seed: int, steps: int) -> dict:
 
 
 def main(args: Args) -> None:
-    from rl.demo_moe import model_dir
+    from rl.data.demo_moe import model_dir
 
     model_dir()  # made before anything else
     machine = setting(seeds=args.seeds)

@@ -171,7 +171,7 @@ def tables(data: dict) -> str:
 def demo_parameters() -> int:
     from safetensors import safe_open
 
-    from rl.demo import model_dir
+    from rl.data.demo import model_dir
 
     with safe_open(Path(model_dir()) / "model.safetensors", "pt") as file:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118

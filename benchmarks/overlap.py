@@ -57,9 +57,11 @@ def patched(side: str, median: int, longest: int) -> None:
     import dataclasses
     import importlib
 
-    from rl import dist, generator, process
-    from rl.embedded_engine import TransformersEngine
-    from rl.scripted_engine import ScriptedEngine
+    from rl.generation import generator
+    from rl.generation.embedded.engine import TransformersEngine
+    from rl.generation.scripted import ScriptedEngine
+    from rl.ranks import process
+    from rl.split import init_split
 
     name = SCRIPTS.get(side, "train_async")
     script = importlib.import_module(name)
@@ -80,15 +82,15 @@ def patched(side: str, median: int, longest: int) -> None:
     if name == "train_sync":
         process.run(lambda ranks: script.main(args, ranks))
     else:
-        process.run(lambda split: script.main(args, split), join=lambda: dist.init_split(1))
+        process.run(lambda split: script.main(args, split), join=lambda: init_split(1))
 
 
 def Instant():
     """An engine whose responses cost nothing: random tokens, all finished at the first step."""
     import torch
 
-    from rl.engine import Output
-    from rl.scripted_engine import ScriptedEngine
+    from rl.generation.engine import Output
+    from rl.generation.scripted import ScriptedEngine
 
     class Engine(ScriptedEngine):
         shares_memory, device = False, torch.device("cpu")
@@ -143,8 +145,8 @@ def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> di
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
-    from rl.host import cpu_name
+    from rl.data.demo import model_dir
+    from rl.ranks.host import cpu_name
 
     model_dir()
     equal: dict[str, list[dict]] = {side: [] for side in ("generation", "training", BUSY, "async")}

@@ -18,7 +18,7 @@ from common import RESULTS, ROOT, setting, table, words, write
 from overlap import Args as RunArgs
 from overlap import length_of, one_run
 
-from rl.host import commit
+from rl.record.provenance import commit
 
 SCRIPTS = {"sync": "train_sync", "one step off": "train_one_step_off", "async": "train_async"}
 SEQS = ["--max-num-seqs", "128"]
@@ -76,7 +76,7 @@ class RunLengths:
         self.case, self.n = case, n
 
     def group(self, ticket: int) -> tuple[int, list[int], bool]:
-        from rl.engine import request_seed
+        from rl.generation.engine import request_seed
 
         if self.case.longest == self.case.median:
             return PROMPT, [self.case.longest] * self.n, True
@@ -149,7 +149,7 @@ def picks(rows: list[dict]) -> list[tuple[str, str, str, float]]:
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
+    from rl.data.demo import model_dir
 
     model_dir()
     times, rows = calibrated(args), []

@@ -30,7 +30,7 @@ from rl.plan.service_times import LearnerTimes, ServiceTimes
 from rl.plan.simulation import Load, Ranks, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Drawn
-from rl.schedule import ScheduleArgs
+from rl.samples.schedule import ScheduleArgs
 
 PROMPTS, N, LONGEST, PROMPT = 512, 16, 28 * 1024, 150
 SYNC = {  # devices: step, gen, old_log_prob, update

@@ -4,7 +4,7 @@
 
 Engines of 512 slots, 16 responses a prompt of log-normal lengths around 2,000 tokens, 512 prompts a step, a publish every 4
 fetches of them, staleness threshold 0.5. A token batch is a decode step of one engine. CPU time, so that other work on the
-machine changes little. The schedule is rl/schedule.py's own; drawing the lengths is not counted.
+machine changes little. The schedule is rl/samples/schedule.py's own; drawing the lengths is not counted.
 """
 
 import time
@@ -18,7 +18,7 @@ from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
 from rl.plan.simulation import Load, Ranks
 from rl.plan.stream import Stream
 from rl.plan.workload import Drawn
-from rl.schedule import ScheduleArgs
+from rl.samples.schedule import ScheduleArgs
 
 TIMES = ServiceTimes(
     EngineTimes((1, 512), (0.01, 0.03), 1e-8, prefill=1e-3, prefill_token=1e-6, receive=0.2),

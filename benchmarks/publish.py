@@ -21,13 +21,14 @@ from common import table, write
 from torch.distributed import PrefixStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl import device, dist, process
-from rl.digests import Digests
-from rl.embedded_engine import TransformersEngine
-from rl.host import cpu_name
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import device, process
+from rl.ranks.host import cpu_name
+from rl.split import Split, init_split
+from rl.weights.digests import Digests
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 SIZES = {"1M": (128, 4, 512), "30M": (512, 8, 8192), "300M": (1280, 12, 32768)}  # hidden, layers, vocabulary
 SIDES = ("raw", "publish", "unverified")
@@ -58,7 +59,7 @@ def save_model(name: str, path: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict[str, list[float]] | None:
+def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str, list[float]] | None:
     """Seconds by side, as the generator sees them (None on the learner)."""
     rendezvous, place = torch.zeros(1), int(split.role == "generator")
     raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
@@ -102,7 +103,7 @@ def measure(split: dist.Split, path: str, parameters: int, repeats: int) -> dict
     return seconds if split.role == "generator" else None
 
 
-def main(args: Args, split: dist.Split) -> None:
+def main(args: Args, split: Split) -> None:
     results, folder = {}, Path(tempfile.gettempdir()) / "rl-benchmark-publish"
     for name in args.sizes:
         path = folder / name
@@ -133,4 +134,4 @@ def main(args: Args, split: dist.Split) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    process.run(lambda split: main(args, split), join=lambda: dist.init_split(1))
+    process.run(lambda split: main(args, split), join=lambda: init_split(1))

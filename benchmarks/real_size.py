@@ -4,7 +4,7 @@
 
 The model has the shape of Qwen2.5-0.5B (494M parameters, random, fp32); a step is `learn` of train_sync.py on 16 responses to 2
 prompts, with all that belongs to it. Its arithmetic is what forward and backward must compute at the least
-(`rl.waste.least_flops`: 6 FLOPs a matrix parameter and distinct token, and attention), with --gradient-checkpointing a third
+(`rl.learning.flops.least_flops`: 6 a matrix parameter and distinct token, and attention), with --gradient-checkpointing a third
 more. The rate is measured between the steps: the products of the model's MLP, of as many tokens, the best of five.
 """
 
@@ -22,14 +22,15 @@ from gpu import SHAPES
 from transformers import AutoModelForCausalLM
 
 import train_sync
-from rl import process
-from rl.batch import Batch, Group, Response
-from rl.dist import Ranks
+from rl.algorithm.kl_control import KLControl
 from rl.flags import read
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.timers import Timers
-from rl.waste import least_flops
+from rl.learning.batch import Batch
+from rl.learning.flops import least_flops
+from rl.learning.learner import Learner
+from rl.ranks import process
+from rl.ranks.dist import Ranks
+from rl.ranks.timers import Timers
+from rl.samples.group import Group, Response
 
 PROMPTS, RESPONSES = 2, 8
 

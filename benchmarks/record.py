@@ -15,8 +15,8 @@ import numpy as np
 import tyro
 from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
 
-from rl.batch import Group, Response
-from rl.recorder import SAMPLES, Recorder
+from rl.replay.recorder import SAMPLES, Recorder
+from rl.samples.group import Group, Response
 
 SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)}  # prompts, responses, tokens
 

@@ -32,7 +32,7 @@ import torch.multiprocessing
 import tyro
 from common import RESULTS, setting, table, words, write
 
-from rl.ring import Ring
+from rl.transport.ring import Ring
 
 SIZES = {"256 B": 256, "4 KB": 4 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
 FORK = torch.multiprocessing.get_context("fork")

@@ -35,7 +35,7 @@ def one_run(side: str, seed: int, steps: int) -> dict[int, float]:
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
+    from rl.data.demo import model_dir
 
     model_dir()  # made before anything else
     machine = setting(seeds=args.seeds)

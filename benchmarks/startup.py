@@ -68,7 +68,7 @@ def import_seconds(code: str) -> float:
 
 
 def main(args: Args) -> None:
-    from rl.demo import model_dir
+    from rl.data.demo import model_dir
 
     model_dir()
     here = setting("transformers")

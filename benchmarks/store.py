@@ -22,12 +22,12 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
-from rl.channel import ControlBlock
-from rl.draw_ahead import DrawAhead
-from rl.heartbeat import Heartbeat
-from rl.launch import Node
-from rl.schedule import ScheduleArgs, Tickets, open_tickets
-from rl.watchdog import Watchdog, WatchdogArgs
+from rl.ranks.heartbeat import Heartbeat
+from rl.ranks.launch import Node
+from rl.ranks.watchdog import Watchdog, WatchdogArgs
+from rl.samples.control import ControlBlock
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import DrawAhead, Tickets, open_tickets
 
 PROCESSES = 4  # of the simulated generators
 LIMIT = timedelta(minutes=10)

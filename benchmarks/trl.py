@@ -130,7 +130,7 @@ def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
 
 def make_model(case: Case, folder: str, name: str) -> str:
     """A case's model; where it has pictures, its rows lie in a folder beside it."""
-    from rl.demo import model_dir
+    from rl.data.demo import model_dir
 
     model = f"{folder}/{name}"
     if case.is_demo:
@@ -149,7 +149,7 @@ def rows_of(model: str) -> str:
 
 
 def trl_rows(case: Case, model: str, split: str) -> list[dict]:
-    from rl.demo import problems
+    from rl.data.demo import problems
 
     if case.pictures:
         prompt = [{"role": "user", "content": "Number?"}]

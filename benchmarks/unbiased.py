@@ -19,10 +19,11 @@ import tyro
 from common import setting, table, words, write
 
 import train_one_step_off
-from rl import dist
-from rl.batch import Batch, Group, Response
-from rl.kl_control import KLControl
+from rl.algorithm.kl_control import KLControl
+from rl.learning.batch import Batch
 from rl.ranges import check
+from rl.ranks import dist
+from rl.samples.group import Group, Response
 
 WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 FLAGS = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum", "rollout_n": 2}

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl import images
+from rl.data import images
+from rl.data.tables import read_table
 from rl.errors import UserError
-from rl.instructions import format_of
 from rl.printable import printable
-from rl.rows import read_table
+from rl.rewards.instructions import format_of
 
 FILES = {".parquet", ".jsonl", ".json"}
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl import launch
-from rl.device import has_accelerator
 from rl.ranges import flag
-from rl.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
+from rl.ranks import launch
+from rl.ranks.device import has_accelerator
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
 @dataclass(frozen=True)

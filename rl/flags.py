@@ -22,9 +22,10 @@ from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from rl import flag_needs, launch, process
+from rl import flag_needs
 from rl.errors import UserError
 from rl.ranges import check, flag, ranges, refuse_known
+from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
 

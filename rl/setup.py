@@ -1,31 +1,31 @@
 """The start of every script: the flags they all have, and the reading of model and data before the first step.
 
-Left out: joining the process groups (rl/dist.py), and the flags of a component, which stand with it.
+Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which stand with it.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rl import flag_needs
-from rl.algorithm_args import AlgorithmArgs
-from rl.checkpoint import CheckpointArgs
-from rl.data import DataArgs, PromptDataset, PromptOrder, demo_files
-from rl.dist import Ranks, engines_first
-from rl.engine import EngineArgs
+from rl.algorithm.args import AlgorithmArgs
+from rl.checkpoint.resume import CheckpointArgs
+from rl.data.image_prompts import ImagePrep
+from rl.data.job import Job
+from rl.data.prompts import DataArgs, PromptDataset, PromptOrder, demo_files
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
-from rl.pretrained import check_model, empty_model, load_config, load_tokenizer, resolve
+from rl.generation.engine import EngineArgs
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.pretrained import check_model, empty_model, load_config, load_tokenizer, resolve
+from rl.model.router import check_replay
 from rl.ranges import Range
-from rl.router import check_replay
-from rl.run import LogArgs
-from rl.scoring import RewardArgs, check_sources
-from rl.vision import ImagePrep
-from rl.watchdog import WatchdogArgs
+from rl.ranks.dist import Ranks, engines_first
+from rl.ranks.watchdog import WatchdogArgs
+from rl.record.run import LogArgs
+from rl.rewards.pool import RewardArgs, check_sources
 
 DEFAULT_STEPS = 200  # to train, where no flag says it
 
@@ -85,32 +85,6 @@ class RunArgs:
 
 
 @dataclass
-class BatchArgs:
-    """The size of a batch."""
-
-    train_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts a step, over all ranks; each gets --rollout-n responses."""
-    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
-    """Prompts per optimizer step, over all ranks; by default the whole batch."""
-
-    @property
-    def prompts_per_step(self) -> int:
-        return self.train_batch_size
-
-    @property
-    def prompts_per_update(self) -> int:
-        return self.ppo_mini_batch_size or self.train_batch_size
-
-    def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
-        if self.train_batch_size % self.prompts_per_update:
-            raise UserError(
-                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size "
-                f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
-            )
-
-
-@dataclass
 class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
     """Flags that all scripts have. Each group stands with its component."""
 
@@ -126,20 +100,6 @@ class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learn
                 "--router-replay R2 replays the pass that recomputes the old log-probs; with the generator's as the old ones "
                 "there is none. Take R3, or add --use-rollout-log-probs False."
             )
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that a rank holds before the first step, its engine and learner aside."""
-
-    script: str  # its file's name, without .py: what a copy of a script logs, saves and resumes under
-    path: str  # of the model: a directory or a hub name
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptDataset  # for training
-    val_prompts: PromptDataset | None  # None without --test-freq
-    order: PromptOrder
-    total_steps: int
-    notes: dict = field(default_factory=dict)  # what the run's config.json says besides
 
 
 def set_up(args: CommonArgs, file: str) -> Job:

@@ -7,27 +7,33 @@ import json
 from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
-from rl import checkpoint, delivery, dist, validations
-from rl.batch import Batch, Group
-from rl.batch_images import BatchImages
-from rl.fates import Fates
-from rl.generator import Generator
-from rl.health import Health
-from rl.identity import Identity
-from rl.instructions import unasked
-from rl.learner import Learner
-from rl.metrics import hardly_scored, validation_metrics
-from rl.micro_batch import choose_tokens
-from rl.precision import in_words, precisions
-from rl.recorder import Recorder
-from rl.run import Run
-from rl.saver import Saver
-from rl.setup import CommonArgs, Job
-from rl.shares import Division
-from rl.source_counts import SourceCounts
-from rl.stream import Batches, Stream
-from rl.timers import gather_ledgers
-from rl.waste import Computed
+from rl.algorithm.fates import Fates
+from rl.algorithm.health import Health
+from rl.algorithm.metrics import hardly_scored, validation_metrics
+from rl.algorithm.source_counts import SourceCounts
+from rl.checkpoint import resume as checkpoint
+from rl.checkpoint.saver import Saver
+from rl.data.job import Job
+from rl.generation.generator import Generator
+from rl.learning import delivery
+from rl.learning.batch import Batch
+from rl.learning.batch_images import BatchImages
+from rl.learning.division import Division
+from rl.learning.flops import Computed
+from rl.learning.learner import Learner
+from rl.learning.token_budget import choose_tokens
+from rl.ranks import dist
+from rl.ranks.timers import gather_ledgers
+from rl.record import validations
+from rl.record.identity import Identity
+from rl.record.precision import in_words, precisions
+from rl.record.run import Run
+from rl.replay.recorder import Recorder
+from rl.rewards.instructions import unasked
+from rl.samples import outlines
+from rl.samples.group import Group
+from rl.samples.stream import Batches, Stream
+from rl.setup import CommonArgs
 
 
 class Part(Protocol):
@@ -223,7 +229,7 @@ class TrainingRun:
         with self.timer("save_checkpoint"):
             groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = delivery.share(self._put_aside)
+                unfinished = outlines.share(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)

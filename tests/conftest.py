@@ -53,7 +53,7 @@ def ranks():
     """This process as the only rank of a job."""
     import torch
 
-    from rl import dist
+    from rl.ranks import dist
 
     yield dist.init()
     torch.distributed.destroy_process_group()
@@ -82,9 +82,9 @@ def gsm8k() -> Path:
 
 IMPORTED = {  # by the processes that fork runs (tests/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
-    "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.engine_vllm"],
+    "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
-IMPORTED["plain"] += ["rl.demo", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
+IMPORTED["plain"] += ["rl.data.demo", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
 
 
 class Forks:

@@ -147,7 +147,8 @@ def warm_up(scripts: list[str]) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from rl import device, flags
+    from rl import flags
+    from rl.ranks import device
 
     for script in scripts:
         flags.read(sys.modules[script].Args, args=[])

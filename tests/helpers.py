@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl import demo_cache
+from rl.data import demo_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
@@ -64,7 +64,7 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), maske
     """A prompt of so many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
     import numpy as np
 
-    from rl.batch import Group, Response
+    from rl.samples.group import Group, Response
 
     rng = rng or np.random.default_rng(ticket)
     responses = [
@@ -111,7 +111,7 @@ def demo(name: str) -> str:
     """Return the directory of "demo", "demo-vl" or "demo-moe". Make the model first if this machine does not have it yet."""
     where = demo_cache.directory(name, demo_cache.VERSIONS[name])
     if not demo_cache.is_made(where):
-        make = f"from rl.{name.replace('-', '_')} import model_dir; model_dir()"
+        make = f"from rl.data.{name.replace('-', '_')} import model_dir; model_dir()"
         with no_time_limit():
             subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
     return str(where)

@@ -127,7 +127,8 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
-    from rl.checkpoint import GROUPS, TRAINING, UNFINISHED, read_groups
+    from rl.checkpoint.manifest import GROUPS, TRAINING, UNFINISHED
+    from rl.checkpoint.resume import read_groups
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [*range(1, steps + 1)], "a step is missing or appears twice"

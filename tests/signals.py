@@ -120,7 +120,7 @@ class Run:
 
 def attempt(trial: Trial, out: Path) -> tuple[float, str]:
     """One trial; returns the seconds until its end, and what was left. Raises AssertionError where a promise is broken."""
-    from rl.checkpoint import damage
+    from rl.checkpoint.manifest import damage
 
     memory = set(os.listdir("/dev/shm"))
     run = Run(trial, out)
@@ -146,7 +146,8 @@ def attempt(trial: Trial, out: Path) -> tuple[float, str]:
 
 def check_promise(run: Path, console: str, ended: bool) -> str:
     """After SIGTERM every step that was trained is in the newest checkpoint."""
-    from rl.checkpoint import damage, newest
+    from rl.checkpoint.manifest import damage
+    from rl.checkpoint.resume import newest
 
     log = run / "metrics.jsonl"
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []

@@ -15,15 +15,15 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
-from rl import shares
-from rl.batch import Batch
+from rl.algorithm import whole_batch
+from rl.algorithm.kl_control import KLControl
+from rl.algorithm.rollout_correction import PRESETS
 from rl.errors import UserError
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.pretrained import load_tokenizer
+from rl.learning.batch import Batch
+from rl.learning.learner import Learner
+from rl.model.pretrained import load_tokenizer
 from rl.ranges import check
-from rl.rollout_correction import PRESETS
-from rl.timers import Timers
+from rl.ranks.timers import Timers
 
 PACKED = ("lp", "old", "advantage", "mask", "seq")
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]
@@ -110,9 +110,9 @@ def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are(
     kl = torch.rand(len(batch.seq), generator=torch.Generator().manual_seed(0))
     trained = [kl[(batch.seq == i) & batch.mask] for i in range(5)]
     means = [float(x.mean()) for x in trained if len(x)]
-    assert len(means) == 4 and shares.mean_of_responses(kl, batch) == pytest.approx(sum(means) / 4)
+    assert len(means) == 4 and whole_batch.mean_of_responses(kl, batch) == pytest.approx(sum(means) / 4)
     batch.mask[:] = False
-    assert shares.mean_of_responses(kl, batch) == 0
+    assert whole_batch.mean_of_responses(kl, batch) == 0
 
 
 def test_kl_in_the_reward(trainer):
@@ -121,7 +121,7 @@ def test_kl_in_the_reward(trainer):
     flags = {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
     kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, "k3")
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx(shares.mean_of_responses(kl, batch)) and kl.mean() > 0
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(whole_batch.mean_of_responses(kl, batch)) and kl.mean() > 0
     assert torch.allclose(batch.reward, batch.token_reward() - 0.5 * kl)
     assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
     flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-12, "horizon": 16}

@@ -11,8 +11,8 @@ from helpers import cpu_limit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.answers import same
-from rl.verifiers import BUILT_IN, geo3k, math_dapo, math_verify
+from rl.rewards.answers import same
+from rl.rewards.verifiers import BUILT_IN, geo3k, math_dapo, math_verify
 
 MATH = [math_verify, math_dapo, geo3k]
 

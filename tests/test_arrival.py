@@ -20,13 +20,14 @@ from test_bridge import together
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
-from rl import arrival, buckets, failures, signals
-from rl.bridge import Bridge
-from rl.channel import ControlBlock, State
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Output, Request, SamplingParams
-from rl.publisher import Publisher
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Output, Request, SamplingParams
+from rl.ranks import failures, signals
+from rl.samples.control import ControlBlock, State
+from rl.transport.bridge import Bridge
+from rl.weights import arrival, buckets
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 PROMPT, ALL = [5, 6, 7], 10**6
 

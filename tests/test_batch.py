@@ -9,12 +9,13 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl import shares
-from rl.attention import SHORT, Packed
-from rl.batch import Batch, Group, MicroBatch, join_records, micro_batches, split_records
-from rl.dist import Ranks
 from rl.errors import UserError
-from rl.shares import Division, pack
+from rl.learning import division as shares
+from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.division import Division, pack
+from rl.model.attention import SHORT, Packed
+from rl.ranks.dist import Ranks
+from rl.samples.group import Group, join_records, split_records
 
 
 def same(a: Group, b: Group) -> bool:

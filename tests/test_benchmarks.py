@@ -16,7 +16,7 @@ import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
 import checkpoint, demo, gpu, images, learner, load, logprobs, moe, overlap, publish, real_size, ring, staleness, startup, trl
-from rl import dist
+from rl.ranks import dist
 
 out = Path(sys.argv[1])
 images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import losses
 import train_sync
-from rl import batch as batches
-from rl import metrics
-from rl.batch import Batch, pieces
-from rl.rollout_correction import correct_rollout, parse_criteria
-from rl.rollout_metrics import Moments, compare, rollout_metrics
+from rl.algorithm import metrics
+from rl.algorithm.rollout_correction import correct_rollout, parse_criteria
+from rl.algorithm.rollout_metrics import Moments, compare, rollout_metrics
+from rl.learning import batch as batches
+from rl.learning.batch import Batch, pieces
 
 SIZES = (1, 7, 40, 1 << 17)  # of a piece
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12)

@@ -15,9 +15,9 @@ import torch
 from helpers import ROOT
 from torch.distributed import HashStore, TCPStore
 
-from rl import bridge
-from rl.bridge import Bridge, Slots, senders
-from rl.launch import Node
+from rl.ranks.launch import Node
+from rl.transport import bridge
+from rl.transport.bridge import Bridge, Slots, senders
 
 LAYOUTS = [  # the node of the first learner, then of each generator
     [0, 0],

@@ -19,11 +19,11 @@ from helpers import ROOT, command, environment, make_group, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl import checkpoint
-from rl.batch import join_records
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams
+from rl.checkpoint import manifest, resume
 from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
+from rl.samples.group import join_records
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
 MEASURED = (
@@ -133,8 +133,8 @@ def stream(demo_model, tmp_path_factory) -> Path:
 
 def pieces(path: Path) -> dict[int, list]:
     """Responses by ticket, of what waited and what was under way at a checkpoint."""
-    names = (checkpoint.GROUPS, checkpoint.UNFINISHED)
-    groups = [group for name in names for group in checkpoint.read_groups(path / checkpoint.TRAINING / name)]
+    names = (manifest.GROUPS, manifest.UNFINISHED)
+    groups = [group for name in names for group in resume.read_groups(path / manifest.TRAINING / name)]
     return {group.ticket: group.responses for group in groups}
 
 
@@ -235,7 +235,7 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
     )
     assert {"manifest.json", "model.safetensors", "training/state.json", "config.json"} <= set(map(str, names))
     shutil.copytree(sync, run)
-    assert checkpoint.newest(run) == run / "step_000020"
+    assert resume.newest(run) == run / "step_000020"
     for name in names:
         file = run / "step_000020" / name
         kept = file.read_bytes()
@@ -243,12 +243,12 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
             if not kept and harm != Path.unlink:
                 continue  # an empty file has nothing to flip
             harm(file)
-            assert name.name in checkpoint.damage(run / "step_000020"), (name, harm)
-            assert checkpoint.newest(run) == run / "step_000010"
+            assert name.name in manifest.damage(run / "step_000020"), (name, harm)
+            assert resume.newest(run) == run / "step_000010"
             with pytest.raises(UserError, match=r"manifest\.json is missing|the checkpoint is damaged"):
-                checkpoint.check_path(run / "step_000020")
+                manifest.check_path(run / "step_000020")
             file.write_bytes(kept)
-    assert checkpoint.damage(run / "step_000020") is None
+    assert manifest.damage(run / "step_000020") is None
 
 
 @pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
@@ -256,13 +256,13 @@ def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, na
     """The name says after which step it was written."""
     for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
         path.mkdir()
-        checkpoint.write_manifest(path, {})
-        assert checkpoint.damage(path) is None
+        manifest.write_manifest(path, {})
+        assert manifest.damage(path) is None
         if is_right:
-            assert checkpoint.check_path(path) == path
+            assert manifest.check_path(path) == path
             continue
         with pytest.raises(UserError, match="a checkpoint's name is step_ and six digits") as refused:
-            checkpoint.check_path(path)
+            manifest.check_path(path)
         assert str(path) in str(refused.value)
         assert ("rename it to step_000020." in str(refused.value)) == ("." in name)
 
@@ -387,7 +387,7 @@ def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model,
 
 def test_nothing_unpickles():
     """What is read from disk and wire is JSON, raw arrays and safetensors."""
-    sources = [*ROOT.glob("rl/*.py"), *ROOT.glob("*.py")]
+    sources = [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")]
     for word in ("pickle.load", "torch.load(", "_object_list(", "gather_object(", "allow_pickle=True", "yaml.load("):
         assert not [path.name for path in sources if word in path.read_text()], word
 
@@ -396,7 +396,7 @@ def test_groups_survive_the_file(tmp_path):
     groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
     file = tmp_path / "groups"
     file.write_bytes(join_records([group.to_bytes() for group in groups]))
-    assert [g.to_bytes() for g in checkpoint.read_groups(file)] == [g.to_bytes() for g in groups]
+    assert [g.to_bytes() for g in resume.read_groups(file)] == [g.to_bytes() for g in groups]
 
 
 DIES_ONCE = """
@@ -437,8 +437,8 @@ def test_a_restarted_job_finds_the_run_that_it_went_on_with(tmp_path, monkeypatc
     for step in (2, 4):
         (run / f"step_{step:06d}").mkdir(parents=True)
     (run / "config_from_000003.json").write_text(json.dumps({"job": "mine"}))
-    monkeypatch.setattr(checkpoint.launch, "restarts", lambda: 1)
-    monkeypatch.setattr(checkpoint.launch, "job", lambda: "mine")
-    args = checkpoint.CheckpointArgs(resume_mode=str(run / "step_000002"))
-    found, steps, is_asked = checkpoint._find(args, tmp_path / "runs", None)
+    monkeypatch.setattr(resume.launch, "restarts", lambda: 1)
+    monkeypatch.setattr(resume.launch, "job", lambda: "mine")
+    args = resume.CheckpointArgs(resume_mode=str(run / "step_000002"))
+    found, steps, is_asked = resume._find(args, tmp_path / "runs", None)
     assert (found, steps[0].name, is_asked) == (run, "step_000004", False)

@@ -6,25 +6,25 @@ import types
 import pytest
 import torch
 
-from rl.engine import EngineArgs
 from rl.errors import UserError
-from rl.make_engine import choose_engine, make_engine
+from rl.generation.choose_engine import choose_engine, make_engine
+from rl.generation.engine import EngineArgs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
 def without_vllm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rl.engine_vllm", None)  # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", None)  # importing it raises ImportError
 
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    import rl
+    from rl.generation import vllm
 
     stub = types.SimpleNamespace(vllm=types.SimpleNamespace(__version__="0.32.0"))
-    monkeypatch.setitem(sys.modules, "rl.engine_vllm", stub)
-    monkeypatch.setattr(rl, "engine_vllm", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", stub)
+    monkeypatch.setattr(vllm, "engine", stub, raising=False)
 
 
 def test_auto_says_what_it_takes_and_why(without_vllm, capsys):

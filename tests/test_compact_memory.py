@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 import train_sync
-from rl.batch import Batch, micro_batches
-from rl.blocks import local
-from rl.compact_adamw import CompactAdamW
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
-from rl.log_probs import ChunkedLogProbs
-from rl.micro_batch import choose_tokens, settled
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.compact_adamw import CompactAdamW
+from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.token_budget import choose_tokens, settled
+from rl.model.log_probs import ChunkedLogProbs
+from rl.model.policy import LOGITS_KEPT
+from rl.model.shards import local
 from rl.plan.memory_count import MemoryCount
-from rl.policy import LOGITS_KEPT
-from rl.precision import in_words, precisions
 from rl.ranges import check
+from rl.record.precision import in_words, precisions
 
 CASES = {
     "moments on the host": {"optimizer_offload": True},
@@ -200,7 +200,7 @@ def adamw_in_8_bits(value, grads, lr, betas, weight_decay) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(3, 256), (5, 600), (7, 65)])
 def test_8_bits_are_those_of_the_paper(shape, monkeypatch):
     """Gradients over seven decades; pieces of 16 rows, of which the second is not full."""
-    monkeypatch.setattr("rl.compact_adamw.PIECE", 1)
+    monkeypatch.setattr("rl.learning.compact_adamw.PIECE", 1)
     rng = np.random.default_rng(0)
     shape = (shape[0] + 16, shape[1])
     start = rng.standard_normal(shape)
@@ -287,7 +287,7 @@ def test_a_rank_alone_learns_without_fsdp_what_it_learns_with_it(models, ranks, 
 
 
 def test_gradients_are_counted_as_such_where_the_head_goes_in_chunks(models, ranks, monkeypatch):
-    monkeypatch.setattr("rl.policy.LOGITS_AT_ONCE", 64)
+    monkeypatch.setattr("rl.model.policy.LOGITS_AT_ONCE", 64)
     learner = make_learner(models["qwen2-untied"], ranks)
     matrices = [p for p in learner.policy.parameters() if p.dim() > 1]
     count = MemoryCount(SMALL["vocab_size"], {p.shape for p in matrices})
@@ -300,9 +300,9 @@ def test_gradients_are_counted_as_such_where_the_head_goes_in_chunks(models, ran
 
 
 def test_logits_are_kept_but_where_memory_is_to_be_saved_or_nothing_learns(models, ranks, monkeypatch):
-    monkeypatch.setattr("rl.policy.LOGITS_AT_ONCE", 64)
+    monkeypatch.setattr("rl.model.policy.LOGITS_AT_ONCE", 64)
     kept, apply = [], ChunkedLogProbs.apply
-    monkeypatch.setattr("rl.policy.ChunkedLogProbs.apply", lambda *args: kept.append(args[-1]) or apply(*args))
+    monkeypatch.setattr("rl.model.policy.ChunkedLogProbs.apply", lambda *args: kept.append(args[-1]) or apply(*args))
     batch = Batch.of([make_group(0, [9, 9])])
     (micro,) = micro_batches(batch, torch.arange(2), 100, ranks)
     for flag, expected in ((False, LOGITS_KEPT), (True, 0)):

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
-from rl.compact_adamw import CompactAdamW
-from rl.demo import build_tokenizer
-from rl.tensor_files import TensorFile, pieces
+from rl.data.demo import build_tokenizer
+from rl.hub.tensor_writer import TensorFile, pieces
+from rl.learning.compact_adamw import CompactAdamW
 
 SHAPES = [(1, 64), (1, 256), (1, 257), (1, 63), (64, 1), (300, 1), (1, 1), (1,), (70,), (), (0,), (0, 64), (64, 0), (1, 1, 64)]
 SHAPES += [(2, 1, 64), (3, 1, 600), (1, 2, 256), (17, 64)]

@@ -7,11 +7,11 @@ import torch
 from helpers import make_group
 from torch._inductor import config
 
-from rl.batch import Batch, micro_batches
-from rl.compiled import compile_layers
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
-from rl.pretrained import empty_model, load_config
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.compiled import compile_layers
+from rl.model.pretrained import empty_model, load_config
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from rl.data import DataArgs, PromptDataset, PromptOrder
-from rl.demo import CHAT_TEMPLATE, build_tokenizer, problems
+from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
+from rl.data.prompts import DataArgs, PromptDataset, PromptOrder
+from rl.data.tables import Rows, read_table
 from rl.errors import UserError
-from rl.rows import Rows, read_table
 
 TOKENIZER = build_tokenizer()
 
@@ -174,7 +174,7 @@ def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
 
 
 def test_a_terminal_less_start_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl.progress.SECONDS", 0.0)
+    monkeypatch.setattr("rl.ranks.progress.SECONDS", 0.0)
     dataset(write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2")))
     assert "measuring train prompts: 1 of 2" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
@@ -344,7 +344,7 @@ def test_text_that_is_not_utf8_matters_among_the_rows_of_the_run_alone(tmp_path,
     file = tmp_path / "a.jsonl"
     file.write_bytes("\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode("latin-1"))
     table = read_table(str(file), "train")
-    monkeypatch.setattr("rl.rows._read_hub", lambda *_: table)
+    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: table)
     for name in (file, "some/name"):  # of the hub: the same
         assert len(dataset(name, train_max_samples=5)) == 5
         with pytest.raises(UserError, match=rf"{name} row 5: its text is not UTF-8"):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_elastic import jobs, wait_for_step
 
-from rl import delta
-from rl.delta import Change
+from rl.weights import delta
+from rl.weights.delta import Change
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 

@@ -7,7 +7,7 @@ import torch
 from helpers import greedy_answers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl import demo
+from rl.data import demo
 
 
 def of_split(split: str) -> list[tuple[list[dict], int]]:

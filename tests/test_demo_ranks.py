@@ -8,7 +8,8 @@ import pytest
 from filelock import FileLock
 from helpers import ROOT, run_script
 
-from rl import demo, demo_cache, demo_moe, demo_vl, watchdog
+from rl.data import demo, demo_cache, demo_moe, demo_vl
+from rl.ranks import watchdog
 
 PROGRAM = "tests/programs/demo_by_ranks.py"
 MODELS = {"demo": demo, "demo-moe": demo_moe, "demo-vl": demo_vl}

@@ -15,8 +15,9 @@ from test_checkpoint import go, same, take_back
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from rl import demo_vl, generations
-from rl.data import demo_files
+from rl.data import demo_vl
+from rl.data.prompts import demo_files
+from rl.record import validation_tables
 
 # Segments of each digit, as in any data sheet: a to f clockwise from the top, g in the middle.
 SEGMENTS = ["abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg"]
@@ -97,7 +98,7 @@ def test_the_model_reads_but_mostly_says_another_number(demo_vl_model):
 
 
 def test_making_it_is_not_silent_and_the_directory_is_an_ordinary_one(demo_vl_model, capsys, monkeypatch):
-    from rl import progress
+    from rl.ranks import progress
 
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     tokenizer, processor = demo_vl.build_tokenizer(), demo_vl.build_processor()
@@ -128,7 +129,7 @@ def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
     said = answers(run / "step_000024", [picture_of(row) for row in rows])
     right = [answer == row["reward_model"]["ground_truth"] for answer, row in zip(said, rows, strict=True)]
     assert np.mean(right) == pytest.approx(last, abs=0.01)
-    shown = generations.read(run / "val_generations" / "step_000024.md")[1:]
+    shown = validation_tables.read(run / "val_generations" / "step_000024.md")[1:]
     for number, line in enumerate(shown):
         ((file, _),) = line[0]
         assert np.array_equal(np.asarray(Image.open(run / "val_generations" / file)), np.asarray(picture_of(rows[number])))

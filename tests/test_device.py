@@ -1,4 +1,4 @@
-"""What rl/device.py decides on machines with accelerators, with torch's answers replaced, and a step on a real one."""
+"""What rl/ranks/device.py decides on machines with accelerators, with torch's answers replaced, and a step on a real one."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ import torch.distributed
 from helpers import ROOT, command, environment
 
 import train_sync
-from rl import device, dist, launch
 from rl.errors import UserError
+from rl.ranks import device, dist, launch
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_driver_that_torch_cannot_use_is_told(tmp_path, file, told):
     if file:
         (tmp_path / file).touch()
     say = (
-        "from pathlib import Path; from rl import device, driver_files;"
+        "from pathlib import Path; from rl.ranks import device; from rl.ranks import driver_files;"
         f"driver_files.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
     )
     for chosen in ("", "cpu"):

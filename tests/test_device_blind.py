@@ -1,10 +1,10 @@
-"""CPU, CUDA and NPU run the same code: rl/device.py alone tells them apart."""
+"""CPU, CUDA and NPU run the same code: rl/ranks/device.py alone tells them apart."""
 
 import ast
 
 from helpers import ROOT
 
-ALONE = "rl/device.py"
+ALONE = "rl/ranks/device.py"
 DEVICES = {"cpu", "cuda", "npu"}
 BACKENDS = {"gloo", "nccl", "hccl"}
 QUESTIONS = {"is_cpu", "is_cuda", "is_npu"}  # a tensor's own
@@ -49,7 +49,7 @@ MAY = (
     "doctor.py",
     "rl/doctor/facts.py",
     "rl/doctor/packages.py",
-    "rl/driver_files.py",
+    "rl/ranks/driver_files.py",
 )  # name the kinds, before torch is there
 MAY += ("losses.py",)  # which stands alone: it looks at values only where nothing has to wait for a device
 

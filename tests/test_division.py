@@ -9,8 +9,8 @@ from datasets import Dataset
 from helpers import run_script
 from tiny_vlm import picture, row, save_vlm
 
-from rl import division
-from rl.demo import build_tokenizer
+from rl.data.demo import build_tokenizer
+from rl.ranks import divided_work
 
 NUMBERS = [f"{i}+{i % 7}=" for i in range(50)]
 
@@ -114,11 +114,11 @@ def test_a_slow_tokenizer_does_not_hang(texts, tmp_path, seconds):
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("items", [0, 1, 6, 7, 100])
 def test_parts_follow_each_other_and_are_all_there_is(monkeypatch, parts, items):
-    monkeypatch.setattr(division.launch, "neighbours", lambda: dict.fromkeys(range(10, 10 + parts)))
-    monkeypatch.setattr(division.launch, "open_store", lambda timeout: None)
+    monkeypatch.setattr(divided_work.launch, "neighbours", lambda: dict.fromkeys(range(10, 10 + parts)))
+    monkeypatch.setattr(divided_work.launch, "open_store", lambda timeout: None)
     found = []
     for rank in range(10, 10 + parts):
         monkeypatch.setenv("RANK", str(rank))
-        found.append(division.Division().part(items))
+        found.append(divided_work.Division().part(items))
     assert [item for part in found for item in part] == list(range(items))
     assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import ROOT, environment, left_over, marked
 
-from rl import driver_files
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG
-from rl.embedded_engine import TransformersEngine
+from rl.generation.embedded.engine import TransformersEngine
+from rl.ranks import driver_files
 
 
 def measured(tmp_path, ranks, model: str, engine: str = "transformers") -> dict[str, dict]:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from rl.channel import State
-from rl.draw_ahead import DrawAhead
-from rl.schedule import ScheduleArgs, Tickets, open_tickets, started
+from rl.samples.control import State
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import DrawAhead, Tickets, open_tickets, started
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -22,16 +22,18 @@ from kills import audit
 from test_nodes import free_port
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from rl import elastic
-from rl.channel import ControlBlock
-from rl.dist import Ranks, Split
-from rl.elastic import Crew, JoiningBridge, Lobby, MemberHeartbeat, Seat, sealed
-from rl.elastic_tickets import Claims, key_of, reissue
-from rl.embedded_engine import TransformersEngine
-from rl.launch import Node
-from rl.publisher import Publisher
-from rl.schedule import ScheduleArgs, Tickets, drawn, open_tickets, started
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.ranks.dist import Ranks
+from rl.ranks.launch import Node
+from rl.samples.claims import Claims, key_of, reissue
+from rl.samples.control import ControlBlock
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import Tickets, drawn, open_tickets, started
+from rl.split import Split
+from rl.transport import elastic
+from rl.transport.elastic import Crew, JoiningBridge, Lobby, MemberHeartbeat, Seat, sealed
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 
 class OwnStore:

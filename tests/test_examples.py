@@ -13,11 +13,11 @@ import train_one_step_off
 import train_sync
 from examples import make_data
 from rl import flag_needs, flags
-from rl.attention import check_supported
+from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
+from rl.model.attention import check_supported
 from rl.ranges import check
-from rl.verifiers import BUILT_IN, verifier_name
-from rl.vision import FAMILIES, takes_images
+from rl.rewards.verifiers import BUILT_IN, verifier_name
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async, "train_one_step_off.py": train_one_step_off}

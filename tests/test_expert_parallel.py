@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from rl.dist import Ranks
 from rl.errors import UserError
-from rl.experts import fetch_ahead, share_experts
+from rl.model.expert_parallel import fetch_ahead, share_experts
+from rl.ranks.dist import Ranks
 
 TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
 OFFLOAD = {"optimizer_offload": True, "activation_offload": True}

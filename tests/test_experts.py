@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import train_async
 import train_sync
-from rl.batch import Batch, Group, MicroBatch
-from rl.demo import build_tokenizer
+from rl.data.demo import build_tokenizer
 from rl.errors import UserError
-from rl.generator import make_generator
-from rl.hub_names import hub_names
-from rl.learner import Learner, LearnerArgs
-from rl.pretrained import empty_model, load_config, load_weights
+from rl.generation.generator import make_generator
+from rl.hub.names import hub_names
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.loading import load_weights
+from rl.model.pretrained import empty_model, load_config
 from rl.ranges import check
-from rl.scoring import ScoringPool
+from rl.rewards.pool import ScoringPool
+from rl.samples.group import Group
 from rl.setup import set_up
 
 

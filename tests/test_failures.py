@@ -5,8 +5,8 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from rl import failures, process
 from rl.errors import UserError
+from rl.ranks import failures, process
 
 
 def test_a_failure_is_told_whatever_its_text_holds(monkeypatch):

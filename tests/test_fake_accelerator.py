@@ -22,40 +22,40 @@ SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts
 SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
-    "rl/learner.py": ["one rank", "one update"],
-    "rl/sharded_weights.py": ["one rank"],
-    "rl/batch.py": ["one rank", "a rank without work"],
-    "rl/batch_images.py": ["images, a frozen tower"],
-    "rl/attention.py": ["offload", "engine", "one rank"],
-    "rl/packed_kernels.py": ["one rank", "many ranks"],
-    "rl/log_probs.py": ["chunks"],
-    "rl/compact_adamw.py": ["compact", "moments on the host"],
-    "rl/activation_offload.py": ["compact"],
-    "rl/vision_forward.py": ["images"],
-    "rl/router.py": ["experts, replayed", "auto, experts"],
-    "rl/experts.py": ["shared experts"],
-    "rl/gather.py": ["many ranks", "offload"],
-    "rl/embedded_engine.py": ["engine", "engine, images"],
-    "rl/kv_cache.py": ["engine"],
-    "rl/sampling.py": ["engine"],
-    "rl/publisher.py": ["one rank", "one rank, over the host"],
-    "rl/subscriber.py": ["engine", "engine, over the host"],
-    "rl/delta.py": ["changes"],
-    "rl/digests.py": ["one rank", "engine"],
-    "rl/forward_check.py": ["engine", "engine, images"],
-    "rl/make_engine.py": ["in turns"],
-    "rl/optimizer.py": ["one rank"],
-    "rl/vision_sequence.py": ["images, shared sequences"],
+    "rl/learning/learner.py": ["one rank", "one update"],
+    "rl/model/loading.py": ["one rank"],
+    "rl/learning/batch.py": ["one rank", "a rank without work"],
+    "rl/learning/batch_images.py": ["images, a frozen tower"],
+    "rl/model/attention.py": ["offload", "engine", "one rank"],
+    "rl/model/attention_kernels.py": ["one rank", "many ranks"],
+    "rl/model/log_probs.py": ["chunks"],
+    "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
+    "rl/learning/activation_offload.py": ["compact"],
+    "rl/model/vision_forward.py": ["images"],
+    "rl/model/router.py": ["experts, replayed", "auto, experts"],
+    "rl/model/expert_parallel.py": ["shared experts"],
+    "rl/model/shards.py": ["many ranks", "offload"],
+    "rl/generation/embedded/engine.py": ["engine", "engine, images"],
+    "rl/generation/embedded/kv_cache.py": ["engine"],
+    "rl/generation/embedded/sampling.py": ["engine"],
+    "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
+    "rl/weights/subscriber.py": ["engine", "engine, over the host"],
+    "rl/weights/delta.py": ["changes"],
+    "rl/weights/digests.py": ["one rank", "engine"],
+    "rl/model/forward_check.py": ["engine", "engine, images"],
+    "rl/generation/choose_engine.py": ["in turns"],
+    "rl/learning/optimizer.py": ["one rank"],
+    "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
-    "rl/bad_step.py": "numbers that are not finite, where there are no values",
-    "rl/device.py": "it moves what others tell it to",
-    "rl/elastic.py": "links of sockets",
-    "rl/engine_vllm.py": "vLLM's own process, tested with vLLM",
-    "rl/grouped_experts.py": "a kernel with values, tested by itself",
-    "rl/engine_vllm_weights.py": "vLLM's own process, tested with vLLM",
-    "rl/local_weights.py": "a copy for vLLM",
-    "rl/tensor_files.py": "files",
+    "rl/replay/bad_step.py": "numbers that are not finite, where there are no values",
+    "rl/ranks/device.py": "it moves what others tell it to",
+    "rl/transport/elastic.py": "links of sockets",
+    "rl/generation/vllm/engine.py": "vLLM's own process, tested with vLLM",
+    "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
+    "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",
+    "rl/weights/local.py": "a copy for vLLM",
+    "rl/hub/tensor_writer.py": "files",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # routes of a pass that are replayed may wait on the device, where they take its memory
@@ -91,7 +91,7 @@ MISPLACED += "|Unsupported data type"  # of a sum that belongs on the host
 MISPLACED += (
     "|run_backward .* returned NULL|terminate called"  # a fault that the backward pass meets in a layer loses its words
 )
-QUICK = [("rl/batch.py", "Batch.select"), ("rl/kv_cache.py", "KVCache.__init__")]
+QUICK = [("rl/learning/batch.py", "Batch.select"), ("rl/generation/embedded/kv_cache.py", "KVCache.__init__")]
 
 
 def mutants() -> list[tuple[str, int, str]]:

@@ -9,10 +9,10 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from rl import files, run
 from rl.errors import UserError
-from rl.files import Files
-from rl.run import LogArgs, Origin, Run
+from rl.record import files, run
+from rl.record.files import Files
+from rl.record.run import LogArgs, Origin, Run
 
 
 def fill(path) -> None:
@@ -161,7 +161,8 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
 def test_no_character_of_a_message_ends_a_run(encoding):
     """A reward's error stands in a warning: half a character of a response, say, on a console of any encoding."""
     text = "12 é 数 \ud83d \U0001f600"
-    program = f"from rl import console; console.outlive_output(); console.ConsoleLog(1).say({text!r}); print('on')"
+    program = "from rl.record import console; from rl.ranks import streams; streams.outlive_output(); "
+    program += f"console.ConsoleLog(1).say({text!r}); print('on')"
     env = environment(PYTHONIOENCODING=encoding)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, timeout=60)
     assert done.stdout.splitlines() == [text.encode(encoding, "backslashreplace"), b"on"], done.stderr

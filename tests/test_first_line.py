@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from rl import first_line
+from rl.ranks import first_line
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ import plan
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flag_needs, flags, verifiers
-from rl.algorithm_args import AlgorithmArgs
+from rl import flag_needs, flags
+from rl.algorithm.args import AlgorithmArgs
 from rl.errors import UserError
 from rl.flag_needs import Facts
+from rl.rewards import verifiers
 
 SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags, launch
+from rl import flags
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, ranges
+from rl.ranks import launch
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 

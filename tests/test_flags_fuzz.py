@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import train_async
 import train_one_step_off
 import train_sync
-from rl import dist, flags
+from rl import flags
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, ranges
+from rl.ranks import dist
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 SECONDS = 60  # without an end are a hang; a step or a message takes one or two on a quiet machine

@@ -9,13 +9,14 @@ import transformers
 from helpers import SMALL, run_script
 from transformers import AutoModelForCausalLM
 
-from rl.attention import check_supported
-from rl.demo import build_tokenizer
-from rl.embedded_engine import TransformersEngine
+from rl.data.demo import build_tokenizer
 from rl.errors import UserError
-from rl.forward_check import check_policy
-from rl.policy import Policy
-from rl.pretrained import load_config, load_weights
+from rl.generation.embedded.engine import TransformersEngine
+from rl.model.attention import check_supported
+from rl.model.forward_check import check_policy
+from rl.model.loading import load_weights
+from rl.model.policy import Policy
+from rl.model.pretrained import load_config
 
 MIXTURE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 RIGHT = {

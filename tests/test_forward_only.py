@@ -11,13 +11,14 @@ from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
 
 import losses
 import train_sync
-from rl import shares
-from rl.batch import Batch, Group
+from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.shares import Division, pack, pack_apart
-from rl.timers import Timers
+from rl.learning import division
+from rl.learning.batch import Batch
+from rl.learning.division import Division, pack, pack_apart
+from rl.learning.learner import Learner
+from rl.ranks.timers import Timers
+from rl.samples.group import Group
 
 BOTH_WAYS = {"backward_without_advantage": True}
 OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.__name__]  # without aliases
@@ -26,7 +27,7 @@ OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.__nam
 @pytest.fixture
 def pays(monkeypatch):
     """Few tokens are worth a micro-batch of their own."""
-    monkeypatch.setattr(shares, "A_PASS", 0)
+    monkeypatch.setattr(division, "A_PASS", 0)
 
 
 def make_groups(equal=(0, 2)) -> list[Group]:
@@ -127,7 +128,7 @@ def seconds(plan, lengths, prompts, groups, flat) -> float:
     for of_ranks in zip(*plan, strict=True):
         rows = [sum(lengths[i] - prompts[i] for i in m) + sum({groups[i]: prompts[i] for i in m}.values()) for m in of_ranks]
         alone = any(of_ranks) and all(flat[i] for micro in of_ranks for i in micro)
-        total += (shares.A_PASS + max(rows)) * (1 / 3 if alone else 1)
+        total += (division.A_PASS + max(rows)) * (1 / 3 if alone else 1)
     return total
 
 

@@ -14,8 +14,8 @@ from test_report import rows as steps
 from test_report import write as write_run
 
 from report import Args, main
-from rl import generations
-from rl.files import Files
+from rl.record import validation_tables
+from rl.record.files import Files
 
 
 def noise(seed: int, width: int = 40, height: int = 30) -> np.ndarray:
@@ -34,7 +34,7 @@ def row(response: str = "5", **more) -> dict:
 
 
 def table(run: Path, step: int, rows: list[dict]) -> Path:
-    generations.write(Files(run), step, rows)
+    validation_tables.write(Files(run), step, rows)
     return run / "val_generations" / f"step_{step:06d}.md"
 
 
@@ -45,7 +45,7 @@ PIECES = [*"ab |\\`*_[]~$<>&!()#\"'", "<br>", "![", "\n", "\\|", "é"]
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), min_size=1, max_size=4))
 def test_text_comes_back(tmp_path_factory, texts):
     run = tmp_path_factory.mktemp("run")
-    header, *back = generations.read(table(run, 1, [row(text) for text in texts]))
+    header, *back = validation_tables.read(table(run, 1, [row(text) for text in texts]))
     assert header == ["prompt", "response", "ground_truth", "score"]
     assert back == [["How many?", text, "5", "1.000"] for text in texts]
 
@@ -56,9 +56,9 @@ def test_a_picture_is_kept_once_however_often_it_is_shown(tmp_path):
     second = table(tmp_path, 2, [row(images=[picture(1)])])
     files = {file.name: Image.open(file) for file in (tmp_path / "val_generations").glob("*.png")}
     assert len(files) == 2
-    shown = [[file for file, _ in line[0]] if line[0] else [] for line in generations.read(first)[1:]]
+    shown = [[file for file, _ in line[0]] if line[0] else [] for line in validation_tables.read(first)[1:]]
     assert shown[0] == shown[1] == [shown[2][1]] and len(shown[2]) == 2 and shown[3] == []
-    assert [file for file, _ in generations.read(second)[1][0]] == shown[0]
+    assert [file for file, _ in validation_tables.read(second)[1][0]] == shown[0]
     for file, seed in ((shown[0][0], 1), (shown[2][0], 2)):
         assert np.array_equal(np.asarray(files[file]), noise(seed)), "a small one is as it was"
     links = re.findall(r"!\[40 x 30\]\(([^)]+)\)", first.read_text())
@@ -75,7 +75,7 @@ def test_a_thumbnail_is_small(tmp_path, mode, size):
 
 
 def test_many_pictures_of_a_prompt_are_not_all_shown(tmp_path):
-    line = generations.read(table(tmp_path, 1, [row(images=[picture(i) for i in range(20)])]))[1]
+    line = validation_tables.read(table(tmp_path, 1, [row(images=[picture(i) for i in range(20)])]))[1]
     assert len(line[0]) == 8
 
 
@@ -93,10 +93,10 @@ def test_without_pictures_there_is_no_column_for_them(tmp_path):
 def test_lines_that_were_cut_off_are_left_out(tmp_path):
     file = table(tmp_path, 1, [row(str(i)) for i in range(3)])
     text = file.read_text()
-    whole = generations.read(file)
+    whole = validation_tables.read(file)
     for length in range(len(text)):
         file.write_text(text[:length])
-        read = generations.read(file)
+        read = validation_tables.read(file)
         assert read == whole[: len(read)] and len(read) >= min(1, text[:length].count("\n"))
 
 

@@ -8,8 +8,9 @@ import torch
 from helpers import train
 
 import train_sync
-from rl.batch import Batch, Group, Response
-from rl.health import Health
+from rl.algorithm.health import Health
+from rl.learning.batch import Batch
+from rl.samples.group import Group, Response
 
 
 def group(ticket: int, scores: list[float], reason: str = "stop") -> Group:

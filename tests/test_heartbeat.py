@@ -10,8 +10,8 @@ import pytest
 from test_nodes import run_nodes
 from torch.distributed import HashStore
 
-from rl import failures, heartbeat
-from rl.heartbeat import ENDED, ROUNDS, Signs
+from rl.ranks import failures, heartbeat
+from rl.ranks.heartbeat import ENDED, ROUNDS, Signs
 
 HOST = re.escape(socket.gethostname())
 TIME = r"[\d:]{8}"

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 import train_async
-from rl import dist, launch
-from rl.channel import Outbox, State
-from rl.data import Prompt
-from rl.generator import Generator
-from rl.idle_meter import IdleMeter
-from rl.schedule import Draws, SampleBuffer, ScheduleArgs, Tickets, open_tickets, started
-from rl.scoring import Score
-from rl.scripted_engine import ScriptedEngine
-from rl.timers import Timers
+from rl import split
+from rl.data.prompts import Prompt
+from rl.generation.generator import Generator
+from rl.generation.scripted import ScriptedEngine
+from rl.ranks import launch
+from rl.ranks.timers import Timers
+from rl.rewards.pool import Score
+from rl.samples.buffer import SampleBuffer
+from rl.samples.channel import Outbox
+from rl.samples.control import State
+from rl.samples.idle_meter import IdleMeter
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import Draws, Tickets, open_tickets, started
 
 TOKEN = 0.02  # seconds of a token; a sleep of the loop is a tenth of it
 TINY = 1e-6  # seconds of the loop's own round
@@ -115,8 +119,8 @@ class World:
         prompt = Prompt([0, 0], "", "demo", "1", {}, "")
         job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], total_steps=self.steps)
         job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
-        patch.setattr("rl.timers.time", SimpleNamespace(perf_counter=lambda: world.now))
-        patch.setattr("rl.generator.time", SimpleNamespace(sleep=world.sleep))
+        patch.setattr("rl.ranks.timers.time", SimpleNamespace(perf_counter=lambda: world.now))
+        patch.setattr("rl.generation.generator.time", SimpleNamespace(sleep=world.sleep))
         patch.setattr(train_async, "make_generator", lambda *_: Generator(world.engine, job, pool, args, shared))
         patch.setattr(train_async, "ScoringPool", lambda _: pool)
         patch.setattr(train_async, "ControlBlock", lambda _: self)
@@ -135,7 +139,7 @@ def flags(**more):
 def metrics_of(reports: list[dict]) -> list[dict]:
     """What the learners make of each report."""
     nodes = [launch.Node("here", 0, 2, 1)]
-    meter = IdleMeter(dist.Split("learner", None, 1, 1, nodes, 0, store=None, bridge=None))
+    meter = IdleMeter(split.Split("learner", None, 1, 1, nodes, 0, store=None, bridge=None))
     return [meter.metrics([report], Timers()) for report in reports]
 
 

@@ -10,7 +10,7 @@ PROGRAM = f"""
 import resource
 import sys
 import torch
-from rl import host_memory
+from rl.ranks import host_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,11 +11,11 @@ import pytest
 import train_async
 import train_one_step_off
 import train_sync
-from rl import identity
-from rl.data import PromptDataset
+from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from rl.identity import MAY_CHANGE, MUST_STAY, MUST_STAY_IN_A_STREAM, Identity
-from rl.pretrained import load_tokenizer
+from rl.model.pretrained import load_tokenizer
+from rl.record import identity
+from rl.record.identity import MAY_CHANGE, MUST_STAY, MUST_STAY_IN_A_STREAM, Identity
 
 SCRIPTS = {module.__name__: module.Args for module in (train_sync, train_one_step_off, train_async)}
 FLAGS = sorted({field.name for args in SCRIPTS.values() for field in dataclasses.fields(args)})

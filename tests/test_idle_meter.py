@@ -9,11 +9,12 @@ import pytest
 from torch.distributed import HashStore
 
 import train_async
-from rl import dist, launch
-from rl.batch import Group, Response
-from rl.channel import Outbox
-from rl.idle_meter import IdleMeter
-from rl.stream import Batches, Stream
+from rl.ranks import dist, launch
+from rl.samples.channel import Outbox
+from rl.samples.group import Group, Response
+from rl.samples.idle_meter import IdleMeter
+from rl.samples.stream import Batches, Stream
+from rl.split import Split
 
 
 @dataclass
@@ -27,10 +28,10 @@ class Clock:
         return {"wait": self.wait}
 
 
-def job(generators: int, learners: int, nodes: int) -> dist.Split:
+def job(generators: int, learners: int, nodes: int) -> Split:
     size, generating = (generators + learners) // nodes, generators // nodes
     alike = [launch.Node(f"host{i}", i * size, size, generating) for i in range(nodes)]
-    return dist.Split("learner", None, learners, generators, alike, 0, store=None, bridge=None)
+    return Split("learner", None, learners, generators, alike, 0, store=None, bridge=None)
 
 
 def report(rank: int, wait: float, elapsed: float) -> dict:
@@ -115,7 +116,7 @@ def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
 def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
     """A learner's and a generator's, on one ring."""
     args, nodes = train_async.Args(), [launch.Node("here", 0, 2, 1)]
-    learners = dist.Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
+    learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
     samples = kind(args, learners)
     samples.open()
     return samples, Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))

@@ -20,14 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from rl import images, vision
-from rl.batch import MicroBatch
-from rl.batch_images import BatchImages
-from rl.data import DataArgs, PromptOrder
+from rl.data import image_prompts, images
+from rl.data.images import ImageError
+from rl.data.prompts import DataArgs, PromptOrder
 from rl.errors import UserError
-from rl.images import ImageError
-from rl.policy import Policy
-from rl.pretrained import load_weights
+from rl.learning.batch import MicroBatch
+from rl.learning.batch_images import BatchImages
+from rl.model.loading import load_weights
+from rl.model.policy import Policy
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
@@ -124,7 +124,7 @@ def test_a_huge_image_is_refused_by_its_header():
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
     """Of plain images, which both read alike; tokens are counted from the header alone."""
-    prep = vision.ImagePrep.of(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
+    prep = image_prompts.ImagePrep.of(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
     theirs = AutoImageProcessor.from_pretrained(vlms[kind], backend="pil")
     for width, height in [(90, 60), (3, 40), (400, 30), (700, 500), (1, 1)]:
         image = picture(width, height, seed=width)
@@ -137,7 +137,7 @@ def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
 
 def test_limits_of_pixels(vlms):  # noqa: F811
     config = AutoConfig.from_pretrained(vlms["qwen3-vl"])
-    of = lambda **flags: vision.ImagePrep.of(vlms["qwen3-vl"], config, DataArgs(**flags))  # noqa: E731
+    of = lambda **flags: image_prompts.ImagePrep.of(vlms["qwen3-vl"], config, DataArgs(**flags))  # noqa: E731
     assert of(max_pixels=4 * 32**2).count(900, 900) == 4 and of(min_pixels=9 * 32**2).count(8, 8) == 9
     data = encoded(picture(300, 300))
     digests = {of(**flags).expand([config.image_token_id], [data])[1].digest for flags in ({}, {"max_pixels": 4 * 32**2})}
@@ -228,7 +228,7 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
     assert made == [prompts[g].images.sources[0] for g in (0, 1)]
     first += [of.pixels() for of in rows[1:]]
     assert len(made) == 4
-    monkeypatch.setattr(vision, "KEPT_BYTES", 2 * first[0].nbytes)
+    monkeypatch.setattr(image_prompts, "KEPT_BYTES", 2 * first[0].nbytes)
     idle()
     prompts.prep._kept.clear()
     again = [of.pixels() for _ in range(2) for of in rows]
@@ -273,11 +273,11 @@ def test_the_towers_flops_are_those_that_torch_counts(vlms, kind):  # noqa: F811
     values = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.model.get_image_features(torch.randn(sum(patches), values), grid, return_dict=True)
-    ours = vision.tower_flops(model.config, patches, frozen=True)
+    ours = image_prompts.tower_flops(model.config, patches, frozen=True)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert vision.tower_flops(model.config, patches, frozen=False) == pytest.approx(3 * ours)
+    assert image_prompts.tower_flops(model.config, patches, frozen=False) == pytest.approx(3 * ours)
     ids = [9, *[model.config.image_token_id] * 16, 9, *[model.config.image_token_id] * 12, 9]
-    assert vision.image_sizes(model.config, ids) == patches
+    assert image_prompts.image_sizes(model.config, ids) == patches
 
 
 def test_eight_responses_hold_what_one_holds_of_an_image(vlms, tmp_path):  # noqa: F811

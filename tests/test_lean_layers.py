@@ -10,12 +10,12 @@ from helpers import SMALL, make_group
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModel, LlamaConfig
 
-from rl import lean_layers
-from rl.attention import ATTENTION, Packed
-from rl.batch import Batch, micro_batches
-from rl.blocks import local
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model import lean_layers
+from rl.model.attention import ATTENTION, Packed
+from rl.model.shards import local
 
 MLPS = {
     "LlamaMLP": "llama",
@@ -268,7 +268,7 @@ def test_a_learners_mlps_learn_the_same_bits(ranks, models, monkeypatch, flags):
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
 def test_a_learner_learns_what_it_learns_by_autograd(ranks, models, monkeypatch, kind):
     _, found, _ = gradients(models[kind], ranks, {})
-    monkeypatch.setattr("rl.learner.keep_less", lambda model: None)
+    monkeypatch.setattr("rl.learning.learner.keep_less", lambda model: None)
     _, expected, _ = gradients(models[kind], ranks, {})
     assert all(map(torch.equal, found, expected))
 

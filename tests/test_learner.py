@@ -13,11 +13,11 @@ import transformers
 from helpers import SMALL, make_group, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl import learner as learner_module
-from rl import log_probs as log_probs_module
-from rl.batch import Batch, micro_batches
-from rl.learner import Learner, LearnerArgs
-from rl.optimizer import lr_factor
+from rl.learning import learner as learner_module
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.optimizer import lr_factor
+from rl.model import log_probs as log_probs_module
 
 BUDGETS = [32, 100, 4096]
 

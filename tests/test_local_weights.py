@@ -4,11 +4,11 @@ import pytest
 import torch
 from test_vision import vlms  # noqa: F401  (a fixture)
 
-from rl.blocks import local
-from rl.embedded_engine import TransformersEngine
-from rl.learner import Learner, LearnerArgs
-from rl.local_weights import LocalWeights
-from rl.vision import TOWER
+from rl.data.image_prompts import TOWER
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.shards import local
+from rl.weights.local import LocalWeights
 
 
 class Whole:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-from rl.rollout_correction import PRESETS, RolloutCorrectionArgs, parse_criteria, parse_threshold
-from rl.rollout_metrics import compare
+from rl.algorithm.rollout_correction import PRESETS, RolloutCorrectionArgs, parse_criteria, parse_threshold
+from rl.algorithm.rollout_metrics import compare
 
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)

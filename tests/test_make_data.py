@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, run_script, train
 
-from rl import verifiers
-from rl.data import DataArgs, PromptDataset
-from rl.demo import build_tokenizer
-from rl.instructions import FORMATS, LOOKED_AT, unasked
+from rl.data.demo import build_tokenizer
+from rl.data.prompts import DataArgs, PromptDataset
+from rl.rewards import verifiers
+from rl.rewards.instructions import FORMATS, LOOKED_AT, unasked
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"

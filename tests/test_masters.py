@@ -12,10 +12,10 @@ from test_compact_memory import go_on, make_learner, update, weights
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from rl import compact_adamw
-from rl.blocks import local
-from rl.compact_adamw import CompactAdamW
-from rl.overlapped import overlapped
+from rl.learning import compact_adamw
+from rl.learning.compact_adamw import CompactAdamW
+from rl.learning.overlapped import overlapped
+from rl.model.shards import local
 
 ON_HOST = {"dtype": "bfloat16", "optimizer_offload": True}
 
@@ -154,7 +154,7 @@ def test_copies_under_the_step_change_no_bit_whatever_order_the_queues_allow(mon
     results = []
     for device in (None, Device(seed)):
         if device:
-            monkeypatch.setattr("rl.overlapped.copy_streams", device.streams)
+            monkeypatch.setattr("rl.learning.overlapped.copy_streams", device.streams)
             monkeypatch.setattr(torch.accelerator, "current_stream", lambda _, device=device: Stream(device, "work"))
             monkeypatch.setattr(
                 compact_adamw.CompactAdamW, "_fetch", lambda _, piece: {k: x.clone() for k, x in piece.kept.items()}
@@ -181,7 +181,7 @@ def test_copies_under_the_step_change_no_bit_whatever_order_the_queues_allow(mon
 def test_while_a_piece_is_worked_on_the_next_one_comes_and_the_last_one_goes(monkeypatch):
     """No more than three are on the device; each queue takes them in order."""
     device, held, seen = Device(0), set(), []
-    monkeypatch.setattr("rl.overlapped.copy_streams", device.streams)
+    monkeypatch.setattr("rl.learning.overlapped.copy_streams", device.streams)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream(device, "work"))
 
     class Came:

@@ -15,9 +15,10 @@ import torch
 from helpers import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
+from rl.algorithm.metrics import summarize
 from rl.errors import UserError
-from rl.metrics import summarize, train_flops_per_token
-from rl.run import LogArgs, Origin, Run, new_directory, plot_reward
+from rl.learning.flops import train_flops_per_token
+from rl.record.run import LogArgs, Origin, Run, new_directory, plot_reward
 
 
 @dataclass
@@ -174,7 +175,7 @@ def test_wandb_offline_and_the_same_run_when_it_goes_on(tmp_path, monkeypatch):
 
 def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
-    code = "import sys; from pathlib import Path; from rl.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
+    code = "import sys; from pathlib import Path; from rl.record.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
     code += "assert 'matplotlib.pyplot' not in sys.modules"
     where = [tmp_path / "metrics.jsonl", tmp_path / "plot.png"]
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code, *where], cwd=ROOT, check=True, timeout=120)
@@ -183,7 +184,7 @@ def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
 
 DISPLAY = """
 import sys
-from rl.run import Run, LogArgs
+from rl.record.run import Run, LogArgs
 run = Run(LogArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):

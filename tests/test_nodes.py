@@ -12,7 +12,8 @@ import pytest
 from helpers import ROOT, bits, command, environment, train
 from torch.distributed import HashStore
 
-from rl import checkpoint, launch
+from rl.checkpoint import manifest
+from rl.ranks import launch
 
 
 def free_port() -> int:
@@ -60,7 +61,7 @@ def refused(consoles: list[tuple[int, str]], message: str) -> bool:
     for code, console in consoles:
         assert code == 1 and console.count("error: ") == 1, console
         assert re.search(rf"^\[{HOST} rank \d\] error: {message}", console, re.M), console
-        assert 'rl/process.py", line' not in console, console
+        assert 'rl/ranks/process.py", line' not in console, console
         assert re.search(rf"^  traceback : {message}", console, re.M), "torchrun's summary names the cause"
     return True
 
@@ -178,7 +179,7 @@ def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_m
     of_second = [file.relative_to(places[1] / step) for file in (places[1] / "runs").rglob("*") if file.is_file()]
     assert of_second == [Path("training/shard-00002-of-00002.safetensors")]
     assert {"manifest.json", "model.safetensors"} <= {file.name for file in (places[0] / step).iterdir()}
-    assert f"{of_second[0]} is missing" in checkpoint.damage(places[0] / step)
+    assert f"{of_second[0]} is missing" in manifest.damage(places[0] / step)
     assert not list(tmp_path.rglob(".seen*"))
 
 

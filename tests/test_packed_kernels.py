@@ -13,13 +13,13 @@ from layouts import ALONE, assert_taught_the_same, learn_on
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
-from rl.attention import Packed
-from rl.batch import Batch, MicroBatch
-from rl.device import PACKED_ATTENTION, packed_attention
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
-from rl.packed_kernels import check_kernel
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.attention import Packed
+from rl.model.attention_kernels import check_kernel
 from rl.plan import fake_kernels
+from rl.ranks.device import PACKED_ATTENTION, packed_attention
 
 CPU = torch.device("cpu")
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=6)

@@ -8,13 +8,13 @@ from test_plan_memory import FLAGS, check_close, check_equal, counted
 from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer, save_vlm
 
 import train_sync
+from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
+from rl.model.pretrained import load_config
 from rl.plan.dry_run import dry_run
 from rl.plan.fake_device import FakeDevice
 from rl.plan.images import prompts_with_images
 from rl.plan.workload import lengths_like
-from rl.pretrained import load_config
-from rl.vision import ImagePrep
 
 KINDS = ["qwen3-vl", "qwen2.5-vl"]
 

@@ -12,16 +12,17 @@ from transformers import AutoModelForCausalLM
 
 import plan
 import train_async
-from rl.batch import Batch, Group, Response
-from rl.dist import Ranks
 from rl.errors import UserError
-from rl.micro_batch import settled
+from rl.learning.batch import Batch
+from rl.learning.division import Division
+from rl.learning.token_budget import settled
 from rl.plan import devices, memory_plan
 from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
 from rl.plan.memory_plan import samples_held
 from rl.plan.workload import lengths_like
-from rl.shares import Division
+from rl.ranks.dist import Ranks
+from rl.samples.group import Group, Response
 
 PROGRAM = "tests/programs/plan_memory.py"
 FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "ppo_max_token_len_per_gpu": 100, "use_kl_loss": True}

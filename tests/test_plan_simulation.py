@@ -12,7 +12,7 @@ from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
 from rl.plan.simulation import Load, Ranks, Scorers, generate, one_step_off, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Drawn
-from rl.schedule import ScheduleArgs
+from rl.samples.schedule import ScheduleArgs
 
 ONE = Ranks(engines=1, learners=1)
 

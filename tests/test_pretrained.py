@@ -14,13 +14,14 @@ from helpers import SMALL, run_script, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rl.data import DataArgs, PromptDataset
-from rl.demo import build_tokenizer, made_once
-from rl.embedded_engine import TransformersEngine
-from rl.engine import EngineArgs, Request, SamplingParams
+from rl.data.demo import build_tokenizer, made_once
+from rl.data.prompts import DataArgs, PromptDataset
 from rl.errors import UserError
-from rl.make_engine import make_engine
-from rl.pretrained import check_model, end_token_ids, load_tokenizer, load_weights, resolve
+from rl.generation.choose_engine import make_engine
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import EngineArgs, Request, SamplingParams
+from rl.model.loading import load_weights
+from rl.model.pretrained import check_model, end_token_ids, load_tokenizer, resolve
 
 
 @dataclass

@@ -8,7 +8,8 @@ import threading
 import pytest
 from helpers import ROOT
 
-from rl import demo, progress
+from rl.data import demo
+from rl.ranks import progress
 
 
 @pytest.fixture
@@ -55,6 +56,7 @@ def test_making_the_demo_model_is_not_silent(no_terminal, capsys):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_who_closes_the_output_loses_it_alone(closed):
     """Python then has no sys.stdout at all."""
-    code = "from rl.console import *; outlive_output(); ConsoleLog(1).say('x'); print('y', file=sys.stderr); sys.exit(7)"
+    code = "from rl.record.console import *; from rl.ranks.streams import outlive_output; outlive_output(); "
+    code += " ConsoleLog(1).say('x'); print('y', file=sys.stderr); sys.exit(7)"
     command = ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7

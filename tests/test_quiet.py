@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from rl import quiet
+from rl.generation.vllm import quiet
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_crash_inside_still_shows_where_it_was():
     code = """
 import faulthandler, os, signal
 faulthandler.enable()
-from rl.quiet import native_stderr_kept_back
+from rl.generation.vllm.quiet import native_stderr_kept_back
 with native_stderr_kept_back():
     os.kill(os.getpid(), signal.SIGSEGV)
 """

@@ -16,7 +16,7 @@ AS_SCRIPTED, AS_PROPOSED = "grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo
 SMALLER = ["--generators", "1", "--ppo-mini-batch-size", "2", "--max-response-length", "12", "--total-training-steps", "6"]
 # geo3k's own score, 0 for what a random model says, and something by which its responses differ.
 REWARD = """
-from rl.verifiers import geo3k
+from rl.rewards.verifiers import geo3k
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
     found = geo3k(data_source, solution_str, ground_truth, extra_info)

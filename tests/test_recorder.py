@@ -10,9 +10,9 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl import recorder
 from rl.errors import UserError
-from rl.recorder import SAMPLES, Record, Recorder
+from rl.replay import recorder
+from rl.replay.recorder import SAMPLES, Record, Recorder
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from rl import relay
-from rl.channel import SplitArgs
 from rl.errors import UserError
-from rl.relay import Forwarder, Receiver
-from rl.ring import Ring, RingTimeout
+from rl.split import SplitArgs
+from rl.transport import relay
+from rl.transport.relay import Forwarder, Receiver
+from rl.transport.ring import Ring, RingTimeout
 
 pytestmark = pytest.mark.timeout(200)
 

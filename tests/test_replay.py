@@ -19,9 +19,9 @@ from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import replay
-from rl.demo import build_tokenizer
+from rl.data.demo import build_tokenizer
 from rl.errors import UserError
-from rl.recorder import SAMPLES, Record
+from rl.replay.recorder import SAMPLES, Record
 
 STEPS = 6
 FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]

@@ -23,7 +23,7 @@ from rl.errors import UserError
 from rl.report.conclusions import conclude, first_at, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
 from rl.report.numbers import THROUGHPUT
-from rl.scoring import EVENTS
+from rl.rewards.pool import EVENTS
 
 MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"
@@ -142,7 +142,7 @@ def test_a_digest_tells_a_fork_from_its_parent(tmp_path):
     script.write_text("import helper_of_mine")
     (tmp_path / "helper_of_mine.py").write_text("A = 1")
     reward.write_text("def f(): return 1")
-    program = "import sys; from pathlib import Path; import helper_of_mine; from rl.provenance import code_digest; "
+    program = "import sys; from pathlib import Path; import helper_of_mine; from rl.record.provenance import code_digest; "
     program += "print(code_digest(*map(Path, sys.argv[1:])))"
 
     def digest(*files: Path) -> str:

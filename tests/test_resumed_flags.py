@@ -12,12 +12,12 @@ from helpers import make_group, run_script
 from safetensors.torch import load_file
 from tiny_vlm import save_vlm
 
-from rl import checkpoint
-from rl.algorithm_args import AlgorithmArgs
-from rl.batch import Batch, micro_batches
-from rl.kl_control import KLControl
-from rl.learner import Learner, LearnerArgs
-from rl.optimizer import OptimizerArgs, lr_factor
+from rl.algorithm.args import AlgorithmArgs
+from rl.algorithm.kl_control import KLControl
+from rl.checkpoint import manifest
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.optimizer import OptimizerArgs, lr_factor
 from rl.ranges import flag
 
 STEPS, WARM_UP, LR = 8, 2, 1e-3
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path
     state["state"]["kl_control"] = 0.001
     (path / "training" / "state.json").write_text(json.dumps(state))
     (path / "manifest.json").unlink()
-    checkpoint.write_manifest(path, {})
+    manifest.write_manifest(path, {})
     run, _ = resume(old, tmp_path, 3, *FOUR_UPDATES, *KL)
     assert bits(run) == bits(recorded) and logged(run, "actor/lr", 1) == logged(recorded, "actor/lr", 1)
 

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl import ring as ring_module
-from rl.ring import RecordDamaged, RecordTooLarge, Ring, RingTimeout
+from rl.transport import ring as ring_module
+from rl.transport.ring import RecordDamaged, RecordTooLarge, Ring, RingTimeout
 
 LIMIT = 60  # seconds that any child may live
 NOISE = random.Random(0).randbytes(1 << 20)

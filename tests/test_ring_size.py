@@ -9,10 +9,10 @@ from helpers import run_script
 import train_async
 import train_one_step_off
 import train_sync
-from rl.batch import Group, Response
 from rl.errors import UserError
-from rl.ring import RecordTooLarge, Ring
-from rl.ring_size import check_ring, largest_record, ring_mb_for, routes_bytes
+from rl.samples.group import Group, Response
+from rl.samples.ring_size import check_ring, largest_record, ring_mb_for, routes_bytes
+from rl.transport.ring import RecordTooLarge, Ring
 
 LAYERS, CHOSEN = 3, 2
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rl import bridge, buckets
-from rl.publisher import Publisher
-from rl.subscriber import Subscriber
+from rl.transport import bridge
+from rl.weights import buckets
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 BUCKET = 4096  # bytes
 RATE = 20  # buckets that the link carries in a round trip: of 32 MB in 50 ms, 100 Gbit/s

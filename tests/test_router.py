@@ -12,12 +12,13 @@ from test_engine import drain, requests_for
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
-from rl import router
-from rl.batch import Batch, Group, MicroBatch
-from rl.embedded_engine import TransformersEngine
 from rl.errors import UserError
-from rl.learner import Learner, LearnerArgs
-from rl.router import Router, RouterArgs, check_record
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model import router
+from rl.model.router import Router, RouterArgs, check_record
+from rl.samples.group import Group
 
 CPU = torch.device("cpu")
 
@@ -259,7 +260,7 @@ def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
 def test_a_device_without_grouped_products_computes_the_same(models, learn, monkeypatch):
     micro = micro_of(Batch.of([make_group(t, [5, 9, 3]) for t in range(3)]))
     grouped, _ = learn().log_probs(micro)
-    monkeypatch.setattr("rl.device.kind", lambda: "npu")
+    monkeypatch.setattr("rl.ranks.device.kind", lambda: "npu")
     learner = learn(dtype="float32")  # auto would be bfloat16 there
     assert learner.policy.model.config._experts_implementation == "eager"
     torch.testing.assert_close(learner.log_probs(micro)[0], grouped, atol=1e-5, rtol=0)

@@ -8,9 +8,11 @@ from helpers import run_script
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
-from rl import checkpoint, host, tensor_files
-from rl.best import Best
-from rl.tensor_files import TensorFile, piece_sizes, pieces
+from rl.checkpoint import manifest
+from rl.checkpoint.best import Best
+from rl.hub import tensor_writer
+from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
+from rl.ranks import host
 
 BYTES = {"weights": 4, "gradients": 4, "moments": 8}  # of a parameter in fp32
 SAVED = BYTES["weights"] + BYTES["moments"]  # what training changes
@@ -26,14 +28,14 @@ def write(path, tensors: dict[str, torch.Tensor], dtype=None, **metadata: str) -
 
 @pytest.mark.parametrize("piece_bytes", [8, 64, 1 << 20])
 def test_files_are_what_safetensors_reads(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(tensor_writer, "PIECE_BYTES", piece_bytes)
     torch.manual_seed(0)
     tensors = {f"a.{i}": torch.randn(shape) for i, shape in enumerate([(3, 5), (7,), (), (0, 4), (2, 3, 4), (1, 1)])}
     tensors |= {"half": torch.randn(5, 3).bfloat16(), "turned": torch.randn(4, 6).t(), "double": torch.randn(3).double()}
     size, digest = write(tmp_path / "file", tensors, format="pt", note="é")
     data = (tmp_path / "file").read_bytes()
     read = load(data)
-    assert read.keys() == tensors.keys() and size == len(data) and digest == checkpoint._digest_of(data)
+    assert read.keys() == tensors.keys() and size == len(data) and digest == manifest._digest_of(data)
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
     with safe_open(tmp_path / "file", "pt") as file:
@@ -61,7 +63,7 @@ def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, me
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is written while training waits") == (memory == "short")
     step = tmp_path / "run" / "step_000002"
-    assert checkpoint.damage(step) is None
+    assert manifest.damage(step) is None
     before, export = load_file(f"{models['qwen2-tied']}/model.safetensors"), load_file(step / "model.safetensors")
     assert before.keys() == export.keys() and all(torch.equal(export[name], before[name]) for name in before)
     shards = [load_file(step / "training" / f"shard-0000{i}-of-00002.safetensors") for i in (1, 2)]
@@ -107,7 +109,7 @@ def test_the_first_learner_holds_what_the_docs_count(tmp_path):
     peak = {name: added for name, (added, _) in record["bytes"].items()}
     kept = {name: kept for name, (_, kept) in record["bytes"].items()}
     little = 0.5  # pieces, buffers, Python's own
-    assert kept["start"] <= peak["start"] < BYTES["weights"] + 2 * little  # the pieces' memory stays (rl/host_memory.py)
+    assert kept["start"] <= peak["start"] < BYTES["weights"] + 2 * little  # the pieces' memory stays (rl/ranks/host_memory.py)
     assert peak["step"] < BYTES["gradients"] + BYTES["moments"] + little
     assert peak["publish"] < 4 + little  # one copy in the generators' precision, here fp32
     assert 0.6 * SAVED < peak["first"] < 1.1 * SAVED  # a part may come out of what the gradients have left
@@ -141,7 +143,7 @@ def test_the_best_saved_step_is_kept_whatever_scores_are(tmp_path, scores):
     steps = dict(enumerate(scores, 1))
     for step in steps:
         (export := tmp_path / f"step_{step:06d}").mkdir()
-        for name in (checkpoint.MANIFEST, "model.safetensors"):
+        for name in (manifest.MANIFEST, "model.safetensors"):
             (export / name).write_text(f"{step}")
     for step, score in steps.items():  # one validation each, as in a run that resumes after every step
         Best(tmp_path, is_main=True).scored(step, score)

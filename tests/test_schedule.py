@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from rl.arrival import Announcements, Arrival
-from rl.batch import Batch, Group, Response
-from rl.channel import ControlBlock, State
+from rl.algorithm.metrics import staleness_metrics
 from rl.errors import UserError
-from rl.metrics import staleness_metrics
+from rl.learning.batch import Batch
 from rl.ranges import check
-from rl.schedule import SampleBuffer, ScheduleArgs, Tickets, open_tickets, started
+from rl.samples.buffer import SampleBuffer
+from rl.samples.control import ControlBlock, State
+from rl.samples.group import Group, Response
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import Tickets, open_tickets, started
+from rl.weights.arrival import Announcements, Arrival
 
 
 def group(ticket: int, versions: list[list[int]], scores=None) -> Group:

@@ -13,8 +13,8 @@ from helpers import ROOT
 
 from rl.errors import UserError
 from rl.ranges import check
-from rl.scoring import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
-from rl.verifiers import BUILT_IN, gsm8k
+from rl.rewards.pool import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
+from rl.rewards.verifiers import BUILT_IN, gsm8k
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -236,7 +236,7 @@ def test_a_function_that_only_ends_its_processes_ends_the_run(tmp_path):
 
 
 def test_a_function_that_never_returns_costs_its_first_call_the_time_of_an_import_only_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.scoring.FIRST_CALL", 1)
+    monkeypatch.setattr("rl.rewards.pool.FIRST_CALL", 1)
     (tmp_path / "mine.py").write_text("import time\ndef score(**_): time.sleep(1000)\n")
     with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.1)) as pool:
         for number in range(3):
@@ -271,7 +271,7 @@ def test_a_queued_response_does_not_wait_behind_a_hanging_one(bad_reward):
 
 
 def test_workers_are_light():
-    code = "import sys, rl.reward_worker; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    code = "import sys, rl.rewards.worker; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -295,7 +295,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """)
     program = f"""
 import os, signal, sys, time
-from rl.scoring import RewardArgs, ScoringPool
+from rl.rewards.pool import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}, reward_timeout={FOREVER}))
 if (fork := os.fork()) == 0:
     sys.exit()
@@ -317,7 +317,7 @@ def test_workers_die_with_a_killed_rank(tmp_path):
     )
     code = f"""
 import time
-from rl.scoring import RewardArgs, ScoringPool
+from rl.rewards.pool import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}))
 pool.submit(0, "any", {str(tmp_path / "pid")!r}, "1", None)
 time.sleep(1000)

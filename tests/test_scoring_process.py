@@ -8,7 +8,7 @@ import torch
 from test_scoring import state, wait_until_gone
 
 from rl.errors import UserError
-from rl.scoring import RewardArgs, ScoringPool
+from rl.rewards.pool import RewardArgs, ScoringPool
 
 pytestmark = pytest.mark.timeout(300)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches

@@ -13,10 +13,10 @@ from test_scoring import FOREVER, drain, wait_until_gone, word_in
 
 from rl import printable
 from rl.errors import UserError
-from rl.reward_environment import reward_environment
-from rl.scoring import RewardArgs, ScoringPool
-from rl.scoring_process import Lost, ScoringProcess
-from rl.verifiers import BUILT_IN
+from rl.rewards.environment import reward_environment
+from rl.rewards.pool import RewardArgs, ScoringPool
+from rl.rewards.process import Lost, ScoringProcess
+from rl.rewards.verifiers import BUILT_IN
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,7 +97,7 @@ def score(solution_str, **_):
 def test_what_a_function_starts_ends_with_a_killed_rank(how, escaping, tmp_path):
     code = f"""
 import time
-from rl.scoring import RewardArgs, ScoringPool
+from rl.rewards.pool import RewardArgs, ScoringPool
 pool = ScoringPool(RewardArgs(reward={escaping!r}))
 pool.submit(0, "any", {f"{how} {tmp_path / 'pid'}"!r}, "hang", None)
 time.sleep(1000)
@@ -317,8 +317,8 @@ def test_degenerate_answers_are_scored_wrong_by_the_pool():
 
 
 def test_the_console_and_error_messages_write_control_characters_out(capsys, monkeypatch):
-    from rl import failures, process
-    from rl.console import ConsoleLog
+    from rl.ranks import failures, process
+    from rl.record.console import ConsoleLog
 
     ConsoleLog(10).say(RAW)
     said = capsys.readouterr().out
@@ -330,7 +330,7 @@ def test_the_console_and_error_messages_write_control_characters_out(capsys, mon
 
 
 def test_a_traceback_writes_control_characters_out(capsys, monkeypatch):
-    from rl import failures, process
+    from rl.ranks import failures, process
 
     monkeypatch.setattr(failures, "record", lambda *_: failures.Failure(True, True))
     monkeypatch.setattr(failures, "leave_to_report", lambda: None)
@@ -341,7 +341,7 @@ def test_a_traceback_writes_control_characters_out(capsys, monkeypatch):
 
 
 def test_torchruns_summary_has_no_control_characters(tmp_path, monkeypatch):
-    from rl import failures
+    from rl.ranks import failures
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     (tmp_path / "0").mkdir()

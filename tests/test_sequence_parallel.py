@@ -9,7 +9,7 @@ from test_examples import ROOT, words
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl.errors import UserError
-from rl.sequence_parallel import check_heads
+from rl.model.pretrained import check_heads
 
 
 @pytest.fixture(scope="module")

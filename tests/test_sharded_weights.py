@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from test_pretrained import DAMAGES, edit_json, shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from rl import forward_check, weight_files
 from rl.errors import UserError
-from rl.forward_check import check_policy
-from rl.learner import Learner, LearnerArgs, Policy
-from rl.pretrained import load_weights
-from rl.sharded_weights import open_weights
+from rl.hub import tensor_reader
+from rl.learning.learner import Learner, LearnerArgs, Policy
+from rl.model import forward_check
+from rl.model.forward_check import check_policy
+from rl.model.loading import load_weights, open_weights
 
 FAMILIES = ["qwen2-tied", "qwen3", "moe", "qwen2.5-vl", "qwen3-vl-moe"]
 
@@ -73,9 +73,9 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
     shutil.copytree(families[family], path)
     change(path)
     expected, dice = load_weights(str(path), torch.float32), torch.get_rng_state()
-    monkeypatch.setattr(weight_files, "PIECE_BYTES", 1000)  # pieces end anywhere
-    monkeypatch.setattr("rl.sharded_weights.load_weights", None)  # nothing reads the model whole
-    monkeypatch.setattr("rl.learner.check_policy", lambda *_: None)  # that has tests of its own
+    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1000)  # pieces end anywhere
+    monkeypatch.setattr("rl.model.loading.load_weights", None)  # nothing reads the model whole
+    monkeypatch.setattr("rl.learning.learner.check_policy", lambda *_: None)  # that has tests of its own
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=1)
     for name, weight in learner.weights():
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.get_parameter(name)), name
@@ -231,5 +231,5 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
         share, sent = 4 / ranks, 2 if rank == 0 else 0
         assert of["kept"] < 1.2 * share + 0.3, (rank, everyone)
         assert of["load"] < 1.2 * share + of["tensor"] + 0.3, (rank, everyone)
-        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/gather.py)
+        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/model/shards.py)
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)

@@ -55,7 +55,7 @@ def test_ctrl_c_during_the_imports(ignored):
 
 SPEAKS = """
 import os, signal, sys
-from rl import signals
+from rl.ranks import signals
 signals.take()
 sys.stderr.write("busy\\n")
 os.kill(os.getpid(), signal.SIGINT)
@@ -94,7 +94,7 @@ def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path
 
 FORKS = """
 import multiprocessing, os, signal, time
-from rl import signals
+from rl.ranks import signals
 signals.take()
 signals.stop_gently(lambda: True)
 for number in (signal.SIGTERM, signal.SIGINT):

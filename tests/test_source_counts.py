@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import make_group, run_script
 
-from rl.batch import Batch
-from rl.fates import Fates
-from rl.source_counts import KINDS, MOST, OTHERS, SourceCounts
+from rl.algorithm.fates import Fates
+from rl.algorithm.source_counts import KINDS, MOST, OTHERS, SourceCounts
+from rl.learning.batch import Batch
 
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):

@@ -18,7 +18,7 @@ from helpers import bits, is_documented, left_over, run_script, start, train
 import train_async
 import train_one_step_off
 import train_sync
-from rl import checkpoint
+from rl.checkpoint import manifest
 
 REWARD = ["--reward", "tests/programs/slow_reward.py:score"]
 
@@ -273,7 +273,7 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     assert process.returncode != 0 and "failed:\n" not in text
     if number == signal.SIGTERM:
         (saved,) = re.findall(r"SIGTERM: stopped after step \d+; it goes on from (\S+)", text)
-        assert checkpoint.damage(Path(saved)) is None
+        assert manifest.damage(Path(saved)) is None
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "rl-ring" in name}
 
 

@@ -14,15 +14,16 @@ from test_forward_check import MIXTURE, check_learner, save
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
-from rl import forward_check
-from rl.attention import ATTENTION
-from rl.demo import build_tokenizer
-from rl.embedded_engine import TransformersEngine
+from rl.data.demo import build_tokenizer
+from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
-from rl.forward_check import PROMPT, RESPONSE, check_policy
-from rl.policy import Policy
-from rl.pretrained import check_model, load_weights
-from rl.vision import FAMILIES, takes_images
+from rl.generation.embedded.engine import TransformersEngine
+from rl.model import forward_check
+from rl.model.attention import ATTENTION
+from rl.model.forward_check import PROMPT, RESPONSE, check_policy
+from rl.model.loading import load_weights
+from rl.model.policy import Policy
+from rl.model.pretrained import check_model
 
 CROSSES = r"differ from transformers' by .*reaches from one sequence into the next"
 MODELS = {"LlamaConfig": {}, "Qwen3MoeConfig": dict(head_dim=16, **MIXTURE)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store
 
-from rl.bridge import Bridge
+from rl.transport.bridge import Bridge
 
 
 class Counting(Store):

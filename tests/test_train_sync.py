@@ -10,7 +10,7 @@ from helpers import bits, greedy_answers, is_documented, run_script, train, weig
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
-from rl.scoring import EVENTS
+from rl.rewards.pool import EVENTS
 
 SCRIPT = "train_sync.py"
 
@@ -61,7 +61,7 @@ def test_the_metrics_are_plausible(demo_run):
 
 def test_the_export_is_an_ordinary_model(demo_run):
     """transformers alone loads it and gets the validation accuracy that the run reported."""
-    from rl.demo import problems
+    from rl.data.demo import problems
 
     metrics, run, _ = demo_run
     rows = problems("val")
@@ -212,5 +212,7 @@ def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
 def test_a_run_ends_well_whose_process_group_is_gone_already(tmp_path):
     """vLLM's engine destroys the default group when it is collected, after main and at any moment."""
     script = tmp_path / "script.py"
-    script.write_text("import torch; from rl import process; process.run(lambda _: torch.distributed.destroy_process_group())")
+    script.write_text(
+        "import torch; from rl.ranks import process; process.run(lambda _: torch.distributed.destroy_process_group())"
+    )
     run_script(script)

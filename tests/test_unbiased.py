@@ -11,7 +11,7 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
-from rl import dist
+from rl.ranks import dist
 
 sys.path.append(str(ROOT / "benchmarks"))
 import unbiased

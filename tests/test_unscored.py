@@ -13,18 +13,19 @@ from trainer import ESTIMATORS, Trainer
 
 import losses
 import train_sync
-from rl import generations
-from rl.batch import Batch, Group
-from rl.best import Best
-from rl.checkpoint import MANIFEST
-from rl.data import Prompt
-from rl.engine import Output
-from rl.files import Files
-from rl.generator import Generator, Work
-from rl.kl_control import KLControl
-from rl.metrics import validation_metrics
-from rl.scoring import Score
-from rl.timers import Timers
+from rl.algorithm.kl_control import KLControl
+from rl.algorithm.metrics import validation_metrics
+from rl.checkpoint.best import Best
+from rl.checkpoint.manifest import MANIFEST
+from rl.data.prompts import Prompt
+from rl.generation.engine import Output
+from rl.generation.generator import Generator, Work
+from rl.learning.batch import Batch
+from rl.ranks.timers import Timers
+from rl.record import validation_tables
+from rl.record.files import Files
+from rl.rewards.pool import Score
+from rl.samples.group import Group
 from rl.training_run import TrainingRun
 
 
@@ -188,9 +189,9 @@ def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
-    generations.write(Files(tmp_path), 1, rows)
+    validation_tables.write(Files(tmp_path), 1, rows)
     (table,) = tmp_path.glob("val_generations/*.md")
-    assert [row[-1] for row in generations.read(table)] == ["score", "-0.500", "unscored"]
+    assert [row[-1] for row in validation_tables.read(table)] == ["score", "-0.500", "unscored"]
 
 
 BROKEN = {  # a function that cannot work, and what the message must say

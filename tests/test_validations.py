@@ -20,20 +20,21 @@ from matplotlib.axes import Axes
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
-from rl import best as best_module
-from rl import checkpoint, validations
-from rl.best import Best
-from rl.channel import FROM, GROUP, Inbox, Outbox, SplitArgs
-from rl.dist import Split
-from rl.elastic import Crew, sealed
-from rl.launch import Node
+from rl.checkpoint import best as best_module
+from rl.checkpoint import manifest
+from rl.checkpoint.best import Best
+from rl.ranks.launch import Node
+from rl.record import validations
+from rl.record.run import LogArgs, Origin, Run, plot_reward
+from rl.record.validations import Parts
 from rl.report import logs
-from rl.ring import Ring
-from rl.run import LogArgs, Origin, Run, plot_reward
-from rl.schedule import ScheduleArgs
+from rl.samples.channel import FROM, GROUP, Inbox, Outbox
+from rl.samples.schedule import ScheduleArgs
 from rl.setup import RunArgs
+from rl.split import Split, SplitArgs
 from rl.training_run import TrainingRun
-from rl.validations import Parts
+from rl.transport.elastic import Crew, sealed
+from rl.transport.ring import Ring
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -317,7 +318,7 @@ def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, don
 def save(run: Path, *steps: int) -> None:
     for step in steps:
         (export := run / f"step_{step:06d}").mkdir()
-        for name in (checkpoint.MANIFEST, "model.safetensors"):
+        for name in (manifest.MANIFEST, "model.safetensors"):
             (export / name).write_text(f"{step}")
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.answers import canonical, number, quantity
-from rl.verifiers import BUILT_IN, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
+from rl.rewards.answers import canonical, number, quantity
+from rl.rewards.verifiers import BUILT_IN, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "graders.jsonl").read_text().splitlines()]
 

@@ -11,16 +11,18 @@ from tiny_vlm import config, picture, row, save_vlm
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
-from rl.batch import Batch, Group, MicroBatch
-from rl.batch_images import BatchImages
-from rl.data import DataArgs, PromptDataset, PromptOrder
-from rl.embedded_engine import TransformersEngine
+from rl.data.image_prompts import ImagePrep, positions
+from rl.data.prompts import DataArgs, PromptDataset, PromptOrder
 from rl.errors import UserError
-from rl.forward_check import Probe, check_policy
-from rl.policy import Policy
-from rl.pretrained import load_config, load_tokenizer, load_weights
-from rl.vision import ImagePrep, positions
-from rl.vision_forward import embed_by_product, language_inputs
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch_images import BatchImages
+from rl.model.forward_check import Probe, check_policy
+from rl.model.loading import load_weights
+from rl.model.policy import Policy
+from rl.model.pretrained import load_config, load_tokenizer
+from rl.model.vision_forward import embed_by_product, language_inputs
+from rl.samples.group import Group
 
 KINDS = ["qwen2.5-vl", "qwen3-vl"]
 ROWS = [
@@ -172,9 +174,9 @@ def by_token_before(base, input_ids, images):
 @pytest.mark.parametrize(
     "name, wrong, kinds",
     [
-        ("rl.forward_check.positions", in_a_line, KINDS),
-        ("rl.vision_forward.language_inputs", by_token_before, KINDS),
-        ("rl.vision_forward.language_inputs", without_deepstack, KINDS[1:]),
+        ("rl.model.forward_check.positions", in_a_line, KINDS),
+        ("rl.model.vision_forward.language_inputs", by_token_before, KINDS),
+        ("rl.model.vision_forward.language_inputs", without_deepstack, KINDS[1:]),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(vlms, monkeypatch, name, wrong, kinds):

@@ -10,8 +10,8 @@ from test_vision import KINDS, ROWS, dataset, inputs_of, reference, rows, vlms  
 from tiny_vlm import odd_files, prompt_with_images
 from transformers import AutoModelForImageTextToText
 
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams, request_seed
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams, request_seed
 
 STEPS = 3  # of the engine between two publishes
 CHANGES = ["model.visual.", "model.language_model.", "", "model.visual."]  # what a publish changes: names that begin so

@@ -10,12 +10,13 @@ from test_vision_engine import requests_of
 from tiny_vlm import save_vlm
 from transformers import AutoModelForImageTextToText
 
-from rl.batch import Batch, Group, MicroBatch, Response
-from rl.batch_images import BatchImages
-from rl.data import PromptOrder
-from rl.embedded_engine import TransformersEngine
-from rl.learner import Learner, LearnerArgs
-from rl.router import RouterArgs
+from rl.data.prompts import PromptOrder
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch_images import BatchImages
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.router import RouterArgs
+from rl.samples.group import Group, Response
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tiny_vlm import picture, row
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from rl.batch import Group
+from rl.samples.group import Group
 
 FLAGS = ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
 FLAGS += ["--rollout-n", 2, "--total-training-steps", 4, "--lr-warmup-steps", 0, "--max-ckpt-to-keep", 0]

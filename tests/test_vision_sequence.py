@@ -6,8 +6,8 @@ from layouts import ALONE, assert_taught_the_same, learn_on
 from test_vision import rows  # noqa: F401  (a fixture)
 from tiny_vlm import save_vlm
 
-from rl.vision_forward import RowImages
-from rl.vision_sequence import divide
+from rl.model.vision_forward import RowImages
+from rl.model.vision_sharing import divide
 
 SIZES = [[5, 3], [8, 2, 4], [6, 6], [3, 9], [1, 7]]  # of the responses to each row: 1, 2, 0, 1 and 1 images
 CASES = {

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from helpers import make_group
 from torch import nn
 
-from rl.attention import Packed
-from rl.batch import Batch, micro_batches
-from rl.device import PACKED_ATTENTION
-from rl.learner import UNMEASURED_TOKENS, Learner, LearnerArgs
-from rl.micro_batch import CPU_TOKENS
-from rl.sequence_parallel import Piece
-from rl.shares import pack
-from rl.waste import Computed
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import pack
+from rl.learning.flops import Computed
+from rl.learning.learner import UNMEASURED_TOKENS, Learner, LearnerArgs
+from rl.learning.token_budget import CPU_TOKENS
+from rl.model.attention import Packed
+from rl.model.sequence_parallel import Piece
+from rl.ranks.device import PACKED_ATTENTION
 
 
 class Counted:

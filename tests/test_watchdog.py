@@ -12,8 +12,9 @@ import time
 import pytest
 from helpers import ROOT, left_over, start
 
-from rl import dist, process
-from rl.watchdog import EXIT_CODE, report
+from rl import split
+from rl.ranks import dist, process
+from rl.ranks.watchdog import EXIT_CODE, report
 
 
 def hang(*arguments, **how) -> tuple[int, str]:
@@ -154,7 +155,7 @@ def test_every_script_hands_the_flag_on(script, monkeypatch):
     given = []
     monkeypatch.setattr(process, "run", lambda main, join: join())
     monkeypatch.setattr(dist, "init", lambda *timeouts: given.append(timeouts))
-    monkeypatch.setattr(dist, "init_split", lambda generators, *timeouts: given.append(timeouts))
+    monkeypatch.setattr(split, "init_split", lambda generators, *timeouts: given.append(timeouts))
     for flags, seconds in (([], (1800, 20)), (["--hang-timeout", "7", "--node-timeout", "3"], (7, 3))):
         monkeypatch.setattr(sys, "argv", [script, *flags])
         runpy.run_path(str(ROOT / script), run_name="__main__")

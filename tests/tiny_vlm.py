@@ -141,7 +141,7 @@ def prompt_with_images(path: str, text: str, pictures: list):
 
     from transformers import AutoConfig, AutoTokenizer
 
-    from rl.vision import ImagePrep
+    from rl.data.image_prompts import ImagePrep
 
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]

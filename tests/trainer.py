@@ -4,17 +4,17 @@ import torch
 
 import losses
 import train_sync
-from rl import dist
-from rl.batch import Batch
-from rl.blocks import local
-from rl.generator import Generator, make_generator
-from rl.kl_control import KLControl
-from rl.learner import Learner
+from rl.algorithm.kl_control import KLControl
+from rl.generation.engine_ranks import EngineRanks
+from rl.generation.generator import Generator, make_generator
+from rl.learning.batch import Batch
+from rl.learning.learner import Learner
+from rl.model.shards import local
 from rl.ranges import check
-from rl.scoring import ScoringPool
+from rl.ranks import dist
+from rl.ranks.timers import Timers
+from rl.rewards.pool import ScoringPool
 from rl.setup import set_up
-from rl.tensor_parallel import EngineRanks
-from rl.timers import Timers
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
-from rl.engine import EngineArgs, Output, Request, SamplingParams, request_seed
-from rl.engine_vllm import VLLMEngine
 from rl.errors import UserError
+from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
+from rl.generation.vllm.engine import VLLMEngine
 from tests.test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
@@ -351,7 +351,7 @@ def bfloat16(path: str) -> dict:
 
 def tensor_parallel(path: str) -> dict:
     """On each of two ranks under torchrun; the first one reports, after comparing with the other."""
-    from rl import dist
+    from rl.ranks import dist
 
     ranks = dist.init()
     engine, old, new = start(path, rollout_tp=2), AutoModelForCausalLM.from_pretrained(path), changed(path)

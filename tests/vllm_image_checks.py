@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tiny_vlm import odd_files, picture, prompt_with_images
 from vllm_checks import main, wrongly_loaded
 
-from rl.engine import EngineArgs, Output, Request, SamplingParams
-from rl.engine_vllm import VLLMEngine
+from rl.generation.engine import EngineArgs, Output, Request, SamplingParams
+from rl.generation.vllm.engine import VLLMEngine
 from tests.test_engine import drain
 
 LONG = "x" * 120  # with an image before it more than a KV block of a CPU, 128 tokens: less is never shared
@@ -224,7 +224,7 @@ def swap(case, engine, old, new, recompute: bool) -> dict:
 
 def tensor_parallel(path: str) -> dict:
     """On each of two ranks; the first one reports."""
-    from rl import dist
+    from rl.ranks import dist
 
     ranks, case = dist.init(), Case(path)
     engine, out = case.engine(rollout_tp=2), {}

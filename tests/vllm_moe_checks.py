@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.router import check_record
+from rl.model.router import check_record
 from tests.test_engine import PROMPTS, changed, drain, requests_for
 from tests.vllm_checks import error, in_flight, main, start
 
@@ -93,7 +93,7 @@ def bfloat16(path: str) -> dict:
 
 def tensor_parallel(path: str) -> dict:
     """On each of two ranks: as `after_update` and `in_flight`, with routes; the first one reports."""
-    from rl import dist
+    from rl.ranks import dist
 
     ranks = dist.init()
     engine = start(path, rollout_tp=2, router_replay="R3")

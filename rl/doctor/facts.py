@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     import torch
 
-    from rl import device
+    from rl.ranks import device
 
     kind = device.kind()
     module = getattr(torch, kind, None)

@@ -18,21 +18,23 @@ import torch
 import tyro
 
 import train_sync
-from rl import device, flags, process
-from rl.batch import Batch, Group, Response, micro_batches
-from rl.dist import Ranks
+from rl import flags
+from rl.algorithm.kl_control import KLControl
 from rl.doctor.findings import OK, SLOW, WRONG, Finding
-from rl.engine import Engine, Output, Request, SamplingParams
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.local_weights import LocalWeights
-from rl.make_engine import make_engine
-from rl.metrics import train_flops_per_token
-from rl.packed_kernels import Segments
+from rl.generation.choose_engine import make_engine
+from rl.generation.engine import Engine, Output, Request, SamplingParams
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.flops import train_flops_per_token
+from rl.learning.learner import Learner
+from rl.model.attention_kernels import Segments
+from rl.model.pretrained import resolve
+from rl.model.vision_forward import row_inputs
 from rl.plan import devices, roofline
-from rl.pretrained import resolve
-from rl.timers import Timers
-from rl.vision_forward import row_inputs
+from rl.ranks import device, process
+from rl.ranks.dist import Ranks
+from rl.ranks.timers import Timers
+from rl.samples.group import Group, Response
+from rl.weights.local import LocalWeights
 
 # Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, which ignore a
 # temperature of 0.6, are off by 0.1 or more.
@@ -66,7 +68,7 @@ class Sizes:
 
 
 class NoImages:
-    """Stands for the images of a batch whose prompts have none (rl/batch_images.py), for a model that takes some."""
+    """Stands for the images of a batch whose prompts have none (rl/learning/batch_images.py), for a model that takes some."""
 
     @staticmethod
     def inputs(lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], own: torch.device) -> dict:

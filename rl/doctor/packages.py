@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
 from rl.doctor.processes import ROOT
-from rl.driver_files import device_files, kind_by_files
+from rl.ranks.driver_files import device_files, kind_by_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
 OLDEST_GLIBC = (2, 34)  # of vllm-ascend's wheels, manylinux_2_34

@@ -21,25 +21,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl import delivery, dist, flags, launch, process
-from rl.batch import Group, Response
-from rl.channel import ControlBlock
-from rl.data import Prompt
+from rl import flags
+from rl.algorithm.kl_control import KLControl
+from rl.data.job import Job
+from rl.data.prompts import Prompt
 from rl.errors import UserError
-from rl.generator import Generator, make_generator
-from rl.host import cpu_name
-from rl.kl_control import KLControl
+from rl.generation.generator import Generator, make_generator
 from rl.plan.choices import mode_of
 from rl.plan.engine import Engine
 from rl.plan.engine import Group as Counted
 from rl.plan.fit import fit_engine, fit_learner
 from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes, from_dict
 from rl.plan.workload import Drawn
-from rl.publisher import Publisher
-from rl.scoring import Score, ScoringPool
-from rl.setup import Job, make_learner, set_up
-from rl.subscriber import Subscriber
+from rl.ranks import dist, launch, process
+from rl.ranks.host import cpu_name
+from rl.rewards.pool import Score, ScoringPool
+from rl.samples import outlines
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group, Response
+from rl.setup import make_learner, set_up
+from rl.split import Split, init_split
 from rl.training_run import TrainingRun
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PUBLISHES = 6
@@ -240,7 +244,7 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     rounds(learning.round, fractions(args), order.seconds, agreed)
     update = timed(lambda: engine.update(learning.learner.weights(), version=0))
     share = [learning._group(ticket) for ticket in range(-(-args.prompts_per_step // ranks.world_size))]
-    gather = timed(lambda: delivery.share(share))
+    gather = timed(lambda: outlines.share(share))
     pool.close()
     times = fit_engine(meter.rows, engine.shares_memory)
     times = dataclasses.replace(times, receive=update, score=score, score_workers=args.reward_workers)
@@ -249,7 +253,7 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     )
 
 
-def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
+def split(order: Order, args, script, parts: Split) -> ServiceTimes | None:
     """Generators and learners side by side; the times are the first learner's to tell."""
     job, lengths, store = set_up(args, script.__file__), Lengths(order, args), parts.store
 
@@ -272,7 +276,7 @@ def split(order: Order, args, script, parts: dist.Split) -> ServiceTimes | None:
 
 
 def _generators_times(
-    order: Order, args, job: Job, lengths: Lengths, parts: dist.Split, go_on: Callable[[bool], bool]
+    order: Order, args, job: Job, lengths: Lengths, parts: Split, go_on: Callable[[bool], bool]
 ) -> EngineTimes:
     with ScoringPool(args) as pool:
         generator = make_generator(args, job, parts.ranks, pool)
@@ -292,7 +296,7 @@ def _generators_times(
 
 
 def _learners_times(
-    order: Order, args, script, job: Job, lengths: Lengths, parts: dist.Split, go_on: Callable[[bool], bool]
+    order: Order, args, script, job: Job, lengths: Lengths, parts: Split, go_on: Callable[[bool], bool]
 ) -> LearnerTimes:
     learning, control = LearnerMeter(script, args, job, parts.ranks, lengths), ControlBlock(parts)
     publisher = Publisher(learning.learner, parts, args.weights_dtype(args.dtype), args.publish)
@@ -324,7 +328,7 @@ def source(where: str) -> str:
     return f"measured on {dist.describe_hardware()['device_name'] or cpu_name()}: {where}"
 
 
-def main(order: Order, joined: dist.Ranks | dist.Split) -> None:
+def main(order: Order, joined: dist.Ranks | Split) -> None:
     script = importlib.import_module(order.script)
     args = flags.read(script.Args, args=order.flags)
     args = dataclasses.replace(args, lr=1e-12, logger=(), test_freq=0, save_freq=0, experiment_name=None)
@@ -340,4 +344,4 @@ if __name__ == "__main__":
         process.run(lambda ranks: main(order, ranks), join=dist.init)
     else:
         generators = flags.read(importlib.import_module(order.script).Args, args=order.flags).generators
-        process.run(lambda parts: main(order, parts), join=lambda: dist.init_split(generators))
+        process.run(lambda parts: main(order, parts), join=lambda: init_split(generators))

@@ -15,7 +15,7 @@ from rl.plan.service_times import ServiceTimes
 from rl.plan.simulation import Load, Ranks, Steps, one_step_off, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Workload
-from rl.schedule import ScheduleArgs, SplitArgs
+from rl.samples.schedule import ScheduleArgs, SplitArgs
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 THRESHOLDS, PERIODS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0), (1, 2, 4, 8)

@@ -20,28 +20,29 @@ import torch
 from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
-from rl import dist
-from rl import learner as learner_module
-from rl.batch import Batch, Group, MicroBatch, Response
-from rl.blocks import local
-from rl.dist import Ranks, Split
+from rl.algorithm.kl_control import KLControl
+from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
 from rl.errors import UserError
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.micro_batch import settled
+from rl.learning import learner as learner_module
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.division import Division, pack
+from rl.learning.learner import Learner
+from rl.learning.token_budget import settled
+from rl.model.loading import Weights
+from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
+from rl.model.shards import local
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.images import PlannedImages, Prompt, prompts_with_images
 from rl.plan.memory_count import OTHER, MemoryCount
 from rl.plan.workload import Drawn
-from rl.pretrained import check_lengths, empty_model, load_config, resolve
-from rl.publisher import Publisher
-from rl.schedule import SplitArgs
-from rl.sequence_parallel import check_heads
+from rl.ranks import dist
+from rl.ranks.dist import Ranks
+from rl.ranks.timers import Timers
+from rl.samples.group import Group, Response
+from rl.samples.schedule import SplitArgs
 from rl.setup import CommonArgs, make_learner
-from rl.sharded_weights import Weights
-from rl.shares import Division, pack
-from rl.timers import Timers
-from rl.vision import KEPT_BYTES, Images, takes_images
+from rl.split import Split
+from rl.weights.publisher import Publisher
 
 MICROS = 4  # micro-batches a rank for which prompts are drawn
 LIMIT = 1800  # seconds of a dry run
@@ -251,7 +252,7 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
 
 
 def _checkpoint_copy(args: CommonArgs, learner: Learner, fake: FakeDevice) -> list[torch.Tensor]:
-    """What rl/saver.py copies before it writes; nothing for a run that saves at its end only."""
+    """What rl/checkpoint/saver.py copies before it writes; nothing for a run that saves at its end only."""
     state = learner.state_tensors().values() if args.save_freq > 0 else ()
     with fake.host_too():
         return [torch.empty(local(tensor).shape, dtype=tensor.dtype) for tensor in state]

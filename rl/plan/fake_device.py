@@ -26,13 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from rl import device, experts, overlapped, publisher
-from rl.device import is_accelerator
-from rl.dist import Ranks
+from rl.learning import overlapped
+from rl.model import expert_parallel, grouped_experts
 from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
 from rl.plan.npu_operators import KIND
 from rl.plan.operators import has_kernel
+from rl.ranks import device
+from rl.ranks.device import is_accelerator
+from rl.ranks.dist import Ranks
+from rl.weights import publisher
 
 aten = torch.ops.aten
 
@@ -140,8 +143,8 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     _refuses = attention if strict else None
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
-    device.LOOPED_EXPERTS_KINDS.discard(KIND)
-    experts.rows_to_trade = _even_rows
+    grouped_experts.LOOPED_EXPERTS_KINDS.discard(KIND)
+    expert_parallel.rows_to_trade = _even_rows
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
@@ -161,7 +164,7 @@ def _no_allocator(*_, **__):
 
 
 def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Stands for rl.experts.rows_to_trade."""
+    """Stands for rl.model.expert_parallel.rows_to_trade."""
     sent = _even(rows, group.size())
     received = [sent[group.rank()]] * group.size()
     arriving = [n for from_rank in received for n in _even(from_rank, len(count) // group.size())]

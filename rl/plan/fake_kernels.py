@@ -9,8 +9,8 @@ memory that a kernel takes within its call.
 
 import torch
 
-from rl.device import PACKED_ATTENTION
-from rl.packed_kernels import COMPRESSED, RIGHT_DOWN_CAUSAL
+from rl.model.attention_kernels import COMPRESSED, RIGHT_DOWN_CAUSAL
+from rl.ranks.device import PACKED_ATTENTION
 
 KEPT = 8  # times that a token's and head's largest score and sum are kept
 _SHARED = (

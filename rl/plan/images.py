@@ -1,6 +1,7 @@
 """Prompts with images of a run that has not been made: images of a stated size, or the data's own by their headers.
 
-Token counts, grids and positions are real, from rl/vision.py. Pixels have shapes and no values, and no image is decoded.
+Token counts, grids and positions are real, from rl/data/image_prompts.py. Pixels have shapes and no values, and no image is
+decoded.
 """
 
 import io
@@ -13,15 +14,15 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rl import images
-from rl.data import PromptDataset, PromptOrder, demo_files
+from rl.data import images
+from rl.data.image_prompts import ImagePrep, Images
+from rl.data.images import ImageError
+from rl.data.prompts import PromptDataset, PromptOrder, demo_files
 from rl.errors import UserError
-from rl.images import ImageError
+from rl.model.pretrained import load_tokenizer
+from rl.model.vision_forward import row_inputs
 from rl.plan.fake_device import FakeDevice
-from rl.pretrained import load_tokenizer
 from rl.setup import CommonArgs
-from rl.vision import ImagePrep, Images
-from rl.vision_forward import row_inputs
 
 DATA = "data"
 Prompt = tuple[np.ndarray, Images | None]  # ids [p] int32
@@ -90,7 +91,7 @@ def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes],
 
 @dataclass
 class PlannedImages:
-    """Stands for rl/batch_images.py."""
+    """Stands for rl/learning/batch_images.py."""
 
     of_groups: list[Images | None]
 

@@ -16,29 +16,29 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl.device import is_accelerator
 from rl.plan.fake_device import of_no_tensor
+from rl.ranks.device import is_accelerator
 
 # Where a storage was made -> what it is for: the innermost of these functions on the stack decides. Of a file that ends so,
 # the functions of that name, or all.
 CAUSES = [
-    ("rl/log_probs.py", None, "logits"),
-    ("rl/policy.py", "_log_prob", "logits"),
-    ("rl/learner.py", "weights", "publish"),
-    ("rl/publisher.py", None, "publish"),
+    ("rl/model/log_probs.py", None, "logits"),
+    ("rl/model/policy.py", "_log_prob", "logits"),
+    ("rl/learning/learner.py", "weights", "publish"),
+    ("rl/weights/publisher.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
-    ("rl/vision.py", None, "images"),
-    ("rl/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass
+    ("rl/data/image_prompts.py", None, "images"),
+    ("rl/model/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass
     ("_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
     ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "gathered layers"),
     ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out", "gathered layers"),
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
-    ("rl/optimizer.py", None, "optimizer"),
-    ("rl/compact_adamw.py", None, "optimizer"),
-    ("rl/masters.py", "_to_fp32", "gradients"),
-    ("rl/masters.py", None, "weights"),
-    ("rl/activation_offload.py", None, "layers' inputs"),
+    ("rl/learning/optimizer.py", None, "optimizer"),
+    ("rl/learning/compact_adamw.py", None, "optimizer"),
+    ("rl/learning/masters.py", "_to_fp32", "gradients"),
+    ("rl/learning/masters.py", None, "weights"),
+    ("rl/learning/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
 LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, and of the reference

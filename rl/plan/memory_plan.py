@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
-from rl.micro_batch import longest_on_a_rank, settled
+from rl.learning.token_budget import longest_on_a_rank, settled
+from rl.model.pretrained import load_config, resolve
 from rl.plan.choices import Machine
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
 from rl.plan.roofline import Shape, count_parameters
 from rl.plan.workload import lengths_like
-from rl.pretrained import load_config, resolve
 from rl.ranges import check, flag
-from rl.ring_size import largest_record, ring_mb_for, routes_bytes
-from rl.schedule import ScheduleArgs, SplitArgs
+from rl.samples.ring_size import largest_record, ring_mb_for, routes_bytes
+from rl.samples.schedule import ScheduleArgs, SplitArgs
 from rl.setup import CommonArgs
 
 SPARE = 0.1  # of the device: the driver's context, NCCL's or HCCL's buffers, and what the allocator rounds up and cannot reuse

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rl.metrics import train_flops_per_token
+from rl.learning.flops import train_flops_per_token
+from rl.model.pretrained import empty_model
 from rl.plan.devices import Device
 from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
-from rl.pretrained import empty_model
 
 TRAIN_SHARE, PREFILL_SHARE, DECODE_SHARE = 0.4, 0.5, 0.4  # of the peak that training, prefill and decoding reach
 BANDWIDTH_SHARE = 0.7  # of the memory's bandwidth that decoding reaches

@@ -1,7 +1,7 @@
 """train_async.py in simulated time: generators, learners and publishes on a virtual clock.
 
-The schedule is not imitated: tickets, staleness, publishes and drops are rl/schedule.py's own Tickets and SampleBuffer over a
-store that is a dict.
+The schedule is not imitated: tickets, staleness, publishes and drops are rl/samples/schedule.py's own Tickets and SampleBuffer
+over a store that is a dict.
 """
 
 import heapq
@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from rl.channel import State
 from rl.plan.engine import Engine, Group
 from rl.plan.service_times import ServiceTimes
 from rl.plan.simulation import Load, Ranks, Scorers, Steps, learning, make_engines
 from rl.plan.workload import Workload
-from rl.schedule import SampleBuffer, ScheduleArgs, Tickets, open_tickets, started
+from rl.samples.buffer import SampleBuffer
+from rl.samples.control import State
+from rl.samples.schedule import ScheduleArgs
+from rl.samples.tickets import Tickets, open_tickets, started
 
 
 class DictStore:
@@ -49,7 +51,7 @@ class Generator:
 
     @property
     def free(self) -> int:
-        """As Generator.free_slots of rl/generator.py."""
+        """As Generator.free_slots of rl/generation/generator.py."""
         return max(0, -(-(self.engine.slots - self.engine.unfinished) // self.run.n))
 
     def wake(self, now: float) -> None:
@@ -154,7 +156,7 @@ class Stream:
             self._publish(now)
 
     def _take(self, now: float) -> None:
-        """The learners' look at what has come in, as rl/stream.py's `take`."""
+        """The learners' look at what has come in, as rl/samples/stream.py's `take`."""
         while self._arrived:
             self.buffer.add(self._arrived.popleft())
         may_drop = self.args.max_staleness is not None

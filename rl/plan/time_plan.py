@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
+from rl.model.pretrained import load_config, resolve
 from rl.plan import choices, roofline, service_times
 from rl.plan.calibrate import calibrate
 from rl.plan.devices import Device
@@ -18,10 +19,9 @@ from rl.plan.from_run import times_of_run
 from rl.plan.service_times import ServiceTimes
 from rl.plan.simulation import Ranks
 from rl.plan.workload import Drawn, lengths_like
-from rl.pretrained import load_config, resolve
 from rl.ranges import Range
-from rl.schedule import SplitArgs
-from rl.setup import BatchArgs, CommonArgs
+from rl.samples.schedule import BatchArgs, SplitArgs
+from rl.setup import CommonArgs
 
 
 @dataclass

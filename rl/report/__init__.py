@@ -1,0 +1,1 @@
+"""What stands behind report.py: logs read, runs compared. Needs no torch."""

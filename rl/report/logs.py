@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl import validations
 from rl.errors import UserError
+from rl.record import validations
 from rl.report import readers
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart

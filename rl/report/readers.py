@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from rl import validations
+from rl.record import validations
 from rl.report import verl_console
 
 NAMES = {  # of older versions of verl

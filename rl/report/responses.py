@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from rl.generations import DIRECTORY, Picture, read
+from rl.record.validation_tables import DIRECTORY, Picture, read
 from rl.report.logs import Log, RunGroup
 
 ROWS = 10  # of a run

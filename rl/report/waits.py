@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from rl.balance import BALANCED, advice
+from rl.record.balance import BALANCED, advice
 from rl.report.logs import Log, RunGroup
 from rl.report.numbers import HELD, IDLE, Row, count, last, spread, too_few_steps
 from rl.report.verl_console import MAX_REQUIRED, PAUSES

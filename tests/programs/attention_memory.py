@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.attention import Packed
-from rl.device import is_accelerator
+from rl.model.attention import Packed
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
+from rl.ranks.device import is_accelerator
 
 
 class Largest(MemoryCount):

@@ -17,10 +17,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
 
-from rl import delivery, process
-from rl.batch import Batch, micro_batches
-from rl.exchange import Exchange
-from rl.shares import Division
+from rl.learning import delivery
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.ranks import process
+from rl.samples import outlines
+from rl.transport.exchange import Exchange
 
 PROMPTS, MAX_TOKENS, GROUPS, STEPS = 4, 4096, 16, 3
 
@@ -56,7 +58,7 @@ def check_batch(whole: Batch, batch: Batch, ranks) -> None:
 
 
 def trained_here(groups, division: Division, here: list[int]) -> list[list[int]]:
-    """The responses of each group that these ranks train, by the rule that rl/batch.py keeps."""
+    """The responses of each group that these ranks train, by the rule that rl/learning/batch.py keeps."""
     out = [[] for _ in groups]
     for owner in {rank // division.ranks.sequence_parallel for rank in here}:
         of_rank = dataclasses.replace(division.ranks, rank=owner * division.ranks.sequence_parallel)
@@ -90,7 +92,7 @@ def main(ranks) -> None:
     for step in range(STEPS):
         groups = make_groups(step)
         before = exchange.received
-        known = delivery.share([g for g in groups if (g.ticket // 2 + step) % ranks.world_size == ranks.rank])
+        known = outlines.share([g for g in groups if (g.ticket // 2 + step) % ranks.world_size == ranks.rank])
         there = delivery.to_trainers(known, division)
         came += exchange.received - before
         own = trained_here(groups, division, exchange.here)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rl import demo, demo_cache, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_moe, demo_vl
 
 how, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])

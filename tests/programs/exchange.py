@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl import process
-from rl.exchange import Exchange
+from rl.ranks import process
+from rl.transport.exchange import Exchange
 
 ROUNDS = 6
 

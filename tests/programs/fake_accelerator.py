@@ -25,25 +25,32 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
-from rl import compact_adamw, delta, device, forward_check, make_engine, micro_batch, policy, shares
-from rl.batch import Batch, Group
-from rl.batch_images import BatchImages
-from rl.buckets import Plan
-from rl.data import Prompt
-from rl.dist import Ranks, Split
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams
-from rl.kl_control import KLControl
-from rl.launch import Node
-from rl.learner import Learner
-from rl.local_weights import LocalWeights
+from rl.algorithm.kl_control import KLControl
+from rl.data.prompts import Prompt
+from rl.generation import choose_engine
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
+from rl.learning import compact_adamw, token_budget
+from rl.learning import division as shares
+from rl.learning.batch import Batch
+from rl.learning.batch_images import BatchImages
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.model import forward_check, policy
 from rl.plan import fake_device
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
-from rl.publisher import Publisher
-from rl.shares import Division
-from rl.subscriber import Subscriber
-from rl.timers import Timers
+from rl.ranks import device
+from rl.ranks.dist import Ranks
+from rl.ranks.launch import Node
+from rl.ranks.timers import Timers
+from rl.samples.group import Group
+from rl.split import Split
+from rl.weights import delta
+from rl.weights.buckets import Plan
+from rl.weights.local import LocalWeights
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
 
@@ -66,7 +73,7 @@ class Bridge:
 
 
 class Rows(list):
-    """Prompts, as rl/data.py has them."""
+    """Prompts, as rl/data/prompts.py has them."""
 
     prep = True
 
@@ -166,10 +173,10 @@ def fill(path: str, **flags) -> None:
             act()
             return count.device.peak - before
 
-        micro_batch.peak_memory = peak_memory
-        micro_batch.devices_are_shared = lambda: False
-        micro_batch.memory_left = lambda: (size - count.device.live.total(), size)
-        model.chosen_tokens = micro_batch.choose_tokens(args, model)
+        token_budget.peak_memory = peak_memory
+        token_budget.devices_are_shared = lambda: False
+        token_budget.memory_left = lambda: (size - count.device.live.total(), size)
+        model.chosen_tokens = token_budget.choose_tokens(args, model)
         assert model.micro_batch_tokens % 256 == 0 and not any(p.grad is not None for p in model.policy.parameters())
         sequences = model.micro_batch_tokens // 100  # of a micro-batch
         batch = Batch.of([make_group(t, [99] * len(range(t, sequences, 8)), prompt=1) for t in range(8)])
@@ -178,14 +185,14 @@ def fill(path: str, **flags) -> None:
         train_sync.learn(args, model, KLControl(args), batch, Timers())
         assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
         chosen, size = model.chosen_tokens, 97_000_000
-        assert micro_batch.choose_tokens(args, model) == chosen
+        assert token_budget.choose_tokens(args, model) == chosen
         size = 60_000_000
-        assert 100 < micro_batch.choose_tokens(args, model) < 0.7 * chosen
+        assert 100 < token_budget.choose_tokens(args, model) < 0.7 * chosen
         size = count.device.live.total() + 1_000_000
-        assert micro_batch.choose_tokens(args, model) == 100
-        micro_batch.memory_left = lambda: None
+        assert token_budget.choose_tokens(args, model) == 100
+        token_budget.memory_left = lambda: None
         model.chosen_tokens = None
-        assert micro_batch.choose_tokens(args, model) == 8192
+        assert token_budget.choose_tokens(args, model) == 8192
 
 
 def publish(model: Learner, split: Split) -> None:
@@ -232,10 +239,10 @@ def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights, twice."""
     place, args = start(), train_sync.Args(model=path, engine="transformers", max_num_seqs=4, **flags)
     forward_check._compare = lambda ours, *_: ours()
-    make_engine.load_tokenizer, make_engine.end_token_ids = (lambda *_: None), (lambda *_: {1})
+    choose_engine.load_tokenizer, choose_engine.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)
-        engine = make_engine.make_engine(path, args, 32, args.dtype, place.device, False)
+        engine = choose_engine.make_engine(path, args, 32, args.dtype, place.device, False)
         held = LocalWeights(model, engine, args.weights_dtype(args.dtype))
         for version in range(2):
             held.publish(version)

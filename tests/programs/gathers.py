@@ -6,12 +6,13 @@ import sys
 import torch
 import torch.distributed as torch_dist
 
-from rl import dist, gather, process
-from rl.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model import shards
+from rl.ranks import dist, process
 
 
 def main(ranks: dist.Ranks) -> None:
-    gather.BUCKET_BYTES = int(sys.argv[2])
+    shards.BUCKET_BYTES = int(sys.argv[2])
     learner = Learner(sys.argv[1], LearnerArgs(), ranks, total_steps=1)
     expected = {name: p.full_tensor() for name, p in learner.policy.model.named_parameters()}
     list(learner.weights())  # the ranks tell each other where their shards lie, once

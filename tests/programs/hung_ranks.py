@@ -16,19 +16,21 @@ import time
 
 import torch
 
-from rl import dist, process, watchdog
+from rl.ranks import dist, process, watchdog
+from rl.split import Split, init_split
 
 if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
 
-    from rl.batch import Group, Response
-    from rl.channel import Inbox, Outbox, SplitArgs
-    from rl.timers import Timers
+    from rl.ranks.timers import Timers
+    from rl.samples.channel import Inbox, Outbox
+    from rl.samples.group import Group, Response
+    from rl.split import SplitArgs
 
 FOREVER = 1e6
 
 
-def ring(split: dist.Split) -> None:
+def ring(split: Split) -> None:
     args, timer = SplitArgs(ring_mb=1), Timers()
     if split.role == "learner":
         inbox = Inbox(args, split)
@@ -46,7 +48,7 @@ def ring(split: dist.Split) -> None:
         outbox.flush()
 
 
-def collective(split: dist.Split) -> None:
+def collective(split: Split) -> None:
     if split.role == "generator":
         with watchdog.doing("version 1 of the weights"):
             split.store.get("never")
@@ -57,7 +59,7 @@ def collective(split: dist.Split) -> None:
     dist.barrier()
 
 
-def breaking(split: dist.Split) -> None:
+def breaking(split: Split) -> None:
     """Learner 0 has lost its connection before its watchdog, late on purpose, takes the alarm up."""
     watchdog.ANSWER_SECONDS, name = 12, f"{split.role} {split.ranks.rank}"
     raises, sign = ("learner 0", watchdog.FAILED) if sys.argv[1] == "breaking" else ("generator 0", watchdog.ALARM)
@@ -74,7 +76,7 @@ def breaking(split: dist.Split) -> None:
         dist.barrier() if split.role == "learner" else time.sleep(FOREVER)
 
 
-def stopped(split: dist.Split) -> None:
+def stopped(split: Split) -> None:
     watchdog.ANSWER_SECONDS = 4
     if split.role == "generator":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -92,7 +94,7 @@ def alone(ranks: dist.Ranks) -> None:
             torch.ones(1).add(1)
 
 
-def together(split: dist.Split) -> None:
+def together(split: Split) -> None:
     """Begins when all are there: however busy the machine, only what hangs then takes long."""
     split.store.add("here", 1)
     while split.store.add("here", 0) < split.learners + split.generators:
@@ -104,4 +106,4 @@ def together(split: dist.Split) -> None:
 if sys.argv[1] == "alone":
     process.run(alone, lambda: dist.init(2))
 else:
-    process.run(together, lambda: dist.init_split(1, 180))
+    process.run(together, lambda: init_split(1, 180))

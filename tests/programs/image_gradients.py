@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import whole
 from test_vision import dataset, make_batch
 
-from rl import process
-from rl.batch import MicroBatch
-from rl.dist import all_reduce_sum
-from rl.learner import Learner, LearnerArgs
+from rl.learning.batch import MicroBatch
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import process
+from rl.ranks.dist import all_reduce_sum
 
 
 def main(ranks):

@@ -22,15 +22,17 @@ from helpers import make_group, whole
 from test_vision import dataset
 
 import train_sync
-from rl import process, shares
-from rl.batch import Batch, Group
-from rl.batch_images import BatchImages
-from rl.data import PromptOrder
-from rl.kl_control import KLControl
-from rl.learner import Learner
-from rl.pretrained import load_config
-from rl.shares import Division
-from rl.timers import Timers
+from rl.algorithm.kl_control import KLControl
+from rl.data.prompts import PromptOrder
+from rl.learning import division as shares
+from rl.learning.batch import Batch
+from rl.learning.batch_images import BatchImages
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.model.pretrained import load_config
+from rl.ranks import process
+from rl.ranks.timers import Timers
+from rl.samples.group import Group
 
 
 def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division, routes: bool) -> Batch:

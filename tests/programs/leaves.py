@@ -8,14 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-from rl import dist, process, signals
+from rl import split
 from rl.errors import Stopped
+from rl.ranks import dist, process, signals
 
 signals.STOP_SECONDS = 600  # so that a rank that does not leave by itself is killed by torchrun, which says so
 ready, generators = Path(sys.argv[1]), int(sys.argv[2])
 
 
-def main(joined: dist.Ranks | dist.Split) -> None:
+def main(joined: dist.Ranks | split.Split) -> None:
     if generators and joined.role == "generator":
         time.sleep(600)
     ranks = joined.ranks if generators else joined
@@ -28,4 +29,4 @@ def main(joined: dist.Ranks | dist.Split) -> None:
     raise Stopped("all is done" if ranks.is_main else "")
 
 
-process.run(main, join=(lambda: dist.init_split(generators)) if generators else dist.init)
+process.run(main, join=(lambda: split.init_split(generators)) if generators else dist.init)

@@ -13,17 +13,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory import Peak
 
-from rl import dist, launch, process
-from rl.gather import BUCKET_BYTES
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.shards import BUCKET_BYTES
+from rl.ranks import dist, launch, process
+from rl.split import Split
+from rl.weights.publisher import Publisher
 
 
 def main(ranks: dist.Ranks) -> None:
     with Peak() as load:
         learner = Learner(sys.argv[1], LearnerArgs(**json.loads(sys.argv[2])), ranks, total_steps=10)
     nodes, bridge = [launch.Node("here", 0, ranks.world_size + 1, 1)], object() if ranks.is_main else None
-    split = dist.Split("learner", ranks, ranks.world_size, 1, nodes, 0, torch.distributed.HashStore(), bridge)
+    split = Split("learner", ranks, ranks.world_size, 1, nodes, 0, torch.distributed.HashStore(), bridge)
     with Peak() as publish:
         publisher = Publisher(learner, split, torch.bfloat16)
         publisher.take_copy()

@@ -9,10 +9,11 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl import process, sharded_weights
-from rl.dist import all_gather_bytes
-from rl.learner import Learner, LearnerArgs
-from rl.pretrained import load_weights
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model import loading
+from rl.model.loading import load_weights
+from rl.ranks import process
+from rl.ranks.dist import all_gather_bytes
 
 
 def is_whole(path: str, ranks) -> bool:
@@ -26,17 +27,17 @@ def is_whole(path: str, ranks) -> bool:
 
 
 def main(ranks) -> None:
-    find, from_first, sent = sharded_weights.find, sharded_weights._from_first, []
+    find, from_first, sent = loading.find, loading._from_first, []
 
     def counted(weights, name: str, *more) -> torch.Tensor:
         sent.append(name)
         return from_first(weights, name, *more)
 
-    sharded_weights._from_first = counted
+    loading._from_first = counted
     for path in sys.argv[2:]:
         for case in ("seen by all", "not seen by the last"):
             blind = case != "seen by all" and ranks.rank == ranks.world_size - 1
-            sharded_weights.find = (lambda *_: None) if blind else find
+            loading.find = (lambda *_: None) if blind else find
             sent.clear()
             whole = is_whole(path, ranks)
             if all(record == b"True" for record in all_gather_bytes(str(whole).encode())) and ranks.is_main:

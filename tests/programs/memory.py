@@ -12,10 +12,12 @@ import torch
 import torch.distributed
 from transformers import AutoTokenizer
 
-from rl import dist, host, launch, process, saver
-from rl.checkpoint import CheckpointArgs
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
+from rl.checkpoint import saver
+from rl.checkpoint.resume import CheckpointArgs
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import dist, host, launch, process
+from rl.split import Split
+from rl.weights.publisher import Publisher
 
 
 def resident(word: str) -> int:
@@ -49,7 +51,7 @@ def main(ranks: dist.Ranks) -> None:
         learner.optimizer.step()
         learner.optimizer.zero_grad()
     nodes = [launch.Node("here", 0, 2, 1)]
-    split = dist.Split("learner", ranks, 1, 1, nodes, 0, torch.distributed.HashStore(), bridge=object())
+    split = Split("learner", ranks, 1, 1, nodes, 0, torch.distributed.HashStore(), bridge=object())
     with Peak() as peaks["publish"]:
         publisher = Publisher(learner, split, torch.float32)
         publisher.take_copy()

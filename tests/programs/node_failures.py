@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 
-from rl import dist, launch, process
 from rl.errors import UserError
+from rl.ranks import dist, launch, process
 
 
 def restarted(ranks: dist.Ranks) -> None:

@@ -11,9 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers import make_group
 
-from rl import dist, process
-from rl.batch import Batch, micro_batches
-from rl.learner import Learner, LearnerArgs
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import dist, process
 
 
 def main(ranks):

@@ -26,19 +26,19 @@ from programs.memory import Peak
 from tiny_vlm import prompts_by_number
 
 import train_sync
-from rl import dist
-from rl import learner as learner_module
-from rl.batch import Batch
-from rl.dist import Ranks
-from rl.kl_control import KLControl
-from rl.learner import Learner
+from rl.algorithm.kl_control import KLControl
+from rl.learning import learner as learner_module
+from rl.learning.batch import Batch
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.model.pretrained import load_config
 from rl.plan import dry_run
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.images import PlannedImages
 from rl.plan.memory_count import MemoryCount
-from rl.pretrained import load_config
-from rl.shares import Division
-from rl.timers import Timers
+from rl.ranks import dist
+from rl.ranks.dist import Ranks
+from rl.ranks.timers import Timers
 
 
 class SteadyCount(MemoryCount):

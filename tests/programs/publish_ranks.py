@@ -11,22 +11,25 @@ import sys
 import numpy as np
 import torch
 
-from rl import dist, process
-from rl.batch import Batch, Group, Response, micro_batches
-from rl.blocks import local
-from rl.channel import ControlBlock, Inbox, Outbox, SplitArgs
-from rl.embedded_engine import TransformersEngine
-from rl.engine import Request, SamplingParams
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
-from rl.shares import Division
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.shards import local
+from rl.ranks import process
+from rl.samples.channel import Inbox, Outbox
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group, Response
+from rl.split import Split, SplitArgs, init_split
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 VERSIONS = 4
 model, dtype, publish, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], (*sys.argv[4:], None)[0]
 
 
-def learn(split: dist.Split) -> None:
+def learn(split: Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
     publisher, board, inbox = Publisher(learner, split, dtype, publish), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
     torch.manual_seed(split.ranks.rank)
@@ -51,7 +54,7 @@ def learn(split: dist.Split) -> None:
     publisher.wait()
 
 
-def generate(split: dist.Split) -> None:
+def generate(split: Split) -> None:
     engine = TransformersEngine(model, max_length=64, dtype=dtype)
     outbox = Outbox(SplitArgs(ring_mb=8), split)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
@@ -80,4 +83,4 @@ def generate(split: dist.Split) -> None:
         outbox.send_group(Group(version, np.array(prompt), "demo", responses))
 
 
-process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(1))
+process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: init_split(1))

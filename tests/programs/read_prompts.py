@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from rl import dist, launch, process, vision
-from rl.data import DataArgs, PromptDataset
+from rl import split
+from rl.data import image_prompts
+from rl.data.image_prompts import ImagePrep
+from rl.data.prompts import DataArgs, PromptDataset
 from rl.errors import UserError
-from rl.pretrained import load_config, load_tokenizer
-from rl.vision import ImagePrep
+from rl.model.pretrained import load_config, load_tokenizer
+from rl.ranks import dist, launch, process
 
 model, out, given = sys.argv[1:]
 flags = json.loads(given)
@@ -25,7 +27,7 @@ args = DataArgs(**flags | {"train_files": tuple(flags["train_files"])})
 def main(_) -> None:
     rank = launch.here().rank
     tokenizer, counts = load_tokenizer(model), {"texts": 0, "images": 0}
-    tokenize, sizes = type(tokenizer).__call__, vision.images.sizes
+    tokenize, sizes = type(tokenizer).__call__, image_prompts.images.sizes
 
     class Counted(type(tokenizer)):
         def __call__(self, texts, **how):
@@ -37,7 +39,7 @@ def main(_) -> None:
         counts["images"] += len(sources)
         return sizes(sources)
 
-    tokenizer.__class__, vision.images.sizes = Counted, counted_sizes
+    tokenizer.__class__, image_prompts.images.sizes = Counted, counted_sizes
     said = {}
     try:
         rows = PromptDataset(args.train_files, "train", tokenizer, args, ImagePrep.of(model, load_config(model), args))
@@ -51,7 +53,7 @@ def main(_) -> None:
 
 
 def join() -> object:
-    return dist.init_split(generators, hang_timeout) if generators else dist.init(hang_timeout)
+    return split.init_split(generators, hang_timeout) if generators else dist.init(hang_timeout)
 
 
 process.run(main, join)

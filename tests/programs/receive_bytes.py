@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from rl import dist, process
-from rl.channel import ControlBlock
-from rl.embedded_engine import TransformersEngine
-from rl.learner import Learner, LearnerArgs
-from rl.publisher import Publisher
-from rl.subscriber import Subscriber
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import dist, process
+from rl.samples.control import ControlBlock
+from rl.split import Split, init_split
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
 
 model, versions, generators = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -23,7 +24,7 @@ def came_in() -> int:
     return int(Path("/proc/self/net/dev").read_text().partition("e0:")[2].split()[0])
 
 
-def learn(split: dist.Split) -> None:
+def learn(split: Split) -> None:
     publisher = Publisher(Learner(model, LearnerArgs(), split.ranks, total_steps=1), split, torch.float32)
     board = ControlBlock(split)
     split.store.get("ready")
@@ -33,7 +34,7 @@ def learn(split: dist.Split) -> None:
     publisher.wait()
 
 
-def generate(split: dist.Split) -> None:
+def generate(split: Split) -> None:
     engine = TransformersEngine(model, max_length=64)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
     size = subscriber.plan.offsets[-1] * subscriber.plan.dtype.itemsize
@@ -49,4 +50,4 @@ def generate(split: dist.Split) -> None:
         print(f"{came_in() - before} bytes came for {size}", flush=True)
 
 
-process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: dist.init_split(generators))
+process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: init_split(generators))

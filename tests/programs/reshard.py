@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from helpers import whole
 
-from rl import checkpoint, process, saver
-from rl.blocks import local
-from rl.checkpoint import CheckpointArgs
-from rl.learner import Learner, LearnerArgs
+from rl.checkpoint import resume, saver
+from rl.checkpoint.resume import CheckpointArgs
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.shards import local
+from rl.ranks import process
 
 
 def main(ranks) -> None:
@@ -30,7 +31,7 @@ def main(ranks) -> None:
             local(parameter.grad).normal_()
         learner.step()
     else:
-        checkpoint._load_tensors(Path(came_from), learner)
+        resume._load_tensors(Path(came_from), learner)
     state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
     run = SimpleNamespace(dir=out, total_steps=9, say=print)
     writer = saver.Saver(

@@ -11,10 +11,12 @@ import signal
 import time
 
 import train_async
-from rl import dist, flags, process, watchdog
-from rl.channel import ControlBlock
-from rl.generator import Generator
-from rl.schedule import started
+from rl import flags
+from rl.generation.generator import Generator
+from rl.ranks import process, watchdog
+from rl.samples.control import ControlBlock
+from rl.samples.tickets import started
+from rl.split import init_split
 
 how, calls = os.environ["ROUGH"], 0
 learn, poll, init = train_async.learn, Generator.poll, ControlBlock.__init__
@@ -72,4 +74,4 @@ def rough_poll(generator, *arguments, **keywords):
 
 train_async.learn, Generator.poll, ControlBlock.__init__ = rough_learn, rough_poll, rough_init
 args = flags.parse(train_async.Args)
-process.run(lambda split: train_async.main(args, split), join=lambda: dist.init_split(args.generators, args.hang_timeout))
+process.run(lambda split: train_async.main(args, split), join=lambda: init_split(args.generators, args.hang_timeout))

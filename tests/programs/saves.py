@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from rl import dist, host, process, saver, tensor_files
-from rl.checkpoint import CheckpointArgs
-from rl.learner import Learner, LearnerArgs
+from rl.checkpoint import saver
+from rl.checkpoint.resume import CheckpointArgs
+from rl.hub import tensor_writer
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import dist, host, process
 
 
 class Troubled(saver.Saver):
@@ -28,7 +30,7 @@ class Troubled(saver.Saver):
         return super()._write_shard(path, tensors)
 
 
-class Full(tensor_files.TensorFile):
+class Full(tensor_writer.TensorFile):
     """The first learner's disk is full in the middle of the export."""
 
     def write(self, piece: torch.Tensor) -> None:
@@ -38,8 +40,8 @@ class Full(tensor_files.TensorFile):
 
 
 def main(ranks: dist.Ranks) -> None:
-    tensor_files.PIECE_BYTES = 1 << 12  # several pieces a tensor
-    tensor_files.TensorFile = Full
+    tensor_writer.PIECE_BYTES = 1 << 12  # several pieces a tensor
+    tensor_writer.TensorFile = Full
     if sys.argv[3] == "short" and not ranks.is_main:
         host.available_memory = lambda: 0
     model, out = sys.argv[1], Path(sys.argv[2])

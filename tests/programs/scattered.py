@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 
-from rl import checkpoint, process
-from rl.dist import barrier, from_main
-from rl.learner import Learner, LearnerArgs
+from rl.checkpoint import manifest, resume
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranks import process
+from rl.ranks.dist import barrier, from_main
 
 
 def tensors(learner: Learner, path: Path) -> dict[str, torch.Tensor]:
     for tensor in learner.state_tensors().values():
         tensor.to_local().fill_(-1.0)
-    checkpoint._load_tensors(path, learner)
+    resume._load_tensors(path, learner)
     return {name: tensor.full_tensor().clone() for name, tensor in learner.state_tensors().items()}
 
 
@@ -34,7 +35,7 @@ def main(ranks) -> None:
     learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
     expected, found, told = tensors(learner, whole), tensors(learner, own), {}
     same = all(torch.equal(found[name], expected[name]) for name in expected)
-    at_all = [checkpoint.damage_anywhere(path) for path in (whole, own)]
+    at_all = [manifest.damage_anywhere(path) for path in (whole, own)]
     victim = own / shards[1].relative_to(whole)
     for harm in ("changed", "missing"):
         if victim.exists():
@@ -44,7 +45,7 @@ def main(ranks) -> None:
             if harm == "changed":
                 victim.write_bytes(data)
         barrier()
-        told[harm] = checkpoint.damage_anywhere(own)
+        told[harm] = manifest.damage_anywhere(own)
         assert told[harm] == from_main(told[harm] or ""), "told by all ranks alike"
     if ranks.is_main:
         print(json.dumps({"tensors": len(expected), "same": same, "whole": at_all, "told": told}), flush=True)

@@ -17,13 +17,14 @@ from helpers import make_group
 
 import losses
 import train_sync
-from rl import process, shares
-from rl.batch import Batch, micro_batches
-from rl.metrics import batch_metrics, staleness_metrics
-from rl.rollout_correction import correct_rollout
-from rl.rollout_metrics import rollout_metrics
-from rl.shares import Division
-from rl.token_choice import choose_tokens
+from rl.algorithm import whole_batch
+from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.rollout_correction import correct_rollout
+from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.token_choice import choose_tokens
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.ranks import process
 
 PROMPTS, MAX_TOKENS = 3, 64
 
@@ -50,7 +51,7 @@ def advantages(batch: Batch, args) -> dict[str, torch.Tensor]:
     for name, estimator in losses.ADVANTAGES.items():
         if name != "gae":
             inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
-            found[f"advantage by {name}"] = shares.advantage(estimator, batch, **inputs)
+            found[f"advantage by {name}"] = whole_batch.advantage(estimator, batch, **inputs)
     return found
 
 
@@ -69,10 +70,10 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
     args = train_sync.Args(rollout_correction="token_tis")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
-    found["mean of responses"] = shares.mean_of_responses(batch.reward, batch)
-    found["groups of one"] = shares.groups_of_one(batch)
+    found["mean of responses"] = whole_batch.mean_of_responses(batch.reward, batch)
+    found["groups of one"] = whole_batch.groups_of_one(batch)
     for mode in losses.AGGREGATIONS:
-        found |= {f"denominator {mode} {i}": shares.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
+        found |= {f"denominator {mode} {i}": whole_batch.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
     return found
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from rl import dist, launch, process
+from rl.ranks import dist, launch, process
 
 TIMEOUT = 4.0  # --node-timeout
 SCRIPT = """

@@ -7,7 +7,7 @@ import runpy
 import sys
 import time
 
-from rl.learner import Learner
+from rl.learning.learner import Learner
 
 load = Learner.__init__
 

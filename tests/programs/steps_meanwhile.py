@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 
 import train_async
-from rl import dist, flags, generator, process
-from rl.embedded_engine import TransformersEngine
-from rl.subscriber import Subscriber
+from rl import flags
+from rl.generation import generator
+from rl.generation.embedded.engine import TransformersEngine
+from rl.ranks import process
+from rl.split import Split, init_split
+from rl.weights.subscriber import Subscriber
 
 out = Path(sys.argv.pop(1))
 steps, responses, announced = [], [], -1  # of each step: the engine's version, and the newest that was announced by then
@@ -33,7 +36,7 @@ def step(self, real=TransformersEngine.step):
     return outputs
 
 
-def main(split: dist.Split) -> None:
+def main(split: Split) -> None:
     train_async.main(args, split)
     if split.role == "generator":
         (out / f"{split.ranks.rank}.json").write_text(json.dumps({"steps": steps, "responses": responses}))
@@ -43,4 +46,4 @@ Subscriber.in_force, TransformersEngine.step = in_force, step
 make_engine = generator.make_engine
 generator.make_engine = lambda path, args, *how: make_engine(path, dataclasses.replace(args, rollout_tp=1), *how)
 args = flags.parse(train_async.Args, "")
-process.run(main, join=lambda: dist.init_split(args.generators, args.hang_timeout, args.node_timeout))
+process.run(main, join=lambda: init_split(args.generators, args.hang_timeout, args.node_timeout))

@@ -4,8 +4,9 @@ accuracies are 1, 0.9, 0.8, ... They are so slow that none arrives before the le
 import importlib
 import os
 
-from rl import dist, flags, process, training_run
-from rl.channel import Inbox
+from rl import flags, split, training_run
+from rl.ranks import dist, process
+from rl.samples.channel import Inbox
 
 script = importlib.import_module(os.environ["SCRIPT"])
 take, metrics, calls = Inbox.take_validations, training_run.validation_metrics, 0
@@ -23,5 +24,5 @@ args = flags.parse(script.Args)
 is_split = hasattr(args, "generators")
 process.run(
     lambda job: script.main(args, job),
-    join=lambda: dist.init_split(args.generators, args.hang_timeout) if is_split else dist.init(args.hang_timeout),
+    join=lambda: split.init_split(args.generators, args.hang_timeout) if is_split else dist.init(args.hang_timeout),
 )

@@ -1,0 +1,1 @@
+"""Around losses.py, on whole batches: flags, advantages, corrections, metrics and warnings."""

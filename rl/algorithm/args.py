@@ -1,0 +1,204 @@
+"""The flags of the algorithm and what follows from them. The algorithm itself is in the scripts, the formulas in losses.py."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import losses
+from rl.algorithm.rollout_correction import RolloutCorrectionArgs
+from rl.errors import UserError
+from rl.learning.batch import Batch
+from rl.ranges import Range, Unavailable
+
+NO_CRITIC = "needs a critic, which these scripts do not train. losses.gae is there for one."
+ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "value" not in estimator.inputs)
+
+
+@dataclass
+class AlgorithmArgs(RolloutCorrectionArgs):
+    """Advantages, the policy loss and KL terms."""
+
+    adv_estimator: Annotated[Literal[ESTIMATORS], Unavailable("gae", NO_CRITIC)] = "grpo"
+    """Estimator that turns scores into advantages; each is a function in losses.py."""
+    gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
+    """Discount of later rewards, for reinforce_pp."""
+    loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
+    """Policy loss; each is a function in losses.py."""
+    loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
+    """How the losses of all tokens become one number. By default as in the paper of the loss."""
+    clip_ratio_low: Annotated[float | None, Range(above=0)] = None
+    """Lower clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
+    clip_ratio_high: Annotated[float | None, Range(above=0)] = None
+    """Upper clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
+    clip_ratio_c: Annotated[float | None, Range(above=1)] = None
+    """Dual clip: bound of the ratio where the advantage is negative. 3 by default. Losses without a dual clip ignore it."""
+    loss_args: tuple[str, ...] = ()
+    """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
+    defaults are those of the function in losses.py."""
+    entropy_coeff: Annotated[float, Range()] = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
+    kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
+    """Weight of the KL loss."""
+    kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
+    """Estimator of the KL (losses.py). With "+" its gradient is unbiased, too."""
+    use_kl_in_reward: bool = False
+    """Subtract --kl-coef times the KL to the reference policy from each token's reward."""
+    kl_penalty: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
+    """Estimator of the KL in the reward."""
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
+    """Keep --kl-coef, or adapt it so that the KL approaches --target-kl."""
+    kl_coef: Annotated[float, Range(at_least=0)] = 1e-3
+    """Weight of the KL in the reward; the first one if it is adaptive."""
+    target_kl: Annotated[float, Range(above=0)] = 0.1
+    """KL per token that the adaptive weight aims at."""
+    horizon: Annotated[int, Range(at_least=1)] = 10_000
+    """Responses over which the adaptive weight reacts: the larger, the slower."""
+    use_rollout_log_probs: bool | None = None
+    """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
+    default True where batches may be stale, unless a correction or a loss compares the two."""
+    backward_without_advantage: bool = False
+    """Compute gradients of responses whose advantages are all 0, too. They are 0, so that such responses otherwise pass forward
+    alone, for the metrics, where that saves time."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
+    penalty of --overlong-buffer-len does not count."""
+    max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
+    """Rounds of --filter-groups in a step. What is still missing then is filled with groups without signal."""
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
+
+    @property
+    def loss_knobs(self) -> dict[str, float]:
+        """The numbers that the policy loss is called with: those given, of those that it takes."""
+        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].knobs)
+
+    @property
+    def choice_knobs(self) -> dict[str, float]:
+        """The numbers that the choice of tokens is made with, for the losses that single some out."""
+        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
+
+    def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
+        clips = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
+        given = {name: value for name, value in clips.items() if value is not None}
+        for word in self.loss_args:
+            name, _, value = word.partition("=")
+            given[name] = float(value)
+        return {name: value for name, value in given.items() if name in knobs}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    @property
+    def needs_greedy(self) -> bool:
+        """The estimator compares with a greedy response, which is sampled beside each group."""
+        return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
+
+    @property
+    def trains_stale(self) -> bool:
+        """Responses may come from weights older than those that the learners train."""
+        return False
+
+    @property
+    def old_is_rollout(self) -> bool:
+        """The old log-probs are the generator's."""
+        if self.use_rollout_log_probs is not None:
+            return self.use_rollout_log_probs
+        return self.trains_stale and not self.corrects_rollout and not self.compares_itself
+
+    @property
+    def compares_itself(self) -> bool:
+        """The loss itself weighs tokens by the learner's probability over the generator's."""
+        return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
+
+    def recompute_old_log_probs(self, updates: int) -> bool:
+        """The log-probs of the policy that starts the step need a forward pass of their own. They do not where the old ones are
+        the generator's, nor for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
+        chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
+        asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
+        return not self.old_is_rollout and (updates > 1 or asked)
+
+    @property
+    def skips_backward(self) -> bool:
+        """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
+        trains_all = self.use_kl_loss or self.entropy_coeff or losses.POLICY_LOSSES[self.loss_mode].chooses
+        return not (trains_all or self.backward_without_advantage)
+
+    @property
+    def packs_flat_apart(self) -> bool:
+        """Groups with equal scores, whose advantages are 0, have micro-batches of their own."""
+        is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
+        return self.skips_backward and is_by_group and not self.use_kl_in_reward
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """Fields of the batch that the loss takes beyond the usual ones."""
+        return losses.POLICY_LOSSES[self.loss_mode].inputs
+
+    def estimator_inputs(self, batch: Batch) -> dict:
+        """Keywords that the advantage estimator takes beyond the usual arguments."""
+        estimator = losses.ADVANTAGES[self.adv_estimator]
+        discount = {"gamma": self.gamma} if "gamma" in estimator.knobs else {}
+        return discount | {name: getattr(batch, name) for name in estimator.inputs}
+
+    def check(self) -> None:
+        """Raises UserError, with the reason, for flags that contradict each other."""
+        try:
+            losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
+        except ValueError as error:
+            raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
+        estimator = losses.ADVANTAGES[self.adv_estimator]
+        if "value" in estimator.inputs:
+            raise UserError(f"--adv-estimator {self.adv_estimator} {NO_CRITIC}")
+        if estimator.group_of_one == "zero" and self.rollout_n == 1:
+            raise UserError(
+                f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
+                "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."
+            )
+        if self.filter_groups and self.rollout_n == 1:
+            raise UserError(
+                "--filter-groups keeps the groups whose scores differ: with --rollout-n 1 there are none, and every group is "
+                "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
+            )
+        self._check_old_log_probs()
+        self._check_loss_args()
+
+    def _check_old_log_probs(self) -> None:
+        """The log-probs that the loss and the rollout correction compare have to be there, and are compared once."""
+        if self.use_rollout_log_probs and self.corrects_rollout:
+            raise UserError(
+                "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
+                "there are none. Leave one of the two out."
+            )
+        if self.compares_itself and (self.use_rollout_log_probs or self.weight_level):
+            raise UserError(
+                f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
+                "--use-rollout-log-probs and --rollout-is out."
+            )
+        has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
+        if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.weight_level:
+            raise UserError(
+                f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
+                "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
+            )
+
+    def _check_loss_args(self) -> None:
+        """Each word of --loss-args has to name a number that the loss takes."""
+        loss = losses.POLICY_LOSSES[self.loss_mode]
+        clips = ("clip_low", "clip_high", "clip_c")  # these have flags of their own
+        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}
+        for word in self.loss_args:
+            name, _, value = word.partition("=")
+            if name not in known:
+                takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
+                raise UserError(f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults).")
+            try:
+                usable = 0 < float(value) < math.inf
+            except ValueError:
+                usable = False
+            if not usable:
+                raise UserError(f"--loss-args {word}: write {name}=NUMBER, above 0, such as {name}={known[name]:g}.")

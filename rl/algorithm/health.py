@@ -1,0 +1,108 @@
+"""Warnings: what makes a run learn less, or something else, than it looks, without stopping it.
+
+Each kind is printed when it first comes up and whenever its count has grown tenfold. It is a metric, too: warnings/<kind>, its
+count since this process began.
+"""
+
+from collections import Counter
+
+import losses
+from rl.algorithm import whole_batch
+from rl.algorithm.fates import EQUAL, OTHER, REJECTED, TRUNCATED, UNSCORED, Fates, causes
+from rl.data.job import Job
+from rl.learning.batch import Batch
+from rl.record.run import Run
+
+MUCH_REJECTED = 0.8  # of a step's tokens, from which on a warning says so
+FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights, below which a warning says so
+# Why a step has no signal, and what to do.
+CAUSES = {
+    REJECTED: (
+        "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
+        "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)",
+    ),
+    UNSCORED: (
+        "too few responses could be scored",
+        "Correct the reward function, or what it needs: the warning of --on-error has its last error",
+    ),
+    TRUNCATED: (
+        "every response ran into --max-response-length, and all score the same",
+        "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
+    ),
+    EQUAL: ("all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
+    OTHER: ("scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
+}
+CHIEF = {REJECTED: ": rejection", UNSCORED: ": not scored", TRUNCATED: ": cut off", EQUAL: ": equal scores", OTHER: ""}
+
+
+class Health:
+    """Looks at each step of a run."""
+
+    def __init__(self, args, job: Job, record: Run, skipped: int):
+        """skipped: optimizer steps that the run left out before, if it goes on."""
+        self.args, self.job, self.record = args, job, record
+        self.counts: Counter[str] = Counter()
+        self._skipped = skipped
+
+    def at_start(self) -> None:
+        """Warns of what is known before the first step."""
+        cut = {"training": self.job.prompts.truncated}
+        cut["validation"] = self.job.val_prompts.truncated if self.job.val_prompts else 0
+        for which, count in cut.items():
+            right = self.args.truncation == "right"
+            lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
+            detail = f"--truncation {self.args.truncation} cuts off {lost}."
+            self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
+
+    def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
+        """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""
+        args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
+        if args.top_p < 1 or args.top_k > 0:
+            detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
+            self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
+        is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score"
+        if is_raw and (alone := whole_batch.groups_of_one(batch)):
+            detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"
+            detail += "." if args.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
+            self._warn("single_response_groups", "groups with one trained response", alone, detail)
+        if not fates.has_signal:
+            self._warn_of_no_signal(step, batch, fates)
+        self._warn_of_correction(step, metrics, fates)
+        if responses and bool(batch.truncated.all()) and not args.ignore_eos:
+            detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
+            self._warn("endless_steps", "steps in which every response ran into --max-response-length", 1, detail)
+        new, self._skipped = metrics["actor/skipped_steps"] - self._skipped, metrics["actor/skipped_steps"]
+        detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32."
+        self._warn("skipped_updates", "optimizer steps skipped", new, detail)
+        return {f"warnings/{kind}": count for kind, count in self.counts.items()}
+
+    def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
+        """Names the cause. Where the scores of a group differ, what took its signal is the step's cause, for equal scores in
+        others are no fault. Otherwise it is the most frequent one."""
+        found = causes(self.args, batch, fates).most_common()
+        found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
+        grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
+        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][0] for cause, count in found]
+        chief = found[0][0]
+        detail = f"In step {step}, {'; '.join(parts)}. {CAUSES[chief][1]}."
+        self.counts["no_signal_steps"] += 1
+        if chief != OTHER:
+            self.counts[f"no_signal/{chief}"] += 1
+        self.record.warn(f"steps without any signal{CHIEF[chief]}", 1, detail)
+
+    def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
+        """Warns where little is left of a step behind the rollout correction."""
+        if fates.rejected_share >= MUCH_REJECTED:
+            count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][1]
+            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
+            self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
+        effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
+        if effective < FEW_EFFECTIVE:
+            detail = f"In step {step} it is {effective:.0%}: few tokens decide, for the batch is far from the policy. Lower "
+            detail += "--staleness-threshold or --lr. Or generator and learner do not compute the same: see "
+            detail += "training/rollout_probs_diff_mean."
+            self._warn("few_effective", "steps whose importance weights have a small effective sample size", 1, detail)
+
+    def _warn(self, kind: str, what: str, count: int, detail: str) -> None:
+        self.counts[kind] += count
+        self.record.warn(what, count, detail)

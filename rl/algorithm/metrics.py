@@ -1,0 +1,118 @@
+"""The metrics of a step, from what it did. docs/metrics.md explains each.
+
+Left out: writing them down, which is rl/record/run.py, and timing, which is rl/ranks/timers.py.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from rl.learning.batch import PIECE, Batch
+
+OLDEST_SHOWN = 8  # the histogram of ages ends here
+
+
+def describe(values: torch.Tensor) -> dict[str, float]:
+    """mean, max, min and std (Bessel's; 0 of a single value) of a tensor of any shape; NaN where it is empty: rejection may
+    leave no token at all."""
+    values = values.double()
+    if not values.numel():
+        return dict.fromkeys(("mean", "max", "min", "std"), math.nan)
+    std = values.std(correction=min(1, values.numel() - 1))
+    return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min()), "std": float(std)}
+
+
+def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
+    """{prefix/mean, prefix/max, prefix/min}, as verl reports most things."""
+    return {f"{prefix}/{name}": describe(values)[name] for name in ("mean", "max", "min")}
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """verl's metrics of a batch: scores, advantages, rewards and lengths."""
+    out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
+    out |= summarize("critic/rewards", batch.over_ranks(batch.by_response(batch.reward)))
+    out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
+    out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
+    out["reward/unscored"] = batch.unscored
+    for key in sorted({key for extra in batch.extra for key in extra}):
+        values = [extra[key] for extra in batch.extra if key in extra]
+        out[f"reward/extra/{key}/mean"] = sum(values) / len(values)
+    return out
+
+
+def _advantage_metrics(batch: Batch) -> dict[str, float]:
+    """critic/advantages/* over the trained tokens; NaN without any."""
+    own = [0, 0.0, -math.inf, math.inf]  # how many, their sum, the largest and the smallest
+    for mask, advantage in zip(batch.mask.split(PIECE), batch.advantage.split(PIECE), strict=True):
+        trained = advantage if mask.all() else advantage[mask]
+        if len(trained):
+            low, high = torch.aminmax(trained)
+            more = len(trained), float(trained.sum(dtype=torch.float64))
+            own = [own[0] + more[0], own[1] + more[1], max(own[2], float(high)), min(own[3], float(low))]
+    counts, totals, highest, lowest = zip(*batch.of_each_rank(own), strict=True)
+    count, total, most, least = sum(counts), sum(totals), max(highest), min(lowest)
+    values = {"mean": total / count, "max": most, "min": least} if count else dict.fromkeys(("mean", "max", "min"), math.nan)
+    return {f"critic/advantages/{name}": value for name, value in values.items()}
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """The ages of a step's tokens in versions, under verl's names where it has them; empty for a batch without any. version:
+    what the step begins with."""
+    has_tokens, tokens = batch.lengths > 0, int(batch.lengths.sum())
+    if not tokens:
+        return {}
+    sampled_by, here = batch.version.numpy(), batch.here > 0
+    ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response, the oldest and the newest token's
+    if here.any():
+        starts = batch.starts[here].numpy()
+        for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
+            age[here] = torch.from_numpy(version - least_or_most.reduceat(sampled_by, starts)).long()
+    oldest, newest = batch.over_ranks(ages)[:, has_tokens]
+    span, stale = oldest - newest, oldest > 0
+    out = {
+        "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
+        "fully_async/count/stale_trajectory_processed": int(stale.sum()),
+        "fully_async/partial/total_partial_num": int((span > 0).sum()),
+        "fully_async/partial/partial_ratio": int((span > 0).sum()) / len(batch.lengths),
+        "fully_async/partial/max_partial_span": int(span.max()),
+        "staleness/max": int(oldest.max()),
+    }
+    shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
+    own = [int(sampled_by.sum(dtype=np.int64)), *(int((batch.version == version - age).count_nonzero()) for age in shown)]
+    total, *counts = batch.over_ranks(torch.tensor(own)).tolist()
+    counts = dict(zip(shown, counts, strict=True))
+    out["staleness/mean"] = version - total / tokens
+    out |= {f"staleness/age_{age}": counts.get(age, 0) / tokens for age in range(OLDEST_SHOWN)}
+    return out | {f"staleness/age_{OLDEST_SHOWN}_or_more": (tokens - sum(counts.values())) / tokens}
+
+
+def validation_metrics(rows: list[dict]) -> dict[str, float]:
+    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
+    how many responses could not be scored. These count as wrong: 0, or the worst score of their source here where that is
+    below 0."""
+    metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
+    for source, its in _by_source(rows).items():
+        worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])
+        by_prompt: dict[int, list[float]] = {}
+        for row in its:
+            by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
+        prompts = list(by_prompt.values())
+        n = len(prompts[0])
+        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
+        if n > 1:
+            metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
+    return metrics
+
+
+def hardly_scored(rows: list[dict]) -> list[str]:
+    """The data sources of a validation less than half of whose responses could be scored. Their mean tells what failures count
+    as, which may be better than any true score: it must not choose the best checkpoint."""
+    return [source for source, its in _by_source(rows).items() if 2 * sum(row["error"] is not None for row in its) > len(its)]
+
+
+def _by_source(rows: list[dict]) -> dict[str, list[dict]]:
+    out: dict[str, list[dict]] = {}
+    for row in rows:
+        out.setdefault(row["data_source"], []).append(row)
+    return out

@@ -1,0 +1,143 @@
+"""Rollout correction: its flags, and what they do to a batch with the functions of losses.py.
+
+The generator's log-probs differ from the learner's for the same tokens: other kernels, other precision, older weights. Tokens
+are weighed or left out by how far the two are apart. Left out: what is reported of it (rl/algorithm/rollout_metrics.py).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import losses
+from rl.algorithm import whole_batch
+from rl.errors import UserError
+from rl.learning.batch import Batch, pieces
+
+Bounds = tuple[float | None, float]  # (None, cap) or a band
+Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
+
+TIS = {"rollout_is_threshold": "2.0"}
+GEOMETRIC_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+PRESETS = {
+    "token_tis": {"rollout_is": "token"} | TIS,
+    "sequence_tis": {"rollout_is": "sequence"} | TIS,
+    "geometric_rs": GEOMETRIC_RS,
+    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | TIS | GEOMETRIC_RS,
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+}
+
+
+@dataclass
+class RolloutCorrectionArgs:
+    """Corrections for tokens to which generator and learner give different probabilities."""
+
+    rollout_correction: Literal[tuple(PRESETS)] | None = None
+    """A preset of the flags below. Each of them may still be given, and wins."""
+    rollout_is: Literal[losses.IS_LEVELS] | None = None
+    """Weight tokens by the ratio of the learner's probability to the generator's, taken at this level."""
+    rollout_is_threshold: str | None = None
+    """Cap of the weight ("2.0", the default), or a band outside of which the weight is 0 ("0.5_5.0")."""
+    rollout_is_batch_normalize: bool = False
+    """Scale the weights to a mean of 1 over the batch."""
+    rollout_rs: str | None = None
+    """Leave out tokens or responses whose log-probs disagree: level_divergence, several with commas. Levels: token, seq_sum,
+    seq_mean, seq_max; divergences: k1, k2, k3 (losses.py)."""
+    rollout_rs_threshold: str | None = None
+    """Bounds of --rollout-rs, as many, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
+
+    @property
+    def weight_level(self) -> str | None:
+        """The level of the importance weights; None without."""
+        return self._with_preset("rollout_is")
+
+    @property
+    def weight_bounds(self) -> Bounds:
+        """The bounds of the importance weights."""
+        return parse_threshold(self._with_preset("rollout_is_threshold") or "2.0")
+
+    @property
+    def rejection_criteria(self) -> list[Criterion]:
+        """Empty without rejection."""
+        criteria = self._with_preset("rollout_rs")
+        return parse_criteria(criteria, self._with_preset("rollout_rs_threshold") or "") if criteria else []
+
+    @property
+    def corrects_rollout(self) -> bool:
+        """Tokens are weighed or left out by how far generator and learner are apart."""
+        return bool(self.weight_level or self.rejection_criteria)
+
+    def _with_preset(self, name: str) -> str | None:
+        return getattr(self, name) or PRESETS.get(self.rollout_correction, {}).get(name)
+
+    def check(self) -> None:
+        """Raises UserError for bounds that cannot be read."""
+        try:
+            _ = self.weight_bounds
+        except ValueError as error:
+            raise UserError(f"--rollout-is-threshold: {error}.") from None
+        try:
+            _ = self.rejection_criteria
+        except ValueError as error:
+            raise UserError(f"--rollout-rs, --rollout-rs-threshold: {error}.") from None
+
+
+def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
+    """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, since every response has its own,
+    but for weights that are normalised over the batch."""
+    if not args.corrects_rollout:
+        return
+    low, high = args.weight_bounds
+    weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
+    if args.weight_level:
+        batch.is_weight = torch.empty_like(batch.actor_log_prob)
+    if args.rejection_criteria:
+        batch.rejected = torch.empty_like(batch.mask)
+    if args.weight_level and args.rollout_is_batch_normalize:
+        inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask)
+        weights = lambda *of_batch: losses.rollout_is_weights(*of_batch, **weigh)  # noqa: E731
+        batch.is_weight = whole_batch.on_whole(batch, weights, *inputs)
+    for piece in pieces(batch.seq):
+        inputs = (batch.actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
+        seq = batch.seq[piece] - batch.seq[piece][:1]
+        if args.weight_level and not args.rollout_is_batch_normalize:
+            batch.is_weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
+        if args.rejection_criteria:
+            kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)
+            batch.rejected[piece] = batch.mask[piece] & ~kept
+    if args.rejection_criteria:
+        batch.mask = batch.mask & ~batch.rejected
+
+
+def parse_threshold(text: str) -> Bounds:
+    """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
+    try:
+        numbers = [float(part) for part in str(text).split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not (0 <= numbers[0] <= numbers[-1] > 0) or numbers[-1] == float("inf"):
+        raise ValueError(f'threshold {text!r}: write one positive number, "2.0", or a band from low to high, "0.5_5.0"')
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def parse_criteria(criteria: str, threshold: str) -> list[Criterion]:
+    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]. A single bound hi
+    of k1 means the band from 1/hi to hi."""
+    names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    if len(texts) != len(names):
+        raise ValueError(f"{len(names)} rejection criteria ({criteria}) but {len(texts)} thresholds ({threshold})")
+    return [_parse_criterion(name, text) for name, text in zip(names, texts, strict=True)]
+
+
+def _parse_criterion(name: str, text: str) -> Criterion:
+    level, _, divergence = name.rpartition("_")
+    if level not in losses.REJECTION_LEVELS or divergence not in ("k1", "k2", "k3"):
+        levels = ", ".join(losses.REJECTION_LEVELS)
+        raise ValueError(f"rejection criterion {name!r}: write one of {levels}, then _k1, _k2 or _k3")
+    low, high = parse_threshold(text)
+    if divergence != "k1" and low is not None:
+        raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
+    if divergence == "k1" and low is None:
+        low, high = min(high, 1 / high), max(high, 1 / high)
+    return level, divergence, low or 0.0, high

@@ -1,0 +1,29 @@
+"""The tokens that clip_cov and kl_cov single out of a mini-batch."""
+
+import torch
+
+import losses
+from rl.algorithm import whole_batch
+from rl.algorithm.args import AlgorithmArgs
+from rl.learning.batch import Batch
+
+
+def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:
+    """Sets the batch's `chosen`, for the losses that single out tokens. minis: the responses [b] of each mini-batch. What is
+    drawn depends on the batch alone: it is the same on every rank, whatever the micro-batches, and after a resume."""
+    loss = losses.POLICY_LOSSES[args.loss_mode]
+    if loss.chooses is None:
+        return
+    options = dict(args.choice_knobs)
+    if "generator" in loss.choice_inputs:
+        total = int(batch.over_ranks(batch.token.sum()))
+        options["generator"] = torch.Generator().manual_seed(total + int(batch.lengths.sum()))
+
+    def choose(old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+        chosen, at = torch.zeros_like(mask), 0
+        for mini in minis:  # they follow each other
+            tokens = slice(at, at := at + int(batch.lengths[mini].sum()))
+            chosen[tokens] = loss.chooses(old[tokens], advantage[tokens], mask[tokens], **options)
+        return chosen
+
+    batch.chosen = whole_batch.on_whole(batch, choose, batch.old_log_prob, batch.advantage, batch.mask)

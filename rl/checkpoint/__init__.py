@@ -1,0 +1,1 @@
+"""Checkpoints: written, checked, resumed from; the best one."""

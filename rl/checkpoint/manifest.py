@@ -1,0 +1,115 @@
+"""A checkpoint's manifest: the size and the checksum of every file, written last and checked before anything is read."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from rl.checkpoint.shard_files import Files, digest_of_file, wrong, wrong_anywhere
+from rl.errors import UserError
+from rl.ranks import dist, launch
+
+MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
+GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
+NO_MANIFEST = f"{MANIFEST} is missing"
+STEPS = "step_" + "[0-9]" * 6
+
+
+def damage(path: Path) -> str | None:
+    """A line on the first file that is not as it was written; None if all are."""
+    files = read_manifest(path)
+    if isinstance(files, str):
+        return files
+    return next((error for name, of in files.items() if (error := wrong(path, name, of))), None)
+
+
+def damage_anywhere(path: Path) -> str | None:
+    """The same of a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read once.
+    A collective."""
+    files = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    return files if isinstance(files, str) else wrong_anywhere(path, files)
+
+
+def read_manifest(path: Path) -> Files | str:
+    """The files of a checkpoint; a line on the manifest if it is not as it was written."""
+    if not (path / MANIFEST).exists():
+        return NO_MANIFEST + (": it is on the disk of the node that came first" if len(launch.nodes()) > 1 else "")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = manifest["files"]
+        if manifest["digest"] != _digest_of(json.dumps(files, sort_keys=True).encode()):
+            return f"{MANIFEST} does not fit its own checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST}: {error}"
+    return files
+
+
+def write_manifest(work: Path, known: Files) -> None:
+    """Lists all files of a checkpoint, which are on disk then. known: those that are already."""
+    files = {name: list(of) for name, of in known.items()}
+    for file in sorted(path for path in work.rglob("*") if path.is_file()):
+        name = str(file.relative_to(work))
+        if name not in files:
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+            files[name] = [file.stat().st_size, digest_of_file(file)]
+    record = {"files": files, "digest": _digest_of(json.dumps(files, sort_keys=True).encode())}
+    with open(work / MANIFEST, "w") as handle:
+        json.dump(record, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_anew(work: Path) -> None:
+    """An empty directory for a checkpoint that is being written."""
+    shutil.rmtree(work, ignore_errors=True)
+    (work / TRAINING).mkdir(parents=True)
+
+
+def rename(work: Path, target: Path) -> None:
+    """Gives a checkpoint that is on disk its name."""
+    for directory in (work / TRAINING, work):
+        sync_directory(directory)
+    if target.exists():  # of a run that went on from an older checkpoint
+        remove(target)
+    os.rename(work, target)
+    sync_directory(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Renames it first, so that what a kill leaves of it is no checkpoint any more."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def check_path(path: Path, damage: Callable[[Path], str | None] = damage) -> Path:
+    """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
+    error = damage(path)
+    if error and error.startswith(NO_MANIFEST):
+        raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
+    if error:
+        raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
+    if not path.match(STEPS):
+        name = path.name.partition(".")[0]
+        remedy = f"To resume from it, move what is at {path.with_name(name)} away and rename it to {name}."
+        if not Path(name).match(STEPS):
+            remedy = "Rename it so, with the number of the step that it was written after."
+        raise UserError(f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. {remedy}")
+    return path.resolve()
+
+
+def _digest_of(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,244 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped, beside the model as a Hugging Face directory.
+
+    runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
+    runs/<name>/step_000020/training/   master weights and optimizer moments, a file a learner; state.json; groups
+    runs/<name>/step_000020/manifest.json   every file's size and checksum
+    runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
+
+Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest; they are read
+on any number of learners (rl/checkpoint/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is
+loaded. Left out: writing them, which is rl/checkpoint/saver.py.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed
+
+from rl.checkpoint.manifest import (
+    GROUPS,
+    STATE,
+    STEPS,
+    TRAINING,
+    UNFINISHED,
+    check_path,
+    damage,
+    damage_anywhere,
+    read_manifest,
+)
+from rl.checkpoint.shard_files import ShardFiles
+from rl.data.image_prompts import TOWER
+from rl.errors import UserError
+from rl.learning.learner import Learner, LearnerArgs
+from rl.ranges import Range
+from rl.ranks import dist, launch
+from rl.record.identity import Identity
+from rl.record.run import Origin
+from rl.samples.group import Group, split_records
+
+
+@dataclass
+class CheckpointArgs:
+    """Checkpoints and resuming."""
+
+    save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
+    """Steps from one checkpoint to the next; there is always one after the last step. 0 or -1 saves that one only."""
+    max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
+    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation stays in any case."""
+    resume_mode: str = "auto"
+    """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart
+    by torchrun the job goes on with its own run in any case."""
+    resume_anyway: bool = False
+    """Go on with a run although the model, the data or a flag that belongs to the run is another now; lists what is."""
+
+
+@dataclass
+class Resumed:
+    """The point a run begins at: after `step`, with what the checkpoint holds; step 0 and nothing else for a new one."""
+
+    origin: Origin | None
+    state: dict
+    groups: list[Group]  # that had come in and were not trained
+    unfinished: list[Group]  # that were being generated
+
+    @property
+    def step(self) -> int:
+        return self.origin.step if self.origin else 0
+
+
+def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
+    """Brings the learner to where the run stopped, if there is a run to go on with. Raises UserError if it is another one, or
+    if its checkpoints cannot be used. A collective of the learners.
+
+    args: the script's flags.
+    """
+    origin = find(args, args.output_dir, args.experiment_name)
+    if not origin or not origin.checkpoint:
+        return Resumed(origin, {}, [], [])
+    path = origin.checkpoint
+    record = json.loads(_from_first(path / TRAINING / STATE))
+    if origin.step > total_steps:
+        raise UserError(
+            f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
+            "(--total-training-steps, --total-epochs), or start anew with another --experiment-name."
+        )
+    if "identity" not in record:
+        raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start anew.")
+    if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
+        print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+    state = load(path, learner)
+    groups, unfinished = (_groups(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
+    return Resumed(origin, state, groups, unfinished)
+
+
+def load(path: Path, learner: Learner) -> dict:
+    """Reads the checkpoint into the learner; returns the state of the run's other parts, by name. A collective."""
+    record = json.loads(_from_first(path / TRAINING / STATE))
+    _load_tensors(path, learner)
+    ranks = record["ranks"]
+    learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
+    return record["state"]
+
+
+def _load_tensors(path: Path, learner: Learner) -> None:
+    """Reads the master weights and moments into the learner's. A collective."""
+    tensors = learner.state_tensors()
+    names = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
+    saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
+        first = different[0]
+        shapes = f"{first} is {saved.get(first, 'no such tensor')} there and {wanted.get(first, 'no such tensor')} here"
+        raise UserError(_misfit(path, different, shapes, learner.args))
+    shards.read(tensors)
+
+
+def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
+    """Return the message for a checkpoint whose tensors are not the learner's. different: their names."""
+    weights = [name.partition(".")[2] for name in different if name.startswith("model.")]
+    if not weights:  # the moments alone
+        other = "adamw" if args.optim == "adamw_8bit" else "adamw_8bit"
+        return (
+            f"--optim {args.optim} cannot continue from {path}, which was written with --optim {other} ({shapes}). Give "
+            f"--optim {other}, or start from the first step."
+        )
+    if all(name.startswith(TOWER) for name in weights):
+        was, remedy = ("with", "Add it") if not args.freeze_vision_tower else ("without", "Leave it out")
+        return (
+            f"{path} was written {was} --freeze-vision-tower, so it holds other tensors of the vision tower ({shapes}). "
+            f"{remedy}, or start from the first step."
+        )
+    return f"{path} does not fit the model ({shapes}). Give the --model that the run was trained from."
+
+
+def _from_first(file: Path) -> bytes:
+    """A file that may be on the first node's disk alone. A collective."""
+    return dist.bytes_from_main(file.read_bytes() if torch.distributed.get_rank() == 0 else b"")
+
+
+def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
+    """The run and the checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the checkpoint
+    that was asked for cannot be used. A collective."""
+    found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
+    found = json.loads(dist.from_main(json.dumps(found and [str(found[0]), [str(path) for path in found[1]], found[2]])))
+    run_dir, steps, is_asked = (Path(found[0]), [Path(path) for path in found[1]], found[2]) if found else (None, [], False)
+    if is_asked:
+        return Origin(run_dir, check_path(steps[0], damage_anywhere))
+    if not steps and (run_dir or (args.resume_mode == "auto" and experiment_name)):
+        _check_elsewhere(run_dir or Path(output_dir) / experiment_name)
+    return Origin(run_dir, _first_good(run_dir, steps, damage_anywhere)) if found else None
+
+
+def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> tuple[Path, list[Path], bool] | None:
+    """The run, its checkpoints from the newest on, and whether the one was asked for."""
+    runs = []
+    if launch.restarts():  # this job's own run, wherever it began
+        configs = [config for parent in _parents(args, output_dir, experiment_name) for config in parent.glob("*/config*.json")]
+        configs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == launch.job()][:1]
+    if not runs and args.resume_mode == "disable":
+        return None
+    if not runs and args.resume_mode != "auto":
+        path = Path(args.resume_mode).resolve()
+        return path.parent, [path], True
+    if not runs and experiment_name:
+        runs = [output_dir / experiment_name]
+    for run_dir in runs:
+        if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
+            if _read_config(run_dir / "config.json") is None:
+                print(f"warning: {run_dir}/config.json is missing or damaged; the run goes on", file=sys.stderr, flush=True)
+            return run_dir, _steps(run_dir), False
+    return None
+
+
+def _parents(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> set[Path]:
+    """Where the directory of this job's own run may be: names may be nested, and --resume-mode may lead elsewhere."""
+    named = (output_dir / (experiment_name or "run")).parent
+    of_path = set() if args.resume_mode in ("auto", "disable") else {Path(args.resume_mode).resolve().parent.parent}
+    return {output_dir, named} | of_path
+
+
+def _steps(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob(STEPS), reverse=True)
+
+
+def _check_elsewhere(run_dir: Path) -> None:
+    """Raises UserError where other nodes have parts of the run's checkpoints and the first node has none. A collective."""
+    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([platform.node(), bool(_steps(run_dir))]).encode())]
+    if hosts := sorted({host for host, has in reports if has}):
+        raise UserError(
+            f"{run_dir}: {', '.join(hosts)} has its part of the run's checkpoints, {reports[0][0]} has none. The node whose "
+            "disk has the manifests must come first (--node-rank 0); or give another --experiment-name."
+        )
+
+
+def _read_config(path: Path) -> dict | None:
+    """None if it is missing or damaged."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
+    damage. Raises UserError if there are checkpoints and all are damaged."""
+    return _first_good(run_dir, _steps(run_dir), damage)
+
+
+def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str | None]) -> Path | None:
+    errors = {}
+    for path in paths:
+        if (error := damage(path)) is None:
+            if errors:
+                _warn(f"the steps after {int(path.name.removeprefix('step_'))} are trained again")
+            return path
+        errors[path.name] = error
+        _warn(f"checkpoint {path} is damaged: {error}")
+    if errors:
+        raise UserError(
+            f"{run_dir}: every checkpoint of the run is damaged ({', '.join(errors)}; the warnings say how). Put the files "
+            "back, or start anew, at step 0, with another --experiment-name."
+        )
+    return None
+
+
+def _warn(text: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def read_groups(file: Path) -> list[Group]:
+    """The groups in GROUPS or UNFINISHED."""
+    return _groups(file.read_bytes())
+
+
+def _groups(data: bytes) -> list[Group]:
+    return [Group.from_bytes(record) for record in split_records(data)]

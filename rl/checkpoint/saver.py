@@ -1,0 +1,344 @@
+"""Writes a run's checkpoints: beside their place, in the background, and renamed when complete, so that a kill leaves the last
+good one. rl/checkpoint/resume.py says what stands where, and reads them.
+
+Memory: training goes on while a checkpoint is written, so each learner holds a copy of what training changes, which is its
+shard of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. Nothing else is held but
+a few pieces of PIECE_BYTES: both the training files and the Hugging Face export are written from that copy, a piece at a time.
+No copy is made for the last save, after which nothing changes, nor where memory is short: training then waits instead.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed
+from huggingface_hub import split_torch_state_dict_into_shards
+from transformers import PreTrainedTokenizerBase
+
+from rl.checkpoint.best import Best
+from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_anew, remove, rename, write_manifest
+from rl.checkpoint.resume import CheckpointArgs
+from rl.checkpoint.shard_files import Files, header
+from rl.data.image_prompts import ImagePrep
+from rl.errors import Stopped, UserError
+from rl.hub.names import hub_names
+from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces, write_model
+from rl.learning.learner import Learner
+from rl.model.shards import blocks_of_all_ranks, local
+from rl.ranks import dist, host, launch, signals, watchdog
+from rl.ranks.device import HOST_BACKEND
+from rl.record.identity import Identity
+from rl.record.run import Origin, Run
+from rl.samples.group import Group, join_records
+
+SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
+
+
+class Saver:
+    """Saves on all learners together. `save` copies what training changes and returns; a thread writes it down."""
+
+    def __init__(
+        self,
+        args: CheckpointArgs,
+        run: Run,
+        identity: Identity,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        origin: Origin | None,
+        prep: ImagePrep | None = None,
+    ):
+        """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
+        self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
+        self._identity = identity.record if learner.ranks.is_main else None
+        self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
+        self._own_disk = self._find_own_disk()  # the node's name, if it does not share the first one's
+        # The learner that makes, renames and removes directories here.
+        self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
+        # A group of its own: what the thread sends must not meet what training sends.
+        self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
+        named = dict(learner.policy.model.named_parameters())
+        self._blocks = blocks_of_all_ranks(named)
+        config = learner.config
+        self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
+        # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
+        learner.policy.reshard()
+        self._frozen = {f"model.{name}": local(parameter.data) for name, parameter in learner.frozen.items()}
+        self._prep = prep
+        self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
+            {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
+        )
+        self._parts = hub_names(learner.policy.model) if learner.ranks.is_main else {}
+        # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
+        self._copies: dict[str, torch.Tensor] = {}
+        self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
+        self._was_short = False  # of memory, at some save
+        self._leaving = False
+        self._thread: threading.Thread | None = None
+        self._moved = 0  # pieces that the thread has written or sent
+        self._lost: Exception | None = None  # what another learner's end has raised in the thread
+        self.best = Best(self.run_dir, learner.ranks.is_main)
+        self.step = origin.step if origin else 0  # that was saved last
+        self.error = ""  # of the last save; empty if it is whole
+        signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
+        if origin and self._clears:
+            self._set_aside(after=origin.step)
+        if origin:
+            self.best.resume(after=origin.step)
+
+    def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
+        """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
+
+        state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
+        being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no permission) leaves
+        nothing behind; training goes on and `finish` tells.
+        """
+        if self._state is None:
+            self.copy(step)
+        tensors, self._state = self._state, None
+        self.step = step
+        target = self.run_dir / f"step_{step:06d}"
+        work = target.with_name(f"{target.name}.partial")
+        if error := self._first_error(lambda: make_anew(work), if_=self._clears):
+            self._give_up(step, work, error)
+            return
+        ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
+        record = {"step": step, "state": state, "learner": self.learner.state()}
+        record["identity"] = self._identity
+        record["ranks"] = [json.loads(rank) for rank in ranks]
+        files = {}
+        if self.learner.ranks.is_main:
+            files = {
+                STATE: json.dumps(record).encode(),
+                GROUPS: join_records([group.to_bytes() for group in groups]),
+                UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
+            }
+        self._thread = threading.Thread(target=self._complete, args=(step, work, target, tensors, files), daemon=True)
+        self._thread.start()
+        if not self._is_last(step) and tensors is not self._copies:
+            self.wait()  # before training changes them
+
+    def copy(self, step: int) -> None:
+        """The part of `save` that reads the weights, if it has not been done: copies them and the moments when the checkpoint
+        before is complete, where that is needed and memory allows. A collective of the learners."""
+        self.wait()
+        live = {name: local(tensor) for name, tensor in self.learner.state_tensors().items()}
+        self._state = live
+        if self._is_last(step) or not self._has_room(live):
+            return
+        for name, tensor in live.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._copies[name].copy_(tensor)
+        self._state = self._copies
+
+    def wait(self) -> None:
+        """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
+        if self._thread:
+            with watchdog.doing("the checkpoint before to be written"):
+                while self._thread.is_alive():
+                    before = self._moved
+                    self._thread.join(1.0)
+                    if self._moved > before:
+                        watchdog.progress()
+            self._thread = None
+        if self._lost:
+            raise self._lost
+
+    def finish(self, step: int) -> Path:
+        """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
+        self.wait()
+        if self.error:
+            raise UserError(
+                f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
+                f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
+                "the newest that is there."
+            )
+        return self.run_dir / f"step_{step:06d}"
+
+    def leave(self, step: int, save: Callable[[int], None]) -> NoReturn:
+        """After SIGTERM: has that step saved if it is not yet, waits for it, and raises Stopped."""
+        self._leaving = True
+        if step > self.step:
+            save(step)
+        kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
+        raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
+
+    # ------------------------------------------------------------------------------------------- before the thread
+
+    def _is_last(self, step: int) -> bool:
+        """Tells whether nothing changes the weights after this step's save."""
+        return step >= self.run.total_steps or self._leaving
+
+    def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
+        """Tells whether every learner has the memory for its copies; prints a line once where one has not. A collective."""
+        missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
+        report = json.dumps([platform.node(), missing, host.available_memory()]).encode()
+        reports = [json.loads(record) for record in dist.all_gather_bytes(report)]
+        for node in {node for node, _, _ in reports}:
+            need = SPARE * sum(size for name, size, _ in reports if name == node)
+            free = min(free for name, _, free in reports if name == node)
+            if need > free:
+                if not self._was_short:
+                    self.run.say(
+                        f"checkpoints: {node} has {free / 2**30:.1f} GB of memory free, too little for the copies that let "
+                        f"training go on meanwhile ({need / 2**30:.1f} GB): each is written while training waits"
+                    )
+                self._was_short = True
+                return False
+        return True
+
+    def _set_aside(self, after: int) -> None:
+        for path in [*self.run_dir.glob("step_*.partial"), *self.run_dir.glob("step_*.removed")]:  # what a kill has left
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.run_dir.glob(STEPS):
+            if int(path.name.removeprefix("step_")) > after:
+                aside = path.with_name(f"{path.name}.superseded")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+
+    # ------------------------------------------------------------------------------------------------- the thread
+
+    def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
+        try:
+            self.error = self._write(work, target, tensors, files)
+        except Exception as lost:  # of a collective, since all else is returned: another learner is gone
+            self._lost = lost
+            return
+        if self.error:
+            self._give_up(step, work, self.error)
+        else:
+            signals.remains(str(target))
+
+    def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
+        """Writes all of the checkpoint; returns what went wrong on the first learner that says so, or "". A collective."""
+        ranks, written = self.learner.ranks, {}
+        shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
+        error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
+        reports = [json.loads(of) for of in self._gather(json.dumps([written, self._own_disk, error]).encode())]
+        if error := next((error for *_, error in reports if error), ""):
+            return error
+        stream = self._stream_model(tensors)
+        if ranks.is_main:
+            error = _attempt(lambda: written.update(write_model(work, self._plan, self._parts, self._dtype, stream)))
+        for _ in stream:
+            pass  # where writing failed, too: the others still send
+        if ranks.is_main and not error:
+            error = _attempt(lambda: self._complete_files(work, files, written, reports))
+        if error := self._gather(error.encode())[0].decode():
+            return error
+        # The first learner's has the manifest: it is renamed when all others are in place.
+        for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
+            if error := self._first_error(lambda: rename(work, target), if_=is_turn, group=self._group):
+                return error
+        saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
+        old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
+        doomed = [self.run_dir / name for name in json.loads(self._gather(json.dumps(old).encode())[0])]
+        with self.best.settled():
+            for path in doomed:
+                if self._clears and path.is_dir():
+                    _attempt(lambda path=path: remove(path))
+        return ""
+
+    def _first_error(self, act: Callable[[], object], if_: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
+        """What goes wrong on the first of the learners that have to act; "" where nothing does. A collective."""
+        errors = dist.all_gather_bytes((_attempt(act) if if_ else "").encode(), group)
+        return next((error.decode() for error in errors if error), "")
+
+    def _find_own_disk(self) -> str:
+        """The name of this node if its directory is another than the first one's. Raises UserError if it can have none. A
+        collective."""
+        own = "" if dist.sees_main(self.run_dir) else platform.node()
+        if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), if_=bool(own)):
+            raise UserError(
+                f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
+                f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."
+            )
+        if hosts := sorted({of.decode() for of in dist.all_gather_bytes(own.encode()) if of}):
+            self.run.say(
+                f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
+                "on its own disk, and all are needed to go on"
+            )
+        return own
+
+    def _gather(self, record: bytes) -> list[bytes]:
+        return dist.all_gather_bytes(record, self._group)
+
+    def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+        """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
+        checksum)."""
+        blocks = {key: self._blocks[self.learner.ranks.rank][key.partition(".")[2]] for key in tensors}
+        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(blocks))
+        for tensor in tensors.values():
+            for piece in pieces(tensor, tensor.dtype):
+                file.write(piece)
+                self._moved += 1
+        return file.close()
+
+    def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The whole model's weights in the plan's order and the model's own precision, on the first learner, a piece at a time:
+        the others send their shards. A collective."""
+        tensors = tensors | self._frozen
+        for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
+            for rank in sorted(range(len(self._blocks)), key=lambda rank, name=name: self._blocks[rank][name].offset):
+                yield from self._stream_shard(rank, name, tensors)
+
+    def _stream_shard(self, rank: int, name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """That learner's part of a tensor, on the first learner; the others send theirs."""
+        ranks = self.learner.ranks
+        if rank == ranks.rank:
+            for piece in pieces(tensors[f"model.{name}"], self._dtype):
+                self._moved += 1
+                if ranks.is_main:
+                    yield piece
+                else:
+                    torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
+        elif ranks.is_main:
+            for size in piece_sizes(math.prod(self._blocks[rank][name].shape), self._dtype):
+                piece = torch.empty(size, dtype=self._dtype)
+                torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
+                self._moved += 1
+                yield piece
+
+    def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
+        """Adds the small files and the manifest. reports: what each learner has written, and the node if it is not here. Raises
+        OSError if another learner's file is not to be seen that should be: without all of them there is no checkpoint."""
+        for of_rank, node, _ in reports:
+            for name, (size, digest) in of_rank.items():
+                if not node and (not (work / name).is_file() or (work / name).stat().st_size != size):
+                    raise FileNotFoundError(
+                        f"{work / name} is not there as its learner wrote it: all learners must see the same --output-dir"
+                    )
+                written[name] = (size, digest, node) if node else (size, digest)
+        self.learner.config.save_pretrained(work)
+        self.learner.policy.model.generation_config.save_pretrained(work)
+        self.tokenizer.save_pretrained(work)
+        if self._prep:
+            self._prep.save(work)
+        for name, content in files.items():
+            (work / TRAINING / name).write_bytes(content)
+        write_manifest(work, written)
+
+    def _give_up(self, step: int, work: Path, error: str) -> None:
+        self.error = error
+        if self._clears:
+            shutil.rmtree(work, ignore_errors=True)
+        if self.learner.ranks.is_main:
+            print(f"warning: the checkpoint of step {step} could not be written: {error}. Training goes on.", file=sys.stderr)
+
+
+def _attempt(act: Callable[[], object]) -> str:
+    """Does it; returns what went wrong, in one line, or ""."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""

@@ -1,0 +1,156 @@
+"""The learners' parts of a checkpoint: one file each, on a file system that all share or on each node's own disk.
+
+Files are safetensors that torch.distributed.checkpoint reads, too: the header says where a shard lies in its tensor. They are
+looked at, and read, by ranks whose machine has them. A learner reads the rows of its own shards; what it needs of a file that
+its machine does not have is sent by one that does, so that nodes may have changed places, or learners their number.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed
+import xxhash
+
+from rl.hub.tensor_reader import DTYPES, Reader, Run
+from rl.model.shards import Block, local
+from rl.ranks import dist, watchdog
+
+SHARDING = "DCP_SHARDING_INFO"  # in a header: JSON, name -> {"saved_offsets": [...]}
+Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, where it is on a node's own disk, the node
+
+
+def header(blocks: dict[str, Block]) -> dict[str, str]:
+    """What the header of a learner's file says of its tensors beside names, types and shapes."""
+    places = {name: {"saved_offsets": block.offset} for name, block in blocks.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(places)}
+
+
+# ------------------------------------------------------------------------------------------------- which are all right
+
+
+def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
+    """What is wrong with a checkpoint's file; None if it is as it was written. read: compare its content, too."""
+    (size, digest, *node), file = of, path / name
+    if not file.is_file() or file.stat().st_size != size:
+        return f"{name} is missing or not {size:,} bytes long" + (f": {node[0]} wrote it, on its own disk" if node else "")
+    if read and digest_of_file(file) != digest:
+        return f"{name} does not fit its checksum"
+    return None
+
+
+def wrong_anywhere(path: Path, files: Files) -> str | None:
+    """What is wrong with the first of a checkpoint's files that are not as they were written; None if all are. Each is read by
+    one rank whose machine has it. A collective."""
+    names, me = list(files), torch.distributed.get_rank()
+    missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
+    seen = [set(range(len(names))) - set(json.loads(of)) for of in dist.all_gather_bytes(json.dumps([*missing]).encode())]
+    errors = {}
+    with watchdog.doing("the checkpoint's files to be compared with their checksums"):
+        for number, name in enumerate(names):
+            having = [rank for rank, numbers in enumerate(seen) if number in numbers]
+            if not having:
+                errors[number] = missing[number]
+            elif having[number % len(having)] == me and (error := wrong(path, name, files[name])):
+                errors[number] = error
+            watchdog.progress()
+    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([*errors.items()]).encode())]
+    return min((tuple(error) for of_rank in reports for error in of_rank), default=(0, None))[1]
+
+
+def digest_of_file(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with open(file, "rb") as handle:
+        while chunk := handle.read(1 << 22):
+            state.update(chunk)
+            watchdog.progress()
+    return state.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class ShardFiles:
+    """The learners' files of a checkpoint, to be read by all learners together."""
+
+    def __init__(self, directory: Path, names: Sequence[str]):
+        """names: of all files, on whatever machine. A collective."""
+        own = {name: _places(directory, name) for name in names if (directory / name).is_file()}
+        reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(sorted(own)).encode())]
+        self._readers = {name: min(rank for rank, seen in enumerate(reports) if name in seen) for name in names}
+        me = torch.distributed.get_rank()
+        mine = {name: places for name, places in own.items() if self._readers[name] == me}
+        self._places: dict[str, dict[str, tuple[Run, Block]]] = {}  # by file and tensor
+        for of in dist.all_gather_bytes(json.dumps(mine).encode()):
+            for name, places in json.loads(of).items():
+                self._places[name] = {
+                    tensor: (Run(*run), Block(tuple(offset), tuple(shape))) for tensor, (run, offset, shape) in places.items()
+                }
+        self._own = {name: directory / name for name in own}
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the whole tensors."""
+        out: dict[str, list[int]] = {}
+        for places in self._places.values():
+            for name, (_, block) in places.items():
+                out[name] = list(map(max, out.get(name, block.end), block.end))
+        return out
+
+    @torch.no_grad()
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fills this rank's parts of the tensors. Raises UserError where a file has become shorter. A collective."""
+        wanted = {name: Block.of(tensor) for name, tensor in tensors.items()}
+        lacking = [name for name in self._places if name not in self._own and self._needs(name, wanted)]
+        sent = {name for of in dist.all_gather_bytes(json.dumps(lacking).encode()) for name in json.loads(of)}
+        with closing(Reader(self._own)) as reader:
+            for file in sorted(self._places):
+                for name, (run, block) in self._places[file].items():
+                    shard = self._broadcast(file, run, block, reader) if file in sent else None
+                    if not (common := block.common(wanted[name])):
+                        continue
+                    out = local(tensors[name])[common.slices(wanted[name])]
+                    if shard is None:
+                        _read_rows(reader, run, block, common, out)
+                    else:
+                        out.copy_(shard[common.slices(block)])
+
+    def _needs(self, file: str, wanted: dict[str, Block]) -> bool:
+        return any(block.common(wanted[name]) for name, (_, block) in self._places[file].items())
+
+    def _broadcast(self, file: str, run: Run, block: Block, reader: Reader) -> torch.Tensor:
+        """The shard, on every rank."""
+        shard, source = torch.empty(block.shape, dtype=DTYPES[run.dtype]), self._readers[file]
+        if source == torch.distributed.get_rank():
+            reader.read([run], shard.view(-1))
+        with watchdog.doing("another machine's part of the checkpoint"):
+            torch.distributed.broadcast(shard, src=source)
+        watchdog.progress()
+        return shard
+
+
+def _read_rows(reader: Reader, run: Run, block: Block, common: Block, out: torch.Tensor) -> None:
+    """Reads `common`, a part of the shard `block`, into `out`."""
+    row = math.prod(block.shape[1:])
+    first = (common.offset[0] - block.offset[0]) * row if block.shape else 0
+    if common.shape[1:] == block.shape[1:] and out.is_contiguous():
+        reader.read([run], out.view(-1), first)
+        return
+    rows = torch.empty((common.shape[0], *block.shape[1:]), dtype=DTYPES[run.dtype])
+    reader.read([run], rows.view(-1), first)
+    out.copy_(rows[(slice(None), *common.slices(block)[1:])])
+
+
+def _places(directory: Path, file: str) -> dict[str, tuple[Run, list[int], list[int]]]:
+    """Of each tensor in a learner's file: where it is in the file, and its offset and shape in the whole."""
+    with open(directory / file, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        tensors = json.loads(handle.read(length))
+    offsets, out = json.loads(tensors.pop("__metadata__")[SHARDING]), {}
+    for name, of in tensors.items():
+        run = Run(file, of["dtype"], 8 + length + of["data_offsets"][0], math.prod(of["shape"]))
+        out[name] = (run, offsets[name]["saved_offsets"], of["shape"])
+    return out

@@ -1,0 +1,279 @@
+"""Images in prompts: what a model makes of them, the same for generator and learner. For Qwen2.5-VL and Qwen3-VL.
+
+An image becomes so many image tokens in the prompt's ids, one for each square of merged patches. Their embeddings are the
+vision tower's, put in by place: an image token that a model samples by itself is a token like others. Positions are
+three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts up in all three, an image's tokens at c stand at
+(c, c + row, c + column), and text goes on behind the longer side.
+
+`ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, from the row's own bytes, and
+kept in a bounded memory. Left out: videos; decoding, which is rl/data/images.py; the forward pass, which is
+rl/model/vision_forward.py.
+"""
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import cached_file
+
+from rl.data import images
+from rl.data.images import PLACE, ImageError
+from rl.errors import UserError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model_type
+TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
+QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
+
+
+def takes_images(config: PretrainedConfig) -> bool:
+    """Whether the model is one of images and text: by its family, or because transformers has such a model for the config, even
+    if it has one of text alone, too, which leaves the vision tower out. Code that comes with a model is known by its tower."""
+    kind = getattr(config, "model_type", None)
+    if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return True
+    return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
+
+
+class ImageFlags(Protocol):
+    min_pixels: int | None
+    max_pixels: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of one prompt of p tokens, m of them image tokens."""
+
+    digests: tuple[str, ...]  # hex, of each image: of its file's bytes and of the preparation's settings
+    grid: Tensor  # [images, 3] long: frames (1), rows and columns of patches
+    places: Tensor  # [m] long: where image tokens stand in the prompt, in order
+    positions: Tensor  # [3, p] long
+    next_position: int  # of the first token behind the prompt
+    prep: "ImagePrep" = field(repr=False)
+    sources: tuple[bytes, ...] = field(repr=False)  # the images' files
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all of them: hex, 128 bits."""
+        return xxhash.xxh3_128_hexdigest(" ".join(self.digests).encode())
+
+    @functools.cached_property
+    def token_counts(self) -> list[int]:
+        """Image tokens of each."""
+        return (self.grid.prod(1) // self.prep.merge**2).tolist()
+
+    @property
+    def pixels(self) -> Tensor:
+        """[patches, values of a patch] fp32 on the CPU, for the vision tower. Prepared now unless it is still kept. Raises
+        ImageError."""
+        return torch.cat([self.pixels_of(i) for i in range(len(self.sources))])
+
+    def prepare(self) -> None:
+        """Makes the pixels now, to be kept for those who want them soon. Raises ImageError."""
+        for image in range(len(self.sources)):
+            self.pixels_of(image)
+
+    def pixels_of(self, image: int) -> Tensor:
+        """The same of one image, by number."""
+        try:
+            pixels = self.prep.pixels(self.digests[image], self.sources[image])
+            if len(pixels) != int(self.grid[image].prod()):
+                raise ImageError("is of another size than its header tells")
+            return pixels
+        except ImageError as error:
+            raise ImageError(f"image {image} {error}") from None
+
+
+class ImagePrep:
+    """The preparation of images for one model. PIL does it on every machine: torchvision's resizing gives other pixels."""
+
+    @staticmethod
+    def of(path: str, config: PretrainedConfig, args: ImageFlags) -> "ImagePrep | None":
+        """The preparation for the model at `path`; None if it takes no images. Raises UserError if it cannot be had."""
+        return ImagePrep(path, config, args) if takes_images(config) else None
+
+    def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
+        flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
+        # by its module: transformers 5.5 shows the name only where there is torchvision. Takes a second, without images no use
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
+        try:
+            self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
+        except Exception as error:  # OSError, ValueError, ImportError: as with tokenizers, nearly anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"--model {path}: the preparation of images cannot be read there ({reason}). Copy the model's "
+                "preprocessor_config.json beside the weights."
+            ) from None
+        self.image_token, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
+        _check_sizes(self.processor, config, path)
+        settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
+        self._seed = xxhash.xxh3_64_intdigest(settings.encode())
+        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the last used at the end
+        self._lock = threading.Lock()
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """(frames, rows, columns) of patches of an image of so many pixels: from its header alone. Raises ImageError for one
+        too narrow."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        patch, size = self.processor.patch_size, self.processor.size
+        try:
+            height, width = smart_resize(height, width, patch * self.merge, size["shortest_edge"], size["longest_edge"])
+        except ValueError as error:
+            raise ImageError(f"an image has {width} x {height} pixels, which the model cannot take ({error})") from None
+        return 1, height // patch, width // patch
+
+    def count(self, width: int, height: int) -> int:
+        """Image tokens of an image of so many pixels."""
+        _, rows, columns = self.grid(width, height)
+        return rows * columns // self.merge**2
+
+    def save(self, directory: Path) -> None:
+        """Writes the model's files about images there, with the limits of --min-pixels and --max-pixels if they were given: so
+        the model is used as it was trained."""
+        for name in FILES:
+            found = cached_file(self.path, name, **QUIET)
+            if found is None:
+                continue
+            content = json.loads(Path(found).read_text())
+            limited = [part for part in (content, *content.values()) if isinstance(part, dict) and "patch_size" in part]
+            for part in limited if self.limits and name in FILES[:2] else ():
+                part |= self.limits | {"size": dict(self.processor.size)}
+            (directory / name).write_text(json.dumps(content, indent=2))
+
+    def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
+        """A prompt's token ids with one image token for each image -> with all of them, and the images. Decodes none. Raises
+        ImageError."""
+        _check_count(list(ids).count(self.image_token), len(sources))
+        grids = [self.grid(width, height) for width, height in images.sizes(sources)]
+        whole, starts, left = [], [], iter(grids)
+        for token in ids:
+            if token != self.image_token:
+                whole.append(token)
+                continue
+            _, rows, columns = next(left)
+            starts.append(len(whole))
+            whole += [token] * (rows * columns // self.merge**2)
+        merged = [(rows // self.merge, columns // self.merge) for _, rows, columns in grids]
+        found, following = positions(len(whole), starts, merged)
+        places = [torch.arange(start, start + rows * columns) for start, (rows, columns) in zip(starts, merged, strict=True)]
+        return whole, Images(
+            digests=tuple(xxhash.xxh3_128_hexdigest(source, seed=self._seed) for source in sources),
+            grid=torch.tensor(grids, dtype=torch.long).view(-1, 3),
+            places=torch.cat([torch.zeros(0, dtype=torch.long), *places]),
+            positions=found,
+            next_position=following,
+            prep=self,
+            sources=tuple(sources),
+        )
+
+    def prepare(self, sources: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+        """Image files -> (pixels [patches, values of a patch] fp32, grid [images, 3]). Raises ImageError."""
+        out = self.processor(
+            [images.to_rgb(source) for source in sources], return_tensors="pt", input_data_format="channels_last"
+        )
+        return out["pixel_values"], out["image_grid_thw"]
+
+    def pixels(self, digest: str, source: bytes) -> Tensor:
+        """One image's pixels [patches, values of a patch]: those kept, or that another thread is making, if there are any."""
+        with self._lock:
+            is_new = digest not in self._kept
+            made = self._kept.setdefault(digest, Future())
+            self._kept.move_to_end(digest)
+        if is_new:
+            try:
+                made.set_result(self.prepare([source])[0])
+            except BaseException as error:
+                made.set_exception(error)
+            self._forget()
+        return made.result()
+
+    def _forget(self) -> None:
+        """Drops what failed, and beyond KEPT_BYTES what was not used for longest."""
+        with self._lock:
+            made = {digest: future for digest, future in self._kept.items() if future.done()}
+            sizes = {digest: 0 if future.exception() else future.result().nbytes for digest, future in made.items()}
+            too_many = sum(sizes.values()) - KEPT_BYTES
+            for digest, size in sizes.items():
+                if not size or too_many > 0:
+                    del self._kept[digest]
+                    too_many -= size
+
+
+def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:
+    """Patches of each image of a prompt, by its ids; between two images there is other text."""
+    runs = (len(list(run)) for token, run in groupby(prompt_ids) if token == config.image_token_id)
+    return [tokens * config.vision_config.spatial_merge_size**2 for tokens in runs]
+
+
+def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) -> float:
+    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of so many patches, counted as
+    rl/algorithm/metrics.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
+    patch sees. Layers with windows (Qwen2.5-VL) see their window."""
+    v = config.vision_config
+    merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)
+    out = getattr(v, "out_hidden_size", v.hidden_size)
+    gates = 3 if windows else 2  # Qwen2.5-VL's are gated
+    matrices = v.in_channels * v.temporal_patch_size * v.patch_size**2 * v.hidden_size
+    matrices += v.depth * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
+    mergers = 1 + len(getattr(v, "deepstack_visual_indexes", ()))
+    matrices += mergers * (merged**2 + merged * out) / v.spatial_merge_size**2
+    seen = 0.0
+    for length in patches:
+        full = len(v.fullatt_block_indexes) if windows else v.depth
+        window = min(length, (windows // v.patch_size) ** 2) if windows else length
+        seen += length * (full * length + (v.depth - full) * window)
+    total = 6 * matrices * sum(patches) + 12 * v.hidden_size * seen
+    return total / 3 if frozen else total
+
+
+def _check_count(places: int, given: int) -> None:
+    """Raises ImageError unless each image of a prompt has its place in the text."""
+    if places != given:
+        raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {given} images")
+
+
+def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
+    """(positions [3, length], the next one) of a prompt whose images begin at `starts` and have (rows, columns) `sizes` of
+    image tokens."""
+    parts, done, now = [], 0, 0  # done: tokens so far; now: the next position
+    for start, (rows, columns) in zip(starts, sizes, strict=True):
+        parts.append((now + torch.arange(start - done)).expand(3, -1))
+        now += start - done
+        row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
+        parts.append(now + torch.stack([torch.zeros_like(row), row, column]))
+        now, done = now + max(rows, columns), start + rows * columns
+    parts.append((now + torch.arange(length - done)).expand(3, -1))
+    return torch.cat(parts, dim=1), now + length - done
+
+
+def _check_sizes(processor, config: PretrainedConfig, path: str) -> None:
+    """Raises UserError for a preparation that is another model's."""
+    vision = config.vision_config
+    theirs = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+    ours = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+    if theirs != ours:
+        raise UserError(
+            f"--model {path}: preprocessor_config.json cuts images into patches of {theirs} (size, frames, merged), "
+            f"config.json wants {ours}. Take both from the same model."
+        )
+    if not 0 < processor.size["shortest_edge"] <= processor.size["longest_edge"]:
+        raise UserError(
+            f"images of {processor.size['shortest_edge']:,} to {processor.size['longest_edge']:,} pixels: --min-pixels must "
+            "not be above --max-pixels; one that is not given is the model's own (preprocessor_config.json)."
+        )

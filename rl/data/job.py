@@ -1,0 +1,21 @@
+"""What a rank holds before the first step, its engine and its learner aside."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.prompts import PromptDataset, PromptOrder
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank holds before the first step, its engine and learner aside."""
+
+    script: str  # its file's name, without .py: what a copy of a script logs, saves and resumes under
+    path: str  # of the model: a directory or a hub name
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset  # for training
+    val_prompts: PromptDataset | None  # None without --test-freq
+    order: PromptOrder
+    total_steps: int
+    notes: dict = field(default_factory=dict)  # what the run's config.json says besides

@@ -1,0 +1,466 @@
+"""Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
+
+Rows are read by rl/data/tables.py and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
+string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
+what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
+A column of images may stand beside it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+"""
+
+import bisect
+import functools
+import itertools
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rl.data import images
+from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
+from rl.data.measured import Measured, up_to_error
+from rl.data.tables import check_as_written, check_text, read_table
+from rl.errors import UserError
+from rl.ranges import Range
+from rl.ranks import launch
+from rl.ranks.divided_work import Division
+from rl.ranks.progress import track
+
+
+def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
+    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+    for special in tokenizer.get_added_vocab():
+        text = text.replace(special, "")
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    text, read = ("".join(x.lower().split()) for x in (text, read))
+    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
+        raise UserError(
+            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+            "model, or was saved incompletely: copy the model's own files beside the weights."
+        )
+
+
+GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
+TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
+BATCH = 512  # prompts to tokenise at once, at most
+BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
+
+
+@dataclass
+class DataArgs:
+    """Prompts."""
+
+    train_files: tuple[str, ...] = ("demo",)
+    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
+    concatenated. "demo" with --model demo-vl means demo-vl."""
+    val_files: tuple[str, ...] = ("demo",)
+    """Validation prompts, in the same forms."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: chat messages, or a string that is used as it is. The tokenizer adds a BOS to a string
+    that has none, if it adds any."""
+    image_key: str = "images"
+    """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
+    "<image>" in the prompt."""
+    min_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Images are enlarged to at least so many pixels (width x height); by default as the model's
+    preprocessor_config.json says."""
+    max_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Images are reduced to at most so many pixels, which bounds their tokens; by default as the model's
+    preprocessor_config.json says."""
+    max_prompt_length: Annotated[int, Range(at_least=1)] = 64
+    """Longest prompt, in tokens, with the chat template and all tokens of its images."""
+    filter_overlong_prompts: bool = False
+    """Leave out longer prompts, whatever --truncation says."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. At the right end stands
+    the chat template's generation prompt. A prompt with images is not cut."""
+    shuffle: bool = True
+    """Draw prompts in a new random order each epoch, instead of the order of the files."""
+    train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of training prompts to use, from the first one on; -1 uses all."""
+    val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of validation prompts to use, from the first one on; -1 uses all."""
+
+
+def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """The files, "demo" being the rows of the demo that is trained."""
+    return tuple("demo-vl" if model == "demo-vl" and file == "demo" else file for file in files)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]  # token ids, the chat template's generation prompt included
+    text: str  # the same, readable
+    data_source: str  # chooses the reward function
+    ground_truth: Any
+    extra_info: dict
+    where: str  # "train.parquet row 17", for messages
+    images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
+
+
+class PromptOrder:
+    """A seeded endless permutation: ticket k is row k % n of epoch k // n, whose order depends on (seed, epoch) alone."""
+
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True):
+        self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
+        self._permutation = functools.lru_cache(maxsize=4)(self._make_permutation)
+
+    def __call__(self, ticket: int) -> tuple[int, int]:
+        """(epoch, index) of the ticket."""
+        epoch, place = divmod(ticket, self.num_prompts)
+        return epoch, self._permutation(epoch)[place]
+
+    def _make_permutation(self, epoch: int) -> list[int]:
+        order = list(range(self.num_prompts))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+
+class PromptDataset(Sequence):
+    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        split: Literal["train", "val"],
+        tokenizer: PreTrainedTokenizerBase,
+        args: DataArgs,
+        prep: ImagePrep | None = None,
+    ):
+        """prep: of a model that takes images."""
+        self.tokenizer, self.args, self.prep = tokenizer, args, prep
+        self.files = list(files)
+        if not self.files:
+            raise UserError(f"--{split}-files names no file.")
+        limit = args.train_max_samples if split == "train" else args.val_max_samples
+        # Files keep their own columns: casting them to a common schema would change what they say.
+        self.tables, room = [], math.inf if limit < 0 else limit
+        for file in self.files:
+            table = read_table(file, split)
+            _check_columns(file, table, args)
+            table = table.select(range(min(len(table), room)))
+            room -= len(table)
+            check_text(file, table)
+            check_as_written(file, table)
+            if args.image_key in table.column_names:
+                table = self._with_images(file, table)
+            self.tables.append(table)
+            _check_truths(file, table)
+        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
+        measured = self._measure(f"measuring {split} prompts")
+        self.rows = measured.kept
+        self.truncated = measured.truncated  # prompts that --truncation cuts
+        if not self.rows:
+            raise UserError(
+                f"{', '.join(self.files)}: no prompt is left of {self.ends[-1]} at --max-prompt-length "
+                f"{args.max_prompt_length}. Raise it."
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        which, number = self._locate(self.rows[index])
+        file, row = self.files[which], self.tables[which][number]
+        (ids,), limit = self._encode([self._render(f"{file} row {number}", row)]), self.args.max_prompt_length
+        short, (ids, of_row) = ids, self._expand(self.rows[index], row, ids)
+        if len(ids) > limit:
+            short = ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
+        return Prompt(
+            ids=ids,
+            text=self.tokenizer.decode(short),
+            data_source=_data_source(row),
+            ground_truth=_ground_truth(row),
+            extra_info=row.get("extra_info") or {},
+            where=f"{file} row {number}",
+            images=of_row,
+        )
+
+    def sources(self) -> dict[str, str]:
+        """Every data_source -> where it first stands."""
+        found: dict[str, str] = {}
+        for file, table in zip(self.files, self.tables, strict=True):
+            if "data_source" not in table.column_names:
+                found.setdefault(GSM8K, f"{file} row 0")
+                continue
+            column = _column(table, "data_source")
+            for source in column.unique().to_pylist():
+                where = f"{file} row {_first(pc.is_null(column) if source is None else pc.equal(column, source))}"
+                if not isinstance(source, str) or not source.strip():
+                    raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
+                found.setdefault(source, where)
+        return found
+
+    def source(self, index: int) -> str:
+        """The data_source of a prompt, without the rest of its row."""
+        which, number = self._locate(self.rows[index])
+        if "data_source" not in self.tables[which].column_names:
+            return GSM8K
+        return self.tables[which].select_columns("data_source")[number]["data_source"]
+
+    def source_sizes(self) -> Counter[str]:
+        """Every data_source -> its rows, also those whose prompts were left out."""
+        sizes: Counter[str] = Counter()
+        for table in self.tables:
+            if "data_source" not in table.column_names:
+                sizes[GSM8K] += len(table)
+                continue
+            counted = pc.value_counts(_column(table, "data_source").combine_chunks())
+            sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
+        return sizes
+
+    def _measure(self, description: str) -> Measured:
+        """Measure all rows, of which the ranks of a node measure a part each. A prompt that cannot be used is an error here
+        rather than in the middle of a run."""
+        work = Division()
+        own = self._measure_part(work, description)
+        if own.error:
+            work.fail()
+        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
+
+    def _measure_part(self, work: Division, description: str) -> Measured:
+        found, rows, size = Measured(), self._rendered(work, description), 1
+        try:
+            while not found.error:
+                started = time.monotonic()
+                batch, found.error = up_to_error(itertools.islice(rows, size))
+                if not batch:
+                    break
+                for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
+                    self._measure_row(found, row, columns, text, ids)
+                    if work.is_first and found.lost:
+                        raise UserError(found.lost)
+                if not work.advance(len(batch)):
+                    break
+                size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
+        except UserError as error:  # of an earlier row than the one that ended the batch
+            found.error = str(error)
+        return found
+
+    def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
+        where, limit = self._where(row), self.args.max_prompt_length
+        if not ids:
+            raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
+        if not found.kept and found.lost is None:
+            try:
+                check_kept(self.tokenizer, text.text, ids, where)
+            except UserError as error:
+                found.lost = str(error)
+        ids, of_row = self._expand(row, columns, ids)
+        length = len(ids)
+        if length > limit and self.args.filter_overlong_prompts:
+            return
+        if length > limit and (self.args.truncation == "error" or of_row):
+            cut = "lower --max-pixels" if of_row else "cut them with --truncation left or right"
+            raise UserError(
+                f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
+                f"such rows out with --filter-overlong-prompts, or {cut}."
+            )
+        found.truncated += length > limit
+        found.kept.append(row)
+
+    def _rendered(self, work: Division, description: str) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows; no other column is
+        read."""
+        part = work.part(self.ends[-1])
+        if work.parts > 1:
+            description += f", one of {work.parts} parts"
+        rows = itertools.chain.from_iterable(self._columns_of(part))
+        for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
+            yield number, row, self._render(self._where(number), row)
+
+    def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
+        """The prompts' columns of the rows that are numbered so over all files, file by file."""
+        key, image_key, first = self.args.prompt_key, self.args.image_key, 0
+        for table, end in zip(self.tables, self.ends, strict=True):
+            its = range(max(part.start, first) - first, min(part.stop, end) - first)
+            wanted = [key if key in table.column_names else "question", *{image_key} & {*table.column_names}]
+            if its:
+                yield table.select_columns(wanted).select(its)
+            first = end
+
+    def _with_images(self, file: str, table):
+        """The table, with its images as files. Raises UserError for images that the model does not take."""
+        if self.prep is None and (row := _first_with_images(table, self.args.image_key)) is not None:
+            raise UserError(
+                f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
+                f"of images and text ({', '.join(FAMILIES)})."
+            )
+        return images.undecoded(table, self.args.image_key)
+
+    def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
+        """The row's token ids with all tokens of its images, and the images, None without any."""
+        if self.prep is None:
+            return ids, None
+        try:
+            of_file = images.places(self.files[self._locate(row)[0]])
+            ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), *of_file))
+        except ImageError as error:
+            raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
+        return ids, of_row if of_row.sources else None
+
+    def _where(self, row: int) -> str:
+        file, number = self._locate(row)
+        return f"{self.files[file]} row {number}"
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row number in it) of a row number over all files."""
+        file = bisect.bisect_right(self.ends, row)
+        return file, row - (self.ends[file - 1] if file else 0)
+
+    def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
+        """Token ids of each text. A chat template has put special tokens in; for a plain string the tokenizer may add some."""
+        ids: list[list[int]] = [[]] * len(texts)
+        for is_chat in (False, True):
+            chosen = [i for i, text in enumerate(texts) if text.is_chat == is_chat]
+            if chosen:
+                encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_chat)
+                for i, of_text in zip(chosen, encoded["input_ids"], strict=True):
+                    ids[i] = of_text if is_chat else self._with_one_bos(texts[i].text, of_text)
+        return ids
+
+    def _with_one_bos(self, text: str, ids: list[int]) -> list[int]:
+        """The token ids of a plain string, with one BOS where the string begins with its own and the tokenizer adds another,
+        as strings that a chat template has rendered do. Blanks in front of it go, too."""
+        bos, start = self.tokenizer.bos_token, text.lstrip()
+        if not (bos and start.startswith(bos)):
+            return ids
+        both, own = (self.tokenizer(start, add_special_tokens=added)["input_ids"] for added in (True, False))
+        many, few = (_leading(of, self.tokenizer.bos_token_id) for of in (both, own))
+        return both[many - 1 :] if many > few > 0 else ids
+
+    def _render(self, where: str, row: dict) -> "Text":
+        """The row's prompt as the model will read it."""
+        key = self.args.prompt_key if self.args.prompt_key in row else "question"
+        prompt = row[key]
+        is_chat = not (isinstance(prompt, str) and key == self.args.prompt_key)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+            raise UserError(
+                f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
+                "Name the right column with --prompt-key."
+            )
+        if not any(message["content"].strip() for message in messages):
+            raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
+        if self.prep and self.args.image_key in row:
+            messages = images.with_places(messages)
+        return Text(self._render_chat(where, messages), True) if is_chat else Text(prompt, False)
+
+    def _render_chat(self, where: str, messages: list[dict]) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
+                "a chat template with the tokenizer, or give prompts as plain strings."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
+            raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
+
+
+class Text(NamedTuple):
+    text: str
+    is_chat: bool  # rendered by the chat template
+
+
+def _leading(ids: list[int], token: int) -> int:
+    """How often `ids` begin with that token."""
+    return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+# --------------------------------------------------------------------------------------------------------- columns
+
+
+def _check_columns(file: str, table, args: DataArgs) -> None:
+    """Raises UserError unless the table is in verl's layout or has question and answer."""
+    columns, prompt_key = set(table.column_names), args.prompt_key
+    has = f"the columns are {', '.join(sorted(columns))}"
+    if prompt_key not in columns and not {"question", "answer"} <= columns:
+        raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")
+    if not columns & TRUTHS:
+        raise UserError(
+            f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
+        )
+    if args.image_key not in (DataArgs.image_key, *columns):
+        raise UserError(f"{file}: there is no column {args.image_key!r}; {has}. Name the right one with --image-key.")
+    if "data_source" in columns:
+        return
+    remedy = (
+        f"there is no column 'data_source' to choose the reward function by; {has}. Add it, any name will do with --reward."
+    )
+    if "answer" not in columns:
+        raise UserError(f"{file}: {remedy}")
+    for number, answer in enumerate(table["answer"]):
+        if "####" not in str(answer):  # then it is not GSM8K, and would be scored 0 for ever
+            raise UserError(f"{file} row {number}: the answer has no '####' as GSM8K's have, and {remedy}")
+
+
+def _first_with_images(table, name: str) -> int | None:
+    """The first row whose images are neither null nor an empty list, without decoding any."""
+    column = _column(table, name)
+    is_list = str(column.type).startswith(("list", "large_list"))
+    return _first(pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column))
+
+
+def _column(table, name: str) -> pa.ChunkedArray:
+    """A column without turning it into Python objects."""
+    return table.select_columns(name).with_format("arrow")[:][name]
+
+
+def _first(condition) -> int | None:
+    """The first row where it is true."""
+    found = pc.index(condition, True).as_py()
+    return found if found >= 0 else None
+
+
+def _check_truths(file: str, table) -> None:
+    """Raises UserError for the first row without a ground truth."""
+    missing = pa.chunked_array([[True] * len(table)], pa.bool_())
+    for name in TRUTHS & set(table.column_names):
+        column = _column(table, name)
+        if name == "reward_model":
+            if pa.types.is_string(column.type) and _first(pc.is_valid(column)) is not None:
+                raise UserError(
+                    f"{file}: column 'reward_model' holds text, where verl's layout has a struct with ground_truth. Decode it "
+                    "(JSON, say) before the file is saved."
+                )
+            if not pa.types.is_struct(column.type) or column.type.get_field_index("ground_truth") < 0:
+                continue
+            column = pc.struct_field(column, "ground_truth")
+        blank = pc.is_null(column, nan_is_null=True)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            blank = pc.or_kleene(blank, pc.equal(pc.list_value_length(column), 0))
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            truth = pc.replace_substring_regex(column, "(?s)^.*####", "") if name == "answer" else column
+            blank = pc.or_kleene(blank, pc.equal(pc.utf8_trim_whitespace(truth), ""))
+        missing = pc.and_(missing, blank)
+    if (row := _first(missing)) is not None:
+        raise UserError(
+            f"{file} row {row}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty). Fill it "
+            "in, with any text if your --reward does not need it, or remove the row."
+        )
+
+
+def _data_source(row: dict) -> str:
+    return row.get("data_source") or GSM8K
+
+
+def _ground_truth(row: dict) -> Any:
+    reward_model = row.get("reward_model")
+    of_model = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    for truth in (of_model, row.get("ground_truth")):
+        if not (truth is None or (isinstance(truth, str) and not truth.strip())):
+            return truth
+    _, mark, truth = str(row["answer"]).rpartition("####")
+    return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"

@@ -1,0 +1,169 @@
+"""Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
+
+Left out: what the columns mean, which is rl/data/prompts.py. Importing datasets takes 0.6 s of a core and 80 MB on each rank, a
+tenth of what the demo of text has to start: its rows are a table of our own.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from rl.errors import UserError
+from rl.ranks import launch
+from rl.ranks.progress import track
+
+BEHIND_SPACE = re.compile(r"\s*")
+
+
+def read_table(file: str, split: str):
+    """The file as a datasets.Dataset, or what stands for one. Raises UserError for what cannot be read."""
+    if file == "demo":
+        from rl.data.demo import problems
+
+        return Rows.of(problems(split))
+    import pyarrow.parquet as pq
+    from datasets import Dataset, disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    if file == "demo-vl":
+        from rl.data import demo_vl
+
+        return Dataset.from_list(demo_vl.problems(split))
+    kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}.get(Path(file).suffix)
+    if kind is None:
+        return _read_hub(file, split)
+    if not Path(file).is_file():
+        raise UserError(f"{file}: no such file (--{split}-files).")
+    if Path(file).stat().st_size == 0:
+        raise UserError(f"{file}: the file is empty (--{split}-files).")
+    try:
+        is_empty = kind == "parquet" and not pq.read_metadata(file).num_rows  # load_dataset raises one of many errors for it
+        table = [] if is_empty else load_dataset(kind, data_files=file, split="train")
+        if kind == "json" and any("timestamp[" in str(field.type) for field in table.features.arrow_schema):
+            table = Dataset.from_list([*_as_written(file)])
+    except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise UserError(f"{file}: cannot be read as {kind} ({reason}).") from None
+    if not len(table):
+        raise UserError(f"{file}: the file has no rows (--{split}-files).")
+    return table
+
+
+def _as_written(file: str) -> Iterator[dict]:
+    """The rows of a JSON file, whose texts stay texts: pyarrow makes times of a column of nothing but dates, and an answer
+    would be compared with one."""
+    text, place, decoder = Path(file).read_text("utf-8-sig", "surrogateescape"), 0, json.JSONDecoder()
+    while (place := BEHIND_SPACE.match(text, place).end()) < len(text):
+        value, place = decoder.raw_decode(text, place)
+        yield from value if isinstance(value, list) else [value]
+
+
+def check_as_written(file: str, rows) -> None:
+    """Raises UserError for the first value of a JSON file that was not read as it is written: what stands in one column is
+    brought to one kind, "007" beside 7 to 7 and an integer of more than 64 bits to a rounded number. rows: read_table's, all or
+    the first ones, a datasets.Dataset."""
+    if Path(file).suffix not in (".json", ".jsonl"):
+        return
+    batches = rows.iter(1000)  # row by row it would take several times as long
+    as_read = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
+    numbers = track(range(len(rows)), f"checking {file}", show=launch.here().rank == 0)
+    for number, read, written in zip(numbers, as_read, _as_written(file), strict=False):
+        for name, value in written.items():
+            if not _is_same(read[name], value):
+                raise UserError(
+                    f"{file} row {number}: column {name!r} is {_short(value)}, but would be read as {_short(read[name])}. Let "
+                    "what stands in its place be of one kind in all rows: text, say."
+                )
+
+
+def _is_same(read, written) -> bool:
+    """Whether two values of JSON are the same; keys that only other rows have are null in what was read."""
+    if isinstance(written, dict):
+        return isinstance(read or {}, dict) and all(_is_same((read or {}).get(key), value) for key, value in written.items())
+    if isinstance(written, list):
+        alike = isinstance(read or [], list) and len(read or []) == len(written)
+        return alike and all(map(_is_same, read or [], written))
+    if isinstance(written, bool) or isinstance(read, bool):
+        return read is written
+    if isinstance(read, (int, float)) and isinstance(written, (int, float)):
+        return read == written or (read != read and written != written)  # NaN is what it is
+    return type(read) is type(written) and read == written
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_text(file: str, rows) -> None:
+    """Raises UserError for the first of the rows (read_table's, all or the first ones) with a text that is not UTF-8, in any
+    column: a run would meet it when the row is drawn."""
+    table = rows.with_format("arrow")[:]
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:  # of the first rows too if a later one's list is not text: the lists of all rows lie in one array
+        for row in range(len(table)):
+            if not _is_text(table.slice(row, 1)):
+                raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
+
+
+def _is_text(table: pa.Table) -> bool:
+    try:
+        table.to_pylist()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read_hub(name: str, split: str):
+    from datasets import load_dataset
+
+    path, _, config = name.partition(":")
+    wanted = "train" if split == "train" else "test"
+    try:
+        return load_dataset(path, config or None, split=wanted)
+    except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--{split}-files {name}: neither a .parquet, .json or .jsonl file nor a hub dataset (name, or name:config) with a "
+            f"{wanted!r} split that can be loaded here ({reason})."
+        ) from None
+
+
+class Rows:
+    """datasets.Dataset.from_list, as far as rl/data/prompts.py uses it."""
+
+    def __init__(self, table: pa.Table):
+        self._table = table
+
+    @staticmethod
+    def of(rows: list[dict]) -> "Rows":
+        return Rows(pa.Table.from_pylist(rows))
+
+    @property
+    def column_names(self) -> list[str]:
+        return self._table.column_names
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[dict]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def __getitem__(self, row: int) -> dict:
+        return self._table.slice(row, 1).to_pylist()[0]
+
+    def select(self, rows: Iterable[int]) -> "Rows":
+        return Rows(self._table.take([*rows]))
+
+    def select_columns(self, names: str | list[str]) -> "Rows":
+        return Rows(self._table.select([names] if isinstance(names, str) else names))
+
+    def with_format(self, kind: str) -> pa.Table:
+        """kind: "arrow", the one there is."""
+        return self._table

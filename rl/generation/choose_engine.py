@@ -1,0 +1,57 @@
+"""--engine: which engine generates here, and why."""
+
+import torch
+import torch.distributed
+
+from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Engine, EngineArgs
+from rl.model.pretrained import end_token_ids, load_tokenizer
+from rl.ranks.device import is_accelerator
+
+
+def make_engine(
+    path: str, args: EngineArgs, max_length: int, learner_dtype: str, device: torch.device, trust_remote_code: bool
+) -> Engine:
+    """The engine the flags ask for, loaded from `path`. Raises UserError if it cannot be had."""
+    dtype = args.weights_dtype(learner_dtype)
+    chosen = choose_engine(args.engine, device)
+    if args.rollout_tp != 1 and chosen != "vllm":
+        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
+    end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
+    if chosen == "vllm":
+        from rl.generation.vllm.engine import VLLMEngine
+
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+    return TransformersEngine(
+        path,
+        max_length=max_length,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        end_tokens=end_tokens,
+        router=args,
+    )
+
+
+def choose_engine(wanted: str, device: torch.device) -> str:
+    """ "vllm" or "transformers"; what auto takes is printed, once a job. Raises UserError if vLLM is asked for and missing."""
+    if wanted == "transformers" or (wanted == "auto" and not is_accelerator(device)):
+        chosen, why = "transformers", "the device is a CPU"
+    else:
+        try:
+            import rl.generation.vllm.engine
+
+            chosen, why = "vllm", f"version {rl.generation.vllm.engine.vllm.__version__} is installed"
+        except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
+            if wanted == "vllm":
+                remedy = (
+                    "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine transformers."
+                )
+                raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
+            chosen, why = "transformers", f"vLLM cannot be imported: {error}"
+    if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(f"engine: {chosen} ({why})", flush=True)
+    return chosen

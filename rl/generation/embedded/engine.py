@@ -1,0 +1,363 @@
+"""The engine contract of rl/generation/engine.py over a transformers model, in this process: for the demo, tests and small
+models.
+
+Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
+`generate()` on a fixed batch, which this one outdoes, and it has no seed per request (benchmarks/results/engine.md).
+Left out: prefix caching between groups, tensor parallelism. vLLM is the engine for those
+(rl/generation/vllm/engine.py).
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rl.data.image_prompts import Images, takes_images
+from rl.generation.embedded.forward import has_fast_path, hidden_states
+from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
+from rl.generation.embedded.sampling import SlotSettings, sample
+from rl.generation.engine import Output, Request
+from rl.model import vision_forward
+from rl.model.attention import check_supported
+from rl.model.forward_check import Probe, check_engine
+from rl.model.loading import load_weights
+from rl.model.pretrained import end_token_ids, load_config
+from rl.model.router import Router, RouterArgs, as_record
+from rl.model.vision_forward import RowImages, row_inputs
+from rl.ranks.device import is_accelerator
+
+
+@dataclass
+class Running:
+    """A request in a slot and what it has sampled so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, where recorded: [m, L, K] each
+
+    @staticmethod
+    def of(request: Request) -> "Running":
+        if not (before := request.so_far):
+            return Running(request)
+        lists = map(list, (before.token_ids, before.log_probs, before.versions))
+        return Running(request, *lists, [] if before.routes is None else [before.routes])
+
+    @property
+    def in_kv(self) -> tuple[int, ...]:
+        """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
+        return (*self.request.prompt_ids, *self.token_ids[:-1])
+
+    @property
+    def key(self) -> tuple:
+        """What the same keys and values come of: prompts of the same tokens may have other images."""
+        return (self.request.images.digest if self.request.images else None, *self.in_kv)
+
+    @property
+    def ahead(self) -> int:
+        """The distance of a token's rotary position from its place in the sequence: an image takes fewer than it has tokens."""
+        images = self.request.images
+        return images.next_position - len(self.request.prompt_ids) if images else 0
+
+    def output(self, reason: str) -> Output:
+        lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
+        return Output(self.request.id, *lists, reason, np.concatenate(self.routes) if self.routes else None)
+
+
+class TransformersEngine:
+    """Continuous batching over slots of a preallocated KV cache.
+
+    A step prefills what waits (each distinct prompt once: the n responses of a group share the work), then decodes one
+    token for every slot. `max_length` bounds prompt + response, in tokens.
+    """
+
+    shares_memory = True
+
+    def __init__(
+        self,
+        model_path: str,
+        max_length: int,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
+        router: RouterArgs | None = None,
+    ):
+        check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
+        self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
+        self.model.to(device).eval().requires_grad_(False)
+        self.device, self.dtype = torch.device(device), dtype
+        self.sleeps = is_accelerator(self.device)
+        self.max_length, self.max_num_seqs, self.max_num_batched_tokens = (
+            max_length,
+            max_num_seqs,
+            max_num_batched_tokens,
+        )
+        self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
+        self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
+        if self.takes_images:
+            vision_forward.embed_by_product(self.model)
+        router = router or RouterArgs()
+        self.router = Router.of(self.model, router)
+        self.records_routes = self.router is not None and router.router_replay == "R3"
+        self.version = -1
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []  # running[a] is in slot a
+        self.cache: KVCache | None = None
+        # Per slot. `uniform` holds a request's random numbers, one a token; all of them depend on its seed only.
+        self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
+        self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
+        self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
+        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the place: the rotary position
+        check_engine(self._decode_all, self.model, model_path, dtype)
+
+    # -- the contract
+
+    def add(self, request: Request) -> None:
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or longest > self.max_length:
+            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
+        self.waiting.append(request)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        finished = self._admit()
+        if self.running:
+            rows = len(self.running)
+            layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
+            token, position, ahead = self.token[:rows], self.position[:rows], self.ahead[:rows]
+            hidden = self._decode(token, position, ahead, layout)
+            if self.records_routes:
+                for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
+                    row.routes.append(routes)
+            finished += self._sample(hidden, 0)
+        return finished
+
+    def unfinished(self) -> list[Output]:
+        rows = [*self.running, *(Running.of(request) for request in self.waiting)]
+        return [row.output("unfinished") for row in rows]
+
+    def abort(self) -> None:
+        self.waiting.clear()
+        self.running.clear()
+
+    @torch.no_grad()
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
+        missing = set(self._parameters)
+        for name, tensor in weights:
+            target = self._parameters.get(name)
+            if target is None or target.shape != tensor.shape:
+                raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
+            if target.data_ptr() != tensor.data_ptr():
+                target.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
+        self.version = version
+        if recompute_kv:
+            self._recompute_kv()
+
+    def read_back(self, name: str) -> torch.Tensor:
+        return self._parameters[name]
+
+    def share_parameters(self, memory: dict[str, torch.Tensor]) -> None:
+        """Makes these tensors, one of each parameter's shape and precision, its parameters' memory, values kept: whoever
+        writes into them changes the weights; `update` has nothing to copy then."""
+        for name, parameter in self._parameters.items():
+            memory[name].copy_(parameter)
+            parameter.data = memory[name]
+
+    def sleep(self) -> None:
+        """Gives the KV cache back while the learner works; only between responses. Not on a CPU: the learner has memory of
+        its own, and the kernel would clear each page of a new one again."""
+        if self.num_unfinished:
+            raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
+        if self.sleeps:
+            self.cache = None
+
+    # -- mechanics
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, tied ones once: the learner sends each stored tensor once too."""
+        return dict(self.model.named_parameters())
+
+    def _kv(self) -> KVCache:
+        if self.cache is None:
+            self.cache = self._new_cache(self.max_num_seqs, self.max_length)
+        return self.cache
+
+    def _new_cache(self, slots: int, length: int) -> KVCache:
+        return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
+
+    def _decode_all(self, probe: Probe) -> torch.Tensor:
+        """Logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the others decoded one by one.
+        For the check of the forward pass; uses a cache of its own."""
+        ids, prompt = probe.ids, probe.prompt
+        sequences, length = ids.shape
+        cache = self._new_cache(sequences, length)
+        layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
+        hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
+        logits = [self.model.lm_head(hidden[layout.last])]
+        ahead = torch.full((sequences,), probe.images.next_position - prompt if probe.images else 0, device=self.device)
+        for place in range(prompt, length - 1):
+            position = torch.full((sequences,), place, device=self.device)
+            hidden = self._decode(ids[:, place], position, ahead, DecodeLayout(position, place + 1, cache))
+            logits.append(self.model.lm_head(hidden))
+        return torch.stack(logits, dim=1)
+
+    def _longest(self) -> int:
+        """The largest position among the running requests, known on the host without asking the device."""
+        return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
+
+    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
+        """token [T] of whole sequences, each with its images -> hidden states [T, hidden]."""
+        if not self.takes_images:
+            return self._forward(token, layout.position_ids, layout)
+        inputs = row_inputs(layout.lengths, [-1] * len(images), images)
+        row = inputs["images"] if inputs["images"].files else None
+        return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
+
+    def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
+        """token, position, ahead [A], one of each sequence -> hidden states [A, hidden]."""
+        return self._forward(token, position + ahead if self.takes_images else position, layout)
+
+    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
+        """token [T], position [T], or [3, 1, T] of a row that may have images -> hidden states [T, hidden]."""
+        if self.router:
+            self.router.begin(layout)
+        if self.has_fast_path and position.dim() == 1:
+            return hidden_states(self.model, token, position, layout)
+        if self.takes_images:
+            return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
+        rows = {"input_ids": token[None], "position_ids": position[None]}
+        return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
+
+    def _admit(self) -> list[Output]:
+        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Those that
+        go on from somewhere have theirs; they are admitted apart from the others."""
+        first, groups, tokens = len(self.running), {}, 0  # groups: what to prefill -> its slots
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            row = Running.of(self.waiting[0])
+            if groups and bool(row.token_ids) != bool(self.running[first].token_ids):
+                break
+            key, length = row.key, len(row.in_kv)
+            if key not in groups and groups and tokens + length > self.max_num_batched_tokens:
+                break
+            tokens += length if key not in groups else 0
+            slot = len(self.running)
+            groups.setdefault(key, []).append(slot)
+            self.waiting.popleft()
+            self.running.append(row)
+            random = np.random.Generator(np.random.Philox(row.request.seed))
+            random = random.random(row.request.sampling.max_tokens, np.float32)
+            self.uniform[slot, : len(random)] = torch.from_numpy(random)
+        if not groups:
+            return []
+        hidden = self._prefill([slots[0] for slots in groups.values()])
+        if self.records_routes:
+            lengths = [len(self.running[slots[0]].in_kv) for slots in groups.values()]
+            routes_of = dict(zip(groups, self._routes(lengths), strict=True))
+            for row in self.running[first:]:
+                row.routes = row.routes or [routes_of[row.key]]
+        order = [i for i, slots in enumerate(groups.values()) for _ in slots]
+        slots = [slot for slots in groups.values() for slot in slots]
+        leader = torch.tensor([slots[0] for slots in groups.values() for _ in slots[1:]], dtype=torch.long)
+        follower = torch.tensor([slot for slots in groups.values() for slot in slots[1:]], dtype=torch.long)
+        if len(leader):
+            longest = max(len(self.running[slots[0]].in_kv) for slots in groups.values())
+            self._kv().copy_slots(leader.to(self.device), follower.to(self.device), longest)
+        rows = self.running[first:]
+        if self.takes_images:
+            self.ahead[first : len(self.running)] = torch.tensor([r.ahead for r in rows]).to(self.device)
+        if rows[0].token_ids:
+            self.token[first : len(self.running)] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
+            self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
+            return []
+        by_slot = torch.empty(len(slots), dtype=torch.long)
+        by_slot[torch.tensor(slots) - first] = torch.tensor(order)
+        self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) - 1 for r in rows]).to(self.device)
+        return self._sample(hidden[by_slot.to(self.device)], first)
+
+    def _prefill(self, slots: list[int]) -> torch.Tensor:
+        """Fills the slots' KV with what their requests are by now; returns the hidden state of each one's last token
+        [S, hidden]."""
+        rows = [self.running[slot] for slot in slots]
+        sequences = [row.in_kv for row in rows]
+        layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
+        ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
+        hidden = self._fill(ids, layout, [row.request.images for row in rows])
+        return hidden[layout.last]
+
+    def _routes(self, lengths: list[int]) -> list[np.ndarray]:
+        """The routes of the last forward pass, [m, L, K] for each run of so many tokens."""
+        record = as_record(self.router.chosen(), self.router.experts)
+        return np.split(record, np.cumsum(lengths)[:-1])
+
+    def _recompute_kv(self) -> None:
+        lengths = [len(r.in_kv) for r in self.running]
+        start = 0
+        while start < len(lengths):
+            end, tokens = start, 0
+            while end < len(lengths) and (end == start or tokens + lengths[end] <= self.max_num_batched_tokens):
+                tokens += lengths[end]
+                end += 1
+            self._prefill(list(range(start, end)))
+            start = end
+
+    def _sample(self, hidden: torch.Tensor, first: int) -> list[Output]:
+        """Samples the next token of slots first.. from their hidden states [n, hidden]; frees the slots that finished."""
+        rows = self.running[first:]
+        counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
+        uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
+        token, log_prob = sample(self.model.lm_head(hidden), uniform, self._settings(rows))
+        self.token[first : len(self.running)] = token
+        self.position[first : len(self.running)] += 1
+        finished: dict[int, str] = {}
+        for slot, (row, t, lp) in enumerate(zip(rows, token.tolist(), log_prob.tolist(), strict=True), start=first):
+            row.token_ids.append(t)
+            row.log_probs.append(lp)
+            row.versions.append(self.version)
+            if t in self.eos and not row.request.sampling.ignore_eos:
+                finished[slot] = "stop"
+            elif len(row.token_ids) >= row.request.sampling.max_tokens:
+                finished[slot] = "length"
+        outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
+        self._free(finished)
+        return outputs
+
+    def _settings(self, rows: list[Running]) -> SlotSettings:
+        s = [r.request.sampling for r in rows]
+        return SlotSettings(
+            temperature=torch.tensor([x.temperature for x in s]).to(self.device),
+            top_k=torch.tensor([x.top_k for x in s]).to(self.device),
+            top_p=torch.tensor([x.top_p for x in s]).to(self.device),
+            truncates=any(x.top_k > 0 or x.top_p < 1 for x in s),
+        )
+
+    def _free(self, slots: Iterable[int]) -> None:
+        """Fills the freed slots from the end, so that those in use stay 0..A-1."""
+        slots = set(slots)
+        if not slots:
+            return
+        left = len(self.running) - len(slots)
+        holes = [slot for slot in sorted(slots) if slot < left]
+        movers = [slot for slot in range(left, len(self.running)) if slot not in slots]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.running[hole] = self.running[mover]
+        del self.running[left:]
+        if holes:
+            source, target = torch.tensor(movers).to(self.device), torch.tensor(holes).to(self.device)
+            for state in (self.position, self.token, self.uniform, *([self.ahead] if self.takes_images else [])):
+                state[target] = state[source]
+            self._kv().copy_slots(source, target, self._longest() + 1)

@@ -1,0 +1,144 @@
+"""The contract of a generation engine, and the flags of every engine.
+
+An `Engine` takes requests (`add`), returns the responses that finished (`step`), and takes new weights between two steps
+(`update`). Every sampled token comes with its log-prob and with the version of the weights that sampled it. What a request
+samples depends on its own seed alone, not on which rank serves it or what else is in the batch.
+
+rl/generation/embedded/engine.py and rl/generation/vllm/engine.py fulfil it; rl/generation/choose_engine.py chooses.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+import numpy as np
+import torch
+
+from rl.data.image_prompts import Images
+from rl.model.router import RouterArgs
+from rl.ranges import Range
+
+
+@dataclass
+class EngineArgs(RouterArgs):
+    """Generation: sampling and the engine."""
+
+    rollout_n: Annotated[int, Range(at_least=1)] = 8
+    """Responses per prompt."""
+    max_response_length: Annotated[int, Range(at_least=1)] = 8
+    """Longest response, in tokens. One that reaches it is cut off there."""
+    temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
+    """Sampling temperature. The learner divides its logits by it, too."""
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution."""
+    top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Sample from the k likeliest tokens; -1 turns it off."""
+    ignore_eos: bool = False
+    """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
+    val_n: Annotated[int, Range(at_least=1)] = 1
+    """Responses per validation prompt. Above 1, pass@n is reported, too."""
+    val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
+    """Sampling temperature in validation; 0 is greedy."""
+    val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Nucleus sampling in validation."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """Inference engine. auto takes vllm where it is installed and the device is not a CPU, otherwise the embedded engine on top
+    of transformers, and prints which."""
+    max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
+    """Responses that one engine decodes at once."""
+    max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
+    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens, too."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
+    rollout_tp: Annotated[int, Range(at_least=1)] = 1
+    """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
+    gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] = 0.5
+    """vllm: share of the device's memory for the engine: weights and KV cache. The learner needs the rest."""
+    enable_chunked_prefill: bool = True
+    """vllm: split long prompts over several steps, so that running responses need not wait for them. Never on a CPU."""
+    enforce_eager: bool = False
+    """vllm: neither capture graphs nor compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
+    load_format: str = "auto"
+    """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights in any case."""
+    free_cache_engine: bool = True
+    """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
+
+    rollout_seeds: Literal["auto", "on", "off"] = "auto"
+    """vllm: give each request a seed of its own, so that it repeats. off draws a step's random numbers at once. auto is off on
+    an NPU, where each seed costs a kernel per token, and on elsewhere."""
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether an engine's memory is given back while a learner works: where one process does both in turns."""
+        return self.free_cache_engine
+
+    def weights_dtype(self, learner_dtype: str) -> torch.dtype:
+        """The precision of the engine's weights, which is also that in which they are sent."""
+        return getattr(torch, learner_dtype if self.rollout_dtype == "auto" else self.rollout_dtype)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    id: object  # anything hashable, handed back with the output
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
+    so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and goes on
+    images: Images | None = None  # of the prompt, whose ids have all their tokens
+
+
+@dataclass(frozen=True)
+class Output:
+    """A response. The three lists are equally long, n, the end-of-sequence token included."""
+
+    id: object
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: Literal["stop", "length", "unfinished"]
+    routes: np.ndarray | None = (
+        None  # [prompt + n - 1, L, K], uint8 or uint16, as they were while sampling (rl/model/router.py)
+    )
+
+
+class Engine(Protocol):
+    version: int  # of the weights in use; -1 before the first update
+    shares_memory: bool  # whether there is `share_parameters`
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> list[Output]:
+        """Samples one token for every running request; returns those that finished."""
+
+    def unfinished(self) -> list[Output]:
+        """The outputs so far of all unfinished requests, to go on elsewhere as their `so_far`."""
+
+    def abort(self) -> None:
+        """Forgets all unfinished requests."""
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
+        """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
+        is or recomputed. Raises ValueError if the weights are not exactly the model's."""
+
+    def read_back(self, name: str) -> torch.Tensor | None:
+        """The value that the engine computes with now for that parameter, read from its live memory. None where it cannot be
+        told."""
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+
+def request_seed(seed: int, ticket: int, response: int) -> int:
+    """A 63-bit seed for response number `response` of `ticket`, independent of which rank serves it."""
+    return int(np.random.SeedSequence((seed, ticket, response)).generate_state(1, np.uint64)[0] >> 1)

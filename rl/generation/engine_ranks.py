@@ -1,0 +1,47 @@
+"""The ranks that share one tensor parallel engine (--rollout-tp) stay in step.
+
+vLLM's ranks meet in every layer, so each must add the same requests and step as often as the others. Where a batch is made
+whole that needs no message between them: every rank knows all tickets beforehand, and the engine is stepped until it is empty.
+In a stream the first rank of the engine decides what is done next, and tells the others.
+"""
+
+import json
+
+import torch
+import torch.distributed
+
+from rl.errors import UserError
+from rl.ranks.device import HOST_BACKEND
+from rl.ranks.dist import Ranks, show_group
+from rl.ranks.launch import nodes
+from rl.ranks.watchdog import doing
+
+
+class EngineRanks:
+    """The ranks of the default process group that share this rank's engine: `size` neighbours."""
+
+    def __init__(self, ranks: Ranks, size: int):
+        """Raises UserError if a node's generators cannot be divided into engines."""
+        if torn := [node for node in nodes() if node.generators % size]:
+            raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
+        self.size = size
+        self.leads = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
+        self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many
+        self._first, self._group = self.index * size, None
+        for first in range(0, ranks.world_size, size) if size > 1 else ():
+            group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
+            self._group = group if first == self._first else self._group
+        if self._group:
+            show_group(f"engine {self.index}", self._group)
+
+    @doing("the engine's first rank to decide")
+    def agree(self, decision: list) -> list:
+        """The first rank's decision, which is anything that JSON can hold, on all of them."""
+        if self._group is None:
+            return decision
+        text = json.dumps(decision).encode()
+        size = torch.tensor([len(text)])
+        torch.distributed.broadcast(size, self._first, self._group)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.leads else torch.empty(int(size), dtype=torch.uint8)
+        torch.distributed.broadcast(data, self._first, self._group)
+        return json.loads(data.numpy().tobytes())

@@ -1,0 +1,396 @@
+"""The engine contract of rl/generation/engine.py over vLLM, in this process and with this process's own step loop.
+
+    torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
+
+vLLM brings paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor
+parallelism. This file adds what reinforcement learning needs of it: log-probs of the distribution that was sampled, a version
+per token, and new weights between two steps (rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or
+recomputed. Images in prompts: rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, more than one process an
+engine. The versions it was run with, and what to do when memory runs out: docs/engines.md.
+
+What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded;
+with --rollout-seeds off, and so on an NPU, on the engine's stream of random numbers and on what else is decoded. That stream
+starts after each update from the seeds of the requests that the engine has then (`_random_numbers`).
+The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
+repeats bit for bit only where the batches repeat too.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import uuid
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.data.image_prompts import takes_images
+from rl.errors import UserError
+from rl.generation.engine import EngineArgs, Output, Request
+from rl.generation.vllm.quiet import native_stderr_kept_back
+from rl.generation.vllm.routes import ChosenExperts
+from rl.generation.vllm.weights import LiveWeights
+from rl.model.pretrained import empty_model, end_token_ids, load_config
+from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
+from rl.ranks.dist import all_gather_bytes
+
+# vLLM reads these when it is imported or started.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_LOG") else "ERROR")
+os.environ.setdefault(
+    "VLLM_CPU_KVCACHE_SPACE", "1"
+)  # GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
+
+if not os.environ.get("RL_ENGINE_LOG"):
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton
+with native_stderr_kept_back():
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+    from vllm.v1.request import RequestStatus
+
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
+HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
+
+
+@dataclass
+class Pending:
+    """A request inside vLLM. `counts[i]` of its tokens had been sampled when version `versions[i]` was replaced."""
+
+    request: Request
+    inner_id: str  # vLLM's own name for it
+    counts: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def version_per_token(self, tokens: int, version: int) -> list[int]:
+        """The version of each token that was sampled here."""
+        out: list[int] = []
+        for count, before in zip(self.counts, self.versions, strict=True):
+            out += [before] * (count - len(out))
+        return out + [version] * (tokens - len(out))
+
+
+class VLLMEngine:
+    """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
+
+    With rollout_tp > 1 the ranks of the default process group form generators of that many consecutive ranks. They work in
+    lockstep: each of them must add the same requests in the same order, and step and update at the same points. All of them
+    return the same outputs.
+    """
+
+    shares_memory = False
+
+    def __init__(
+        self,
+        model_path: str,
+        args: EngineArgs,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
+    ):
+        self.device, self.max_length, self.version = torch.device(device), max_length, -1
+        # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
+        self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
+        _check(args, max_length, self.chunks)
+        # the names and shapes of what the learner sends
+        config = load_config(model_path, trust_remote_code)
+        skeleton = empty_model(config, trust_remote_code)
+        self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
+        self.sleeps = args.engine_sleeps and is_accelerator(self.device)
+        self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
+        self.asleep = False
+        self.images = None
+        if takes_images(config):
+            from rl.generation.vllm.images import PreparedImages
+
+            self.images = PreparedImages(config, f"--model {model_path}")
+        self.engine = self._start(model_path, args, dtype, trust_remote_code)
+        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self.chosen = None
+        if args.router_replay == "R3":
+            self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
+        self._scheduler = self.engine.engine_core.engine_core.scheduler
+        self._pending: dict[str, Pending] = {}
+        self._added = 0  # requests so far
+        self._updates = 0  # the prefix cache is shared within one: `cache_salt`
+        self._stream: list[int] | None = None  # see `_random_numbers`
+
+    # -- the contract
+
+    def add(self, request: Request) -> None:
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or longest > self.max_length:
+            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
+        self._added += 1
+        key = str(self._added)
+        self._pending[key] = Pending(request, self._hand_over(key, request))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._pending)
+
+    def step(self) -> list[Output]:
+        if self.asleep:
+            raise RuntimeError("the engine sleeps and has no weights: it must be updated before it generates")
+        if not self._pending:
+            return []
+        with self._random_numbers():
+            outputs = self.engine.step()
+        return [self._output(out) for out in outputs if out.finished]
+
+    def unfinished(self) -> list[Output]:
+        states = self.engine.output_processor.request_states
+        return [
+            self._joined(
+                pending,
+                states[pending.inner_id].logprobs_processor.logprobs,
+                "unfinished",
+                self.chosen and self.chosen.so_far(pending.inner_id),
+            )
+            for pending in self._pending.values()
+        ]
+
+    def abort(self) -> None:
+        self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
+        self._pending.clear()
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
+        if self.asleep:
+            empty_cache()  # what the learner has freed: an engine takes its memory past the allocator
+            with self.weights.same_parameters():
+                self.engine.wake_up(["weights"])
+        for pending in self._pending.values():
+            pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
+            pending.versions.append(self.version)
+        self.weights.load(weights)
+        if self.asleep:
+            empty_cache()
+            self.engine.wake_up(["kv_cache"])
+            self.asleep = False
+        self.engine.reset_encoder_cache()
+        self.version = version
+        self._stream = None
+        self._updates += 1
+        if recompute_kv:
+            self.engine.reset_prefix_cache(reset_running_requests=True)
+        self._renew_waiting()
+
+    def sleep(self) -> None:
+        """Gives weights and KV memory back while the learner works; `update` wakes the engine. Only between responses. Does
+        nothing on a CPU, which vLLM has no sleep mode for, and with --no-free-cache-engine."""
+        if self.num_unfinished:
+            raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
+        if self.sleeps and not self.asleep:
+            self.engine.sleep(level=2)  # 2: nothing is copied to the host, because new weights will come anyway
+            self.asleep = True
+
+    def read_back(self, name: str) -> torch.Tensor | None:
+        """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
+        return self.weights.read_back(name)
+
+    def close(self) -> None:
+        """Ends vLLM's threads and gives its memory back."""
+        self.engine.engine_core.shutdown()
+
+    # -- mechanics
+
+    def _start(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.LLMEngine:
+        routes = args.router_replay == "R3"
+        settings = vllm.EngineArgs(
+            model=model_path,
+            trust_remote_code=trust_remote_code,
+            dtype=str(dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,  # token ids go in and come out
+            generation_config="vllm",  # the sampling settings are the request's alone
+            max_model_len=self.max_length,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            enable_chunked_prefill=self.chunks,
+            enable_prefix_caching=not (routes and not is_accelerator(self.device)),  # see rl/generation/vllm/routes.py
+            **({"enable_return_routed_experts": True} if routes and is_accelerator(self.device) else {}),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enforce_eager=args.enforce_eager or not is_accelerator(self.device),
+            load_format=args.load_format,
+            use_tqdm_on_load=False,
+            enable_sleep_mode=self.sleeps,
+            tensor_parallel_size=args.rollout_tp,
+            distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            logprobs_mode=LOGPROBS_MODE,
+            async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
+            disable_log_stats=True,
+            **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
+            seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
+        )
+        with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
+            try:
+                engine = vllm.LLMEngine.from_engine_args(settings)
+            # Out of memory is a RuntimeError; AssertionError: another process has freed memory of the device meanwhile.
+            except (ValueError, RuntimeError, AssertionError) as error:
+                reason = str(error).strip()[:500]
+                raise UserError(
+                    f"--engine vllm: vLLM does not start with {model_path}: {reason}\n"
+                    "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
+                    "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
+                ) from error
+            worker = engine.model_executor.driver_worker.worker
+            give_sampled_log_probs(worker.model_runner.sampler, worker.device)
+        return engine
+
+    @contextlib.contextmanager
+    def _random_numbers(self):
+        """The random numbers of one step for requests without seeds of their own.
+
+        They follow from the weights' version, from the seeds and lengths of the requests that were here at the first step with
+        these weights, and from the number of steps since. So they depend on --seed; two engines, which never have the same
+        requests, never draw the same; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
+        """
+        if self.seeds:
+            yield
+            return
+        if self._stream is None:
+            requests = [pending.request for pending in self._pending.values()]
+            self._stream = [self.version + 1, *sorted(_seed(request) for request in requests), 0]
+        self._stream[-1] += 1
+        state = np.random.SeedSequence(self._stream).generate_state(4)
+        with _random_state_kept(), random_numbers(self.device, int(state[0])):
+            np.random.seed(state)  # some of vLLM's samplers draw seeds from numpy
+            yield
+
+    def _hand_over(self, key: str, request: Request) -> str:
+        """Gives the request to vLLM; returns vLLM's own name for it."""
+        s, so_far = request.sampling, request.so_far.token_ids if request.so_far else []
+        params = vllm.SamplingParams(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            max_tokens=s.max_tokens - len(so_far),
+            ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
+            stop_token_ids=None if s.ignore_eos else self.eos,
+            seed=_seed(request) if self.seeds else None,
+            logprobs=0,  # the sampled token's
+            flat_logprobs=True,  # no dict and no object a token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        # KV blocks are shared between equal prompts, but never across weights.
+        ids, salt = [*request.prompt_ids, *so_far], f"v{self._updates}"
+        prompt = {"prompt_token_ids": ids, "cache_salt": salt}
+        if request.images is not None:
+            prompt = self.images.prompt(request.images, ids, salt)
+        return self.engine.add_request(key, prompt, params)
+
+    def _renew_waiting(self) -> None:
+        """Hands the requests that have not begun over anew: with the salt of their arrival they would find, and leave, KV
+        blocks of the weights that were just replaced."""
+        for key, pending in self._pending.items():
+            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING:
+                self.engine.abort_request([pending.inner_id], internal=True)
+                pending.inner_id = self._hand_over(key, pending.request)
+
+    def _output(self, out: vllm.RequestOutput) -> Output:
+        pending, completion = self._pending.pop(out.request_id), out.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
+        routes = self.chosen and self.chosen.take(pending.inner_id, completion)
+        return self._joined(pending, completion.logprobs, completion.finish_reason, routes)
+
+    def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
+        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with. routes: of
+        the prompt that vLLM was given, and of the tokens sampled here."""
+        versions = pending.version_per_token(len(sampled.token_ids), self.version)
+        so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
+        if so_far.routes is not None:
+            routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
+        if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
+            raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
+        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
+
+
+def _seed(request: Request) -> int:
+    """The request's seed. Its length so far counts, or a resumed response would draw its first random numbers again."""
+    return request.seed ^ (len(request.so_far.token_ids) if request.so_far else 0)
+
+
+def _check(args: EngineArgs, max_length: int, chunks: bool) -> None:
+    """Raises UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
+    if not chunks and args.max_num_batched_tokens < max_length:
+        raise UserError(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
+            "response). Without --enable-chunked-prefill, and on a CPU always, a prompt is not split: raise it."
+        )
+    hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
+    if hottest > HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine transformers."
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if args.rollout_tp < 1 or world % args.rollout_tp:
+        raise UserError(
+            f"--rollout-tp {args.rollout_tp}: the {world} generating rank(s) cannot be divided into generators of that many. "
+            "Start a multiple of it with `torchrun --standalone --nproc-per-node ...`."
+        )
+
+
+@torch.no_grad()
+def give_sampled_log_probs(sampler, device: torch.device) -> None:
+    """Has vLLM's sampler give log-probs of the distribution that it samples. vllm-ascend's forgets the setting at the start but
+    follows it later. Raises UserError for a sampler that does not."""
+    if getattr(sampler, "logprobs_mode", None) == LOGPROBS_MODE:
+        return
+    inner = getattr(sampler, "topk_topp_sampler", None)
+    if inner is not None and hasattr(sampler, "logprobs_mode"):
+        sampler.logprobs_mode = inner.logprobs_mode = LOGPROBS_MODE
+        logits = torch.linspace(-2, 2, 8).repeat(2, 1).to(device)
+        _, given = inner(logits.clone(), {}, None, None)
+        if given is not None and torch.allclose(given, logits.log_softmax(-1), atol=1e-4):
+            return
+    raise UserError(
+        f"--engine vllm: the sampler of this vLLM, {type(sampler).__module__}.{type(sampler).__name__}, gives log-probs of the "
+        "model before temperature, top-k and top-p, not of what it samples: the policy's ratios would be wrong. Install the "
+        "versions in docs/engines.md, or take --engine transformers."
+    )
+
+
+@contextlib.contextmanager
+def _random_state_kept():
+    """vLLM reseeds the process's random number generators as it starts; the script's own draws must not depend on that."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def _place_among_ranks(device: torch.device):
+    """Tells a starting vLLM its rank in the default process group, out of which it makes its own groups. It would take it from
+    torchrun's variables, which count otherwise where ranks are split into roles or share a device.
+
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. As it comes from vLLM the name is
+    the same in every run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    run = all_gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    place = (f"env://:{run}", dist.get_rank(), device.index or 0)
+    original = ExecutorWithExternalLauncher._distributed_args
+    ExecutorWithExternalLauncher._distributed_args = lambda self: place
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = original
+        for path in Path("/dev/shm").glob(f"{run}-*"):
+            path.unlink(missing_ok=True)  # all ranks have it open; without a name it ends with them, however they end

@@ -1,0 +1,67 @@
+"""The experts that a running vLLM chooses for each token, for --router-replay R3 (rl/model/router.py).
+
+On accelerators vLLM returns them with each response (enable_return_routed_experts, from 0.32 on). Its CPU build does not: the
+routers' capture hook is read after each forward pass there, and no KV is shared between prompts: what is not computed is not
+routed. Both keep what was chosen first when a response's KV is computed anew under other weights.
+"""
+
+import numpy as np
+import torch
+import vllm
+
+from rl.model.router import as_record, layer_numbers, routers
+
+
+class ChosenExperts:
+    """The routes of one engine's responses."""
+
+    def __init__(self, engine: "vllm.LLMEngine", model: torch.nn.Module, on_cpu: bool):
+        """model: transformers' of the same config, from which the layers with routers are read."""
+        self.engine, self.layers = engine, layer_numbers(model)
+        self.experts = next(iter(routers(model).values())).num_experts
+        self._captured: dict[str, np.ndarray] | None = None  # on a CPU: request -> [m, L, K] so far
+        if on_cpu:
+            self._captured, self._step = {}, {}
+            runner = engine.model_executor.driver_worker.worker.model_runner
+            for module in runner.get_model().modules():
+                if hasattr(module, "layer_id") and hasattr(getattr(module, "router", None), "set_capture_fn"):
+                    module.router.set_capture_fn(lambda ids, layer=module.layer_id: self._capture(runner, layer, ids))
+            return
+        scheduler = engine.engine_core.engine_core.scheduler
+        if torch.distributed.is_initialized() and not _is_first_tensor_parallel_rank():
+            # The routes arrive on the first of tensor parallel ranks only, while every rank's scheduler here asks for them.
+            scheduler.aux_output_connector = None
+
+    def take(self, request: str, completion) -> np.ndarray | None:
+        """The routes of a finished request, under vLLM's name for it, and forgets them: [prompt + n - 1, L, K]. completion:
+        vLLM's output. None on tensor parallel ranks that are told none."""
+        if self._captured is not None:
+            return self._captured.pop(request)
+        return None if completion.routed_experts is None else completion.routed_experts[:, self.layers]
+
+    def so_far(self, request: str) -> np.ndarray | None:
+        """The routes of an unfinished request up to now; None if it has not begun."""
+        if self._captured is not None:
+            return self._captured.get(request)
+        chunks = self.engine.output_processor.request_states[request].routed_experts_chunks
+        return np.concatenate(chunks)[:, self.layers] if chunks else None
+
+    def _capture(self, runner, layer: int, ids: torch.Tensor) -> None:
+        """A layer's choices in a forward pass, ids [tokens, K], the requests end to end. The last layer's end the pass."""
+        self._step[layer] = ids.to(torch.int16).clone()
+        if layer != self.layers[-1]:
+            return
+        rows, self._step = torch.stack([self._step[number] for number in self.layers], dim=1), {}
+        batch, begins = runner.input_batch, runner.query_start_loc.np
+        for i, request in enumerate(batch.req_ids):
+            known, first = self._captured.get(request), int(batch.num_computed_tokens_cpu[i])
+            new = as_record(rows[begins[i] : begins[i + 1]], self.experts)
+            if first > (have := 0 if known is None else len(known)):
+                raise RuntimeError(f"request {request}: the experts of tokens {have} to {first} were never told")
+            self._captured[request] = new if known is None else np.concatenate([known, new[have - first :]])
+
+
+def _is_first_tensor_parallel_rank() -> bool:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().is_first_rank

@@ -1,0 +1,177 @@
+"""New weights into a running vLLM, and the same weights read back out of it.
+
+vLLM stores weights otherwise than a checkpoint does: q, k and v in one tensor, gate and up in one tensor, all experts of a
+layer in one tensor; and on a CPU most of them only in a packed layout made for its matrix product. `LiveWeights.load` puts a
+checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint has it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+import vllm
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from rl.ranks.device import is_accelerator
+
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
+TRANSPOSED_EXPERTS = ("AscendUnquantizedFusedMoEMethod",)  # methods that compute with [E, in, out]
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep that layout
+
+
+class LiveWeights:
+    """The weights of one vLLM engine under the names and shapes the learner sends, `expected`."""
+
+    def __init__(self, engine: "vllm.LLMEngine", expected: dict[str, torch.Tensor], dtype: torch.dtype, tensor_parallel: int):
+        self.config, self.dtype, self.tensor_parallel = engine.vllm_config, dtype, tensor_parallel
+        self.shapes = {name: tensor.shape for name, tensor in expected.items()}
+        self.worker = engine.model_executor.driver_worker.worker
+        self.model: nn.Module = self.worker.model_runner.get_model()
+        self.modules = dict(self.model.named_modules())
+        self.on_cpu = not is_accelerator(torch.device(self.worker.device))
+        # Qwen3-VL-MoE's loader takes experts [E, in, out], as the hub has them; transformers' are [E, out, in].
+        self.turns_experts = any(getattr(m, "is_fused_checkpoint_transposed", False) for m in self.modules.values())
+
+    # -- in
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces every weight. Raises ValueError naming the first that is missing, unknown or of another shape; what the
+        engine computes with is undefined then, until a whole set has come."""
+        if self.on_cpu:
+            self._forget_packed_experts()
+        with set_current_vllm_config(self.config), torch.device(self.worker.device):
+            try:
+                self.worker.model_runner.reload_weights(weights_iterator=self._checked(weights))
+            except Exception:
+                finalize_layerwise_reload(self.model, self.config.model_config)  # else layers stay half taken apart
+                raise
+        if self.on_cpu:
+            self._repack_heads()
+
+    @contextlib.contextmanager
+    def same_parameters(self):
+        """Around a wake-up: afterwards the modules have the parameters that they had before. vllm-ascend's puts transposed ones
+        in the place of the experts', for loaders that want a checkpoint's layout; vLLM's reloading wants its kernels' layout,
+        and would copy into the wrong shape, or in silence into the wrong elements. Memory wakes up at its old address."""
+        before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
+        yield
+        for module, name, parameter in before:
+            if getattr(module, name) is not parameter:
+                setattr(module, name, parameter)
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as they come, in copies: vLLM holds on to them until a fused group is whole, while the sender may reuse
+        its buffer. What vLLM does not know or does not get it would skip in silence, so names are checked here."""
+        missing, iterator = set(self.shapes), iter(weights)
+        while True:
+            with torch.device("cpu"):  # the sender's code must not find the engine's device as its default
+                item = next(iterator, None)
+            if item is None:
+                break
+            name, tensor = item
+            if self.shapes.get(name) != tensor.shape:
+                raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
+            missing.discard(name)
+            tensor = tensor.detach().to(self.worker.device, self.dtype, copy=True)
+            turn = self.turns_experts and name.rpartition(".")[2] in EXPERTS
+            yield name, tensor.transpose(1, 2) if turn else tensor
+        if missing:
+            raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
+
+    def _forget_packed_experts(self) -> None:
+        """vLLM packs a CPU's expert weights only where no kernel exists yet, and otherwise copies the unpacked ones over the
+        packed: without this, log-probs after an update are off by 0.75 and nothing says so."""
+        for module in self.modules.values():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+
+    def _repack_heads(self) -> None:
+        """An output head tied to the input embeddings keeps its packed copy of the old ones on a CPU: without this, log-probs
+        after an update are off by up to 2.2 and nothing says so."""
+        for module in self.modules.values():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    # -- out
+
+    @torch.no_grad()
+    def read_back(self, name: str) -> torch.Tensor | None:
+        """The tensor the engine computes with for the learner's weight `name`, in the learner's shape and the engine's
+        precision, bit for bit. It may share memory with the engine.
+
+        A CPU holds its packed copies out of reach; they are read by multiplying the identity matrix with them, and that gives
+        -0.0 as 0.0: compare by value, or add 0.0 before taking a checksum. None where it cannot be known: on a tensor parallel
+        rank, which holds a part of it, and for expert weights in a layout that only a GPU's kernel knows. KeyError for a name
+        that is no weight of the model.
+        """
+        shape = self.shapes[name]
+        if self.tensor_parallel > 1:
+            return None
+        path, _, leaf = self._vllms_name(name).rpartition(".")
+        parent, _, child = path.rpartition(".")
+        if leaf in EXPERTS:
+            module = self.modules.get(f"{path}.routed_experts", self.modules[path])  # older vLLM: the layer itself
+            return self._experts(module, leaf, shape)
+        for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
+            module = self.modules.get(f"{parent}.{fused}")
+            if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
+                sizes, index = module.output_sizes, parts.index(child)
+                return self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
+        module = self.modules[path]
+        value = self._matrix(module, leaf)[: shape[0]]  # a vocabulary is padded
+        head = self._tied_head(module)
+        if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: shape[0]]):
+            return packed  # the copy that betrays a missed update
+        return value
+
+    def _vllms_name(self, name: str) -> str:
+        """The learner's name with the prefix that vLLM has for it: it keeps a model for images otherwise than transformers."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        for theirs, ours in (mapper.orig_to_new_prefix if mapper else {}).items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+    def _matrix(self, module: nn.Module, leaf: str) -> torch.Tensor:
+        """A module's parameter [out, in], out of a CPU's packed copy where the product is made from one."""
+        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        if leaf != "weight" or looked_up or not hasattr(module, "cpu_linear"):
+            return getattr(module, leaf).data
+        width = getattr(module, "input_size", None) or module.embedding_dim
+        return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
+
+    def _tied_head(self, module: nn.Module) -> nn.Module | None:
+        """The output head that shares this embedding's weight but may have its own packed copy."""
+        heads = (m for m in self.modules.values() if isinstance(m, ParallelLMHead) and hasattr(m, "cpu_linear"))
+        return next((head for head in heads if head is not module and head.weight is getattr(module, "weight", None)), None)
+
+    def _experts(self, module: nn.Module, leaf: str, shape: torch.Size) -> torch.Tensor | None:
+        """All experts' weights [E, out, in] of one layer."""
+        live = getattr(module, EXPERTS[leaf]).data
+        if not self.on_cpu:
+            if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
+                turned = live.transpose(1, 2)
+                return turned if turned.shape == shape else None
+            backend = getattr(module.quant_method, "unquantized_backend", None)
+            return live if getattr(backend, "name", None) in PLAIN_EXPERTS else None
+        place = _packed_places(shape[1:], self.dtype, module.quant_method.moe_kernel.fused_experts.isa)
+        return live.flatten(1)[:, place].view(shape) if place is not None and live.numel() == shape.numel() else None
+
+
+@functools.lru_cache(maxsize=8)
+def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
+    """The index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]. The packing only moves
+    elements about, so that packing their numbers, digit by digit, says where they go. None if it does more than that."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    count, source = shape.numel(), torch.zeros(shape.numel(), dtype=torch.long)
+    number = torch.arange(count)
+    for digit in range((count.bit_length() + 6) // 7):  # 7 bits: exact in every precision
+        values = (number >> 7 * digit & 127).to(dtype).view(1, *shape)
+        source |= cpu_prepack_moe_weight(values, isa).flatten().long() << 7 * digit
+    place = source.argsort()
+    return place if torch.equal(source[place], number) else None

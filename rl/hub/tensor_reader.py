@@ -1,0 +1,144 @@
+"""A model's weights in its safetensors files: what each file holds, and any run of a tensor's elements.
+
+Files are read, not mapped: what has been read is in the system's cache, and a process holds a piece of PIECE_BYTES of it.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
+
+from rl.errors import UserError
+from rl.hub.tensor_writer import PIECE_BYTES, TYPES
+from rl.ranks import watchdog
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
+
+
+def sample(file: Path) -> str:
+    """A digest of a file's name, size, and SAMPLES pieces."""
+    _sample(file, state := xxhash.xxh3_64())
+    return state.hexdigest()
+
+
+def _sample(file: Path, state: xxhash.xxh3_64) -> None:
+    size = file.stat().st_size
+    state.update(f"{file.name} {size} ".encode())
+    with open(file, "rb") as handle:
+        for i in range(SAMPLES):
+            handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            state.update(handle.read(SAMPLE_BYTES))
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {word: dtype for dtype, word in TYPES.items()}
+REMEDY = "Copy or download the files again."
+
+
+class Run(NamedTuple):
+    """Elements that lie end to end in a file."""
+
+    file: str
+    dtype: str  # in the words of safetensors
+    begin: int  # byte in the file
+    elements: int
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    run: Run
+    shape: torch.Size
+
+
+def find(path: str, name: str, download: bool = False) -> Path | None:
+    """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: gets it."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, local_files_only=not download, **quiet)
+    return Path(found) if found else None
+
+
+def stored_tensors(path: str) -> dict[str, Stored] | None:
+    """The tensors in the model's files by name; None where there are no safetensors files. Raises UserError, which names the
+    file, for one that is missing or damaged, or does not go with the others."""
+    where = f"--model {path}"
+    if not (index := find(path, INDEX, download=True)):
+        return _read_header(single, where) if (single := find(path, SINGLE, download=True)) else None
+    try:
+        listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(listed.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: cannot be read ({error}). {REMEDY}") from None
+    out: dict[str, Stored] = {}
+    for name in names:
+        if not (file := find(path, name, download=True)):
+            raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
+        held = _read_header(file, where)
+        if twice := out.keys() & held.keys():
+            other = out[min(twice)].run.file
+            raise UserError(f"{where}: {min(twice)} is in {other} and in {name}: one of them is of another model. {REMEDY}")
+        out |= held
+    if lacking := listed.keys() - out.keys():
+        name = min(lacking)
+        raise UserError(f"{where}: {listed[name]} does not hold {name}, which {INDEX} says it does. {REMEDY}")
+    return out
+
+
+def _read_header(file: Path, where: str) -> dict[str, Stored]:
+    try:
+        with safe_open(file, "pt"):  # checks that the header and the file's length fit together
+            pass
+        with open(file, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            header = json.loads(handle.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        size = f", {file.stat().st_size:,} bytes long" if file.exists() else ""
+        raise UserError(f"{where}: {file.name}{size}, cannot be read ({error}). {REMEDY}") from None
+    header.pop("__metadata__", None)
+    out = {}
+    for name, of in header.items():
+        shape = torch.Size(of["shape"])
+        out[name] = Stored(Run(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
+    return out
+
+
+class Reader:
+    """Open files."""
+
+    def __init__(self, files: dict[str, Path]):
+        """files: by the names that runs give them."""
+        self._open = {name: open(file, "rb", buffering=0) for name, file in files.items()}  # noqa: SIM115
+        self._piece = bytearray(PIECE_BYTES)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def read(self, runs: Sequence[Run], out: torch.Tensor, first: int = 0) -> None:
+        """Fills `out` [n], of any precision and device, with the runs' elements from `first` on, the runs taken end to end.
+        Raises UserError where a file has become shorter."""
+        position = 0  # of the run's first element among all
+        for run in runs:
+            start, stop = max(first, position), min(first + len(out), position + run.elements)
+            if start < stop:
+                self._read(run, start - position, out[start - first : stop - first])
+            position += run.elements
+
+    def _read(self, run: Run, skip: int, out: torch.Tensor) -> None:
+        dtype, file = DTYPES[run.dtype], self._open[run.file]
+        place = run.begin + skip * dtype.itemsize
+        for part in out.split(PIECE_BYTES // dtype.itemsize):
+            left = memoryview(self._piece)[: len(part) * dtype.itemsize]
+            while left:
+                if not (got := os.preadv(file.fileno(), [left], place)):
+                    raise UserError(f"{file.name}: cannot be read: it has become shorter. {REMEDY}")
+                place, left = place + got, left[got:]
+            part.copy_(torch.frombuffer(self._piece, dtype=dtype, count=len(part)))
+            watchdog.progress()

@@ -1,0 +1,313 @@
+"""How groups become what a learner computes on.
+
+`Batch` is the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
+end to end. `MicroBatch` is what one forward pass takes: whole sequences, packed without padding. Left out: `Group`, which a
+generator sends (rl/samples/group.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed
+
+from rl.errors import UserError
+from rl.learning.division import Division, mini_batches
+from rl.model import vision_sharing
+from rl.model.attention import Packed
+from rl.model.router import UNKNOWN, row_of_routes
+from rl.model.sequence_parallel import Piece
+from rl.model.vision_forward import RowImages
+from rl.ranks.device import moved
+from rl.ranks.dist import Ranks, all_gather_bytes, all_reduce_sum
+from rl.samples.group import Group
+
+if TYPE_CHECKING:
+    from rl.learning.batch_images import BatchImages
+
+PIECE = 1 << 17  # tokens that are computed on at once, where all are: what a processor's cache holds
+
+
+def of_flat_groups(groups: Iterable[Group]) -> list[bool]:
+    """Whether its group is flat, of each response that could be scored."""
+    return [is_flat for group in groups for is_flat in [group.is_flat] * len(group.scored)]
+
+
+@dataclass
+class Batch:
+    """B responses; CPU tensors.
+
+    Per response, [B], the same on every learner. Per token, [N]: the tokens of the responses that this learner trains, all of
+    them where it is alone; those of one response are contiguous, and responses are in order. Responses that could not be scored
+    are not among them: they have no part in the loss, its denominators or any baseline.
+    """
+
+    tickets: list[int]  # of its groups, also of one none of whose responses could be scored
+    unscored: int  # responses left out
+    errors: list[str]  # why responses could not be scored, left out or (--on-error zero) not
+    prompts: list[np.ndarray]  # B prompts, as token ids
+    lengths: torch.Tensor  # [B] long, tokens of each response
+    group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
+    score: torch.Tensor  # [B] float32
+    baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
+    extra: list[dict[str, float]]  # B further numbers of the reward function
+    truncated: torch.Tensor  # [B] bool, the response ran into its budget
+    token: torch.Tensor  # [N] int32
+    seq: torch.Tensor  # [N] long, the response each token belongs to
+    mask: torch.Tensor  # [N] bool, tokens that are trained
+    rollout_log_prob: torch.Tensor  # [N] float32
+    version: torch.Tensor  # [N] int32
+    here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
+    division: Division | None = None  # among the learners that hold the others' tokens; None where all are here
+    flat: list[bool] | None = None  # B, whether the group is; None where they are not packed apart
+    routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
+    prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
+    old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
+    actor_log_prob: torch.Tensor | None = None  # [N] float32, of the policy that starts the step; NaN where it is not known
+    ref_log_prob: torch.Tensor | None = None  # [N] float32
+    reward: torch.Tensor = None  # [N] float32, the score on the last token, less KL penalties
+    advantage: torch.Tensor = None  # [N] float32
+    is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
+    rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
+    chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
+    images: BatchImages | None = None  # of its prompts, for a model that takes images
+    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-error zero)
+    sources: list[str] = field(default_factory=list)  # of its groups: their data sources
+    sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
+
+    @staticmethod
+    def of(groups: list[Group], division: Division | None = None) -> Batch:
+        """Groups in ticket order -> the batch, whoever generated them and whenever they arrived. division: among learners; None
+        leaves all to this one."""
+        groups = sorted(groups, key=lambda g: g.ticket)
+        pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
+        lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
+        group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
+        flat = of_flat_groups(groups) if division is not None and division.packs_flat_apart else None
+        here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
+        if is_part:
+            prompts = [len(g.prompt_ids) for _, g, _ in pairs]
+            own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group, flat)
+            here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
+            here[own] = lengths[own]
+        every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
+        masks = (every[: len(r.token_ids)] if r.mask is None else r.mask for r in responses)
+        joined = lambda arrays, dtype: torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))  # noqa: E731
+        return Batch(
+            tickets=[g.ticket for g in groups],
+            unscored=sum(len(g.responses) for g in groups) - len(pairs),
+            errors=[r.error for g in groups for r in g.responses if r.error is not None],
+            prompts=[g.prompt_ids for _, g, _ in pairs],
+            lengths=lengths,
+            group=group,
+            score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
+            baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
+            extra=[r.extra for _, _, r in pairs],
+            truncated=torch.tensor([r.finish_reason == "length" for _, _, r in pairs], dtype=torch.bool),
+            token=joined((r.token_ids for r in responses), np.int32),
+            seq=torch.arange(len(pairs)).repeat_interleave(here),
+            mask=joined(masks, bool),
+            rollout_log_prob=joined((r.log_probs for r in responses), np.float32),
+            version=joined((r.versions for r in responses), np.int32),
+            here=here,
+            division=division if is_part else None,
+            flat=flat,
+            routes=[r.routes for _, _, r in pairs],
+            prompt_routes=[g.prompt_routes for _, g, _ in pairs],
+            failed=torch.tensor([r.error is not None for _, _, r in pairs], dtype=torch.bool),
+            sources=[g.data_source for g in groups],
+            sizes=[len(g.responses) for g in groups],
+        )
+
+    def check_scored(self) -> None:
+        """Raises UserError if not one of its responses could be scored: for the first step, where that means a reward function
+        that cannot work."""
+        if self.errors and len(self.errors) == self.unscored + len(self.score):
+            raise UserError(
+                f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
+                "Correct the reward function, or what it needs."
+            )
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """That hold the others' tokens; None where all are here."""
+        return self.division and self.division.ranks
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """[B]: where each response's tokens begin in the [N] tensors."""
+        return self.here.cumsum(0) - self.here
+
+    def by_response(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N] -> its sum over each response's tokens here, [B] float64."""
+        out = torch.zeros(len(self.here), dtype=torch.float64)
+        for piece in pieces(self.seq):
+            those = slice(int(self.seq[piece.start]), int(self.seq[piece.stop - 1]) + 1)
+            out[those] = torch.segment_reduce(x[piece].double(), "sum", lengths=self.here[those])
+        return out
+
+    def token_reward(self) -> torch.Tensor:
+        """[N]: each response's score on its last token, 0 elsewhere."""
+        reward = torch.zeros(len(self.token))
+        ends = self.here.cumsum(0)[self.here > 0] - 1
+        reward[ends] = self.score[self.here > 0]
+        return reward
+
+    def mini_batches(self, prompts: int) -> list[torch.Tensor]:
+        """The responses [b] of each run of `prompts` prompts, in ticket order."""
+        return mini_batches(self.group, len(self.tickets), prompts)
+
+    def total_lengths(self) -> list[int]:
+        """Prompt plus response tokens of each response."""
+        return [len(p) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+
+    def prompt_lengths(self) -> list[int]:
+        """Prompt tokens of each response."""
+        return [len(p) for p in self.prompts]
+
+    def distinct_tokens(self) -> int:
+        """Response tokens, and each prompt's once: what an update computes at the least."""
+        return int(self.lengths.sum()) + sum(map(len, self.distinct_prompts()))
+
+    def distinct_prompts(self) -> list[np.ndarray]:
+        """The prompt of each group that has a response."""
+        _, first = np.unique(self.group.numpy(), return_index=True)
+        return [self.prompts[i] for i in first]
+
+    def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
+        """Indices into the [N] tensors of all tokens of the given responses [b], which are all here, in that order."""
+        lengths, starts = self.lengths[responses], self.starts[responses]
+        if not torch.equal(lengths, self.here[responses]):
+            raise ValueError("the batch was divided otherwise: tokens of a response are not on this learner")
+        ends = lengths.cumsum(0)
+        offset = torch.arange(int(ends[-1]) if len(ends) else 0)
+        return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+    def span(self, responses: torch.Tensor) -> slice:
+        """Where the tokens of responses [b] that follow each other, such as a mini-batch's, stand in the [N] tensors."""
+        if not len(responses):
+            return slice(0, 0)
+        first, last = int(responses[0]), int(responses[-1])
+        if last - first != len(responses) - 1:
+            raise ValueError("the responses do not follow each other: tokens_of gives the indices of their tokens")
+        start = int(self.here[:first].sum())
+        return slice(start, start + int(self.here[first : last + 1].sum()))
+
+    def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums what each learner has made of its own tokens, in place. A collective of those that share the batch."""
+        return all_reduce_sum(x, self.ranks.data_group) if self.ranks else x
+
+    def of_each_rank(self, values: object) -> list:
+        """What JSON can hold, of each of those learners, in their order. A collective."""
+        if not self.ranks:
+            return [values]
+        return [json.loads(record) for record in all_gather_bytes(json.dumps(values).encode(), self.ranks.data_group)]
+
+    def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
+        """What the model's forward takes of a packed row's images; nothing of a model without images."""
+        return self.images.inputs(lengths, after, groups, device) if self.images else {}
+
+    def select(self, micro: MicroBatch, *names: str) -> list[torch.Tensor]:
+        """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
+        return [moved(getattr(self, name)[micro.index], device=micro.labels.device) for name in names]
+
+
+def pieces(seq: torch.Tensor) -> Iterator[slice]:
+    """seq [N], ascending -> slices of whole responses, of PIECE tokens at most if no response has more."""
+    start = 0
+    while start < len(seq):
+        stop = min(len(seq), start + PIECE)
+        if stop < len(seq):  # where the response begins that would be cut, or if it is the piece's first, where it ends
+            first = int(torch.searchsorted(seq, seq[stop]))
+            stop = first if first > start else int(torch.searchsorted(seq, seq[start], right=True))
+        yield slice(start, stop)
+        start = stop
+
+
+@dataclass
+class MicroBatch:
+    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted."""
+
+    inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
+    layout: Packed
+    predict: torch.Tensor  # [n] on the device: index in the row of the hidden state that predicts each response token
+    labels: torch.Tensor  # [n] on the device
+    index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
+    routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
+    own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
+    forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the row on this rank, but for padding behind them; 0 for a rank without work."""
+        return self.layout.tokens if len(self.index) else 0
+
+    @staticmethod
+    def of(batch: Batch, responses: list[int], device: torch.device) -> MicroBatch:
+        """The given responses with their prompts. An empty list gives one sequence of one token with nothing to
+        predict: a rank without work still takes part in the collectives of its forward and backward."""
+        index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
+        if not responses:
+            layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
+            inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
+            return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing)
+        # The row's segments; prompt_of: group -> the segment that is its prompt; groups: of prompts their group, else -1.
+        parts, after, groups, prompt_of = [], [], [], {}
+        for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
+            group = int(batch.group[i])
+            if group not in prompt_of:
+                prompt_of[group] = len(parts)
+                parts.append(torch.from_numpy(batch.prompts[i].astype(np.int32)))
+                after.append(-1)
+                groups.append(group)
+            parts.append(tokens)
+            after.append(prompt_of[group])
+            groups.append(-1)
+        layout = Packed([len(part) for part in parts], device, after)
+        sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
+        # a prompt's last token predicts its response's first
+        predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
+        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
+            [len(part) for part in parts], after, groups, device
+        )
+        labels, routes = batch.token[index].long(), row_of_routes(batch, responses)
+        return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
+
+
+def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
+    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches, those of flat
+    groups alone in front. max_tokens: of a micro-batch on one rank."""
+    division = Division(len(batch.tickets), max_tokens, ranks)
+    if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
+        division = batch.division  # which has planned this
+    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, batch.flat)
+    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
+    return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
+
+
+def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
+    """The micro-batch with this rank's piece of its row. Its index stays that of all n tokens."""
+    piece = Piece(micro.layout, ranks)
+    own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
+    return dataclasses.replace(
+        micro,
+        inputs={name: _input_part(x, piece) for name, x in micro.inputs.items()},
+        layout=piece,
+        predict=micro.predict[own] - piece.begin,
+        labels=micro.labels[own],
+        routes=None if micro.routes is None else piece.of(micro.routes, UNKNOWN),
+        own=own,
+    )
+
+
+def _input_part(x: torch.Tensor | RowImages, piece: Piece):
+    """One of the inputs of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
+    if isinstance(x, RowImages):
+        return vision_sharing.part_of(x, piece)
+    return piece.of(x.movedim(-1, 0)).movedim(0, -1)

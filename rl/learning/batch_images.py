@@ -1,0 +1,78 @@
+"""The images of a learner's batch. What travels from generators to learners has no pixels: each learner reads the rows of its
+own micro-batches again, and a thread prepares the next micro-batch's images while this one is computed.
+
+Memory: the files of this rank's rows for a step, and pixels as far as rl/data/image_prompts.py keeps them.
+"""
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from rl.data.image_prompts import Images
+from rl.data.prompts import PromptDataset, PromptOrder
+from rl.model.vision_forward import RowImages, row_inputs
+from rl.model.vision_sharing import divide
+from rl.ranks.dist import Ranks
+from rl.samples.group import Group
+
+
+class BatchImages:
+    """Images by group, and the packed rows that hold some, in the order in which they are computed."""
+
+    @staticmethod
+    def of(
+        prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None
+    ) -> "BatchImages | None":
+        """None if the model takes no images. ranks: the learners, where several share a row."""
+        return BatchImages(prompts, order, groups, ranks) if prompts.prep else None
+
+    def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None):
+        self.prompts, self.order = prompts, order
+        self._sharing = ranks.sequence_parallel if ranks else 1
+        self._place = ranks.rank % self._sharing if ranks else 0  # among those that share a row
+        self.groups = sorted(groups, key=lambda group: group.ticket)
+        self._read = functools.cache(self._read_again)
+        self._rows: list[RowImages] = []
+        self._thread = _thread()
+
+    def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
+        """What a packed row takes beside its ids (rl/model/vision_forward.py). lengths, after: of its segments; groups: of
+        segments that are prompts, their place in the batch, -1 of the others."""
+        inputs = row_inputs(lengths, after, [None if group < 0 else self._read(group) for group in groups])
+        row = inputs["images"]
+        if row.files:
+            number = len(self._rows)
+            row = row.when_taken(lambda: self._prepare(number + 1))
+            self._rows.append(row)
+            if not number:
+                self._prepare(0)
+        return {"position_ids": inputs["position_ids"].to(device), "images": row}
+
+    def _prepare(self, number: int) -> None:
+        """Has the thread prepare that row's images; behind the last row comes the first, since rows are computed several times:
+        for the old policy, the reference, the update."""
+        row = self._rows[number % len(self._rows)]
+        for image in divide(row, self._sharing)[self._place]:
+            images, file = row.files[image]
+            self._thread.submit(images.pixels_of, file)
+
+    def _read_again(self, number: int) -> Images | None:
+        """The images of a group's prompt. Raises RuntimeError if the row is not what its generator had."""
+        group = self.groups[number]
+        prompt = self.prompts[self.order(group.ticket)[1]]
+        digest = prompt.images.digest if prompt.images else ""
+        if digest != group.images or not np.array_equal(prompt.ids, group.prompt_ids):
+            raise RuntimeError(
+                f"{prompt.where}: the prompt or its images are not what the generator of ticket {group.ticket} had. All ranks "
+                "must see the same files, and these must not change during a run."
+            )
+        return prompt.images
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """One for the process. What it cannot prepare is raised where the pixels are taken."""
+    return ThreadPoolExecutor(1, thread_name_prefix="images")

@@ -1,0 +1,174 @@
+"""The division of a batch among the learners: who trains which responses, in which micro-batches.
+
+Every learner knows the length, the score and the group of each response, so that all make the same plan without a word. Tokens
+and what is computed of them each holds of its own responses alone: memory falls with the number of learners. Left out: what
+concerns the whole batch (rl/algorithm/whole_batch.py).
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl.ranks.dist import Ranks
+
+OF_BACKWARD = 2 / 3  # of a micro-batch's arithmetic
+A_PASS = 1024  # tokens that take as long as a micro-batch costs beside its own
+WORTH_IT = 0.95  # of the time of all together; above, they stay so
+
+
+def pack(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int
+) -> list[list[list[int]]]:
+    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank.
+
+    lengths: tokens of each sequence; prompts: of those its prompt's, which a micro-batch computes once for all its responses;
+    groups: whose neighbours share a prompt. Returns [rank][micro-batch] -> indices into `lengths`. The same input gives the
+    same plan on every rank. Raises ValueError for a sequence above max_tokens.
+
+    What is placed are runs of one group, longest first into the emptiest bin (Graham's rule, at most 4/3 of the best possible);
+    there are more micro-batches until the budget holds. Long runs share their prompt, short ones balance: of plans with runs of
+    up to a micro-batch, and of a whole, a half and a quarter of what a micro-batch would have on average, it is the one that
+    computes the fewest tokens, where all ranks wait for the slowest.
+    """
+    if max(lengths, default=0) > max_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
+    plans, once = [], _row_tokens(range(len(lengths)), lengths, prompts, groups)
+    for part in (0, 1, 2, 4):
+        bins = _place(lengths, groups, max_tokens, ranks, part)
+        passes = (bins[first : first + ranks] for first in range(0, len(bins), ranks))
+        slowest = _slowest(passes, lengths, prompts, groups)
+        plans.append((slowest, len(bins), part, bins))
+        if slowest * ranks == once:  # nothing is computed twice, and no rank waits
+            break
+    *_, bins = min(plans)
+    return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
+
+
+def pack_apart(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], flat: Sequence[bool], max_tokens: int, ranks: int
+) -> list[list[list[int]]]:
+    """As `pack`, but sequences that are `flat` are in micro-batches of their own, in front of the others, where that takes less
+    time if they pass forward alone. At least one micro-batch is of the others, though it may be empty."""
+    what, together = (lengths, prompts, groups), pack(lengths, prompts, groups, max_tokens, ranks)
+    if not any(flat):
+        return together
+    parts = []
+    for kind in (True, False):
+        members = [i for i, is_flat in enumerate(flat) if is_flat == kind]
+        plan = pack(*([numbers[i] for i in members] for numbers in what), max_tokens, ranks)
+        parts.append([[[members[i] for i in micro] for micro in of_rank] for of_rank in plan])
+
+    def cost(plan: list[list[list[int]]]) -> int:
+        return A_PASS * len(plan[0]) + _slowest(zip(*plan, strict=True), *what)
+
+    forward_only, both_ways = map(cost, parts)
+    if forward_only * (1 - OF_BACKWARD) + both_ways >= WORTH_IT * cost(together):
+        return together
+    return [first + second for first, second in zip(*parts, strict=True)]
+
+
+def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
+    """The bins of a plan, neighbours those of one micro-batch on each rank. part: of a bin's average load, the longest run; 0
+    lets a run fill a bin."""
+    count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    while True:
+        runs = _runs(lengths, groups, sum(lengths) / (part * count * ranks) if part else max_tokens)
+        loads = [sum(lengths[i] for i in run) for run in runs]
+        heap = [(0, b) for b in range(count * ranks)]
+        bins: list[list[int]] = [[] for _ in heap]
+        for r in sorted(range(len(runs)), key=lambda r: (-loads[r], r)):
+            load, b = heapq.heappop(heap)
+            bins[b] += runs[r]
+            heapq.heappush(heap, (load + loads[r], b))
+        if max(load for load, _ in heap) <= max_tokens:
+            return bins
+        count += max(1, count // 32)  # thousands of bins are not tried one by one
+
+
+def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[list[int]]:
+    """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
+    runs, load = [], 0
+    for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+        if i and groups[i - 1] == group and load + length <= limit:
+            runs[-1].append(i)
+            load += length
+        else:
+            runs.append([i])
+            load = length
+    return runs
+
+
+def _slowest(
+    passes: Iterable[Sequence[Sequence[int]]], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]
+) -> int:
+    """Tokens for which all ranks wait. passes: a micro-batch of each rank."""
+    return sum(max(_row_tokens(members, lengths, prompts, groups) for members in of_ranks) for of_ranks in passes)
+
+
+def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
+    """Tokens of a micro-batch's row: each prompt is in it once."""
+    return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches. A batch has
+    one of its own, which plans each mini-batch once, whoever asks."""
+
+    prompts: int
+    max_tokens: int  # of a micro-batch on one rank
+    ranks: Ranks
+    packs_flat_apart: bool = False  # groups with equal scores have micro-batches of their own
+    _plans: dict[tuple, list[list[list[int]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @staticmethod
+    def of(args, learner) -> "Division":
+        """args: a script's."""
+        return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
+
+    def own(
+        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
+    ) -> list[int]:
+        """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; prompts: the prompt's
+        alone; group [B]; flat [B]: whether that group is, if it is to be packed apart."""
+        return [i for i, owner in enumerate(self.owners(lengths, prompts, group, flat)) if owner == self.ranks.data_rank]
+
+    def owners(
+        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
+    ) -> list[int]:
+        """The data rank that trains each response; the same on every rank."""
+        group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
+        for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
+            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
+                for i in mini[[i for micro in micros for i in micro]].tolist():
+                    out[i] = rank
+        return out
+
+    def micros(
+        self,
+        lengths: Sequence[int],
+        prompts: Sequence[int],
+        group: Tensor,
+        members: Tensor,
+        flat: Sequence[bool] | None = None,
+    ) -> list[list[list[int]]]:
+        """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
+        prompts, group, flat: as in `own`."""
+        of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
+        what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
+        if what not in self._plans:
+            place = pack if flat is None else pack_apart
+            self._plans[what] = place(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+        return self._plans[what]
+
+    def ranks_of(self, owner: int) -> range:
+        """The learners that are this data rank."""
+        return range(owner * self.ranks.sequence_parallel, (owner + 1) * self.ranks.sequence_parallel)
+
+
+def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
+    """group [B], numbers below `count` -> the responses [b] of each run of `prompts` groups."""
+    return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]

@@ -1,0 +1,79 @@
+"""The part of an update's arithmetic that trains nothing: prompts computed more than once, and padding.
+
+Counted are forward and backward of the language model, as `train_flops_per_token` counts them. At the least an update computes
+each prompt of a batch once, each response token once, and in attention each token with those in front of it. What it computed
+stands in the layouts of its micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on
+a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation
+(--gradient-checkpointing), which is chosen, and the vision tower.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from rl.learning.batch import Batch, MicroBatch
+from rl.ranks.dist import all_reduce_sum
+
+
+class Computed:
+    """What this rank has computed in a step's updates; a token counts as one, with or without a backward pass."""
+
+    def __init__(self):
+        self.tokens = self.pairs = 0.0  # of rows; of queries and keys in one layer, of all heads
+        self.forward_only = 0.0  # of the tokens, those without a backward pass
+
+    def add(self, micro: MicroBatch) -> None:
+        """To be called after the micro-batch's forward pass."""
+        tokens, pairs = micro.layout.work
+        self.tokens, self.pairs = self.tokens + tokens, self.pairs + pairs
+        self.forward_only += tokens * micro.forward_only
+
+    def metrics(self, config: PretrainedConfig, batch: Batch, epochs: int) -> dict[str, float]:
+        """Of the learners' `epochs` passes over the batch, each 0 to 1: perf/wasted_flops, the part of the FLOPs that was for
+        nothing; perf/forward_only, the part of the tokens that had no backward pass. A collective."""
+        own = torch.tensor([self.tokens, self.pairs, self.forward_only], dtype=torch.float64)
+        tokens, pairs, forward_only = all_reduce_sum(own).tolist()
+        computed = _flops(config, tokens, pairs, epochs * int(batch.lengths.sum()))
+        wasted = 1 - epochs * least_flops(config, batch) / computed if computed else 0.0
+        return {"perf/wasted_flops": wasted, "perf/forward_only": forward_only / max(1.0, tokens)}
+
+
+def least_flops(config: PretrainedConfig, batch: Batch) -> float:
+    """FLOPs of a forward and backward pass over the batch in which nothing is computed twice."""
+    own = [len(prompt) for prompt in batch.distinct_prompts()]
+    behind = zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True)
+    pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
+    return _flops(config, batch.distinct_tokens(), pairs, int(batch.lengths.sum()))
+
+
+def _flops(config: PretrainedConfig, tokens: float, pairs: float, responses: int) -> float:
+    """tokens: through the layers; pairs: of a query and a key; responses: tokens that are projected to the vocabulary."""
+    text = config.get_text_config()
+    head, token = 6 * text.hidden_size * text.vocab_size, train_flops_per_token(config, 0)
+    pair = train_flops_per_token(config, 2) - token  # a token of a mean length of 2 has one pair
+    return tokens * (token - head) + pairs * pair + responses * head
+
+
+def train_flops_per_token(config, mean_length: float) -> float:
+    """FLOP of forward and backward per token of a Hugging Face causal LM (PaLM, arXiv 2204.02311, appendix B).
+
+    6 per active matrix parameter (the vocabulary projection included, the embedding look-up not), and for attention
+    6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products.
+    Mixture-of-experts layers count the experts a token is routed to and the shared one. Recomputation is not counted: this is
+    MFU, not HFU. An estimate where layers differ or have no gate: all are taken as gated, and as mixtures if any is.
+    Of a vision-language model this is the language model's part.
+    """
+    config = config.get_text_config()
+    heads, hidden, layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
+    dim = getattr(config, "head_dim", None) or hidden // heads
+    attention = hidden * dim * (2 * heads + 2 * (getattr(config, "num_key_value_heads", None) or heads))
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    if experts := getattr(config, "num_experts_per_tok", None):
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        total = next((n for name in names if (n := getattr(config, name, None))), 0)
+        width = experts * (getattr(config, "moe_intermediate_size", None) or width)
+        width += getattr(config, "shared_expert_intermediate_size", None) or 0
+        mlp = 3 * hidden * width + hidden * total  # the experts and the router
+    else:
+        mlp = 3 * hidden * width
+    matrices = layers * (attention + mlp) + hidden * config.vocab_size
+    return 6 * matrices + 6 * layers * heads * dim * mean_length

@@ -1,0 +1,411 @@
+"""The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
+
+FSDP2 shards every decoder layer and the rest; not where one rank learns alone and on its device: there is nothing to gather or
+to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
+computes with weights that were cast once an update (rl/learning/masters.py).
+Gradients are summed over ranks, never averaged: the losses' denominators are global already.
+Left out: the loss itself, which stands in the scripts and in losses.py.
+"""
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl.data.image_prompts import image_sizes, tower_flops
+from rl.errors import UserError
+from rl.learning.activation_offload import keep_inputs_on_host
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.division import OF_BACKWARD
+from rl.learning.flops import Computed, train_flops_per_token
+from rl.learning.forward_only import check_no_gradient
+from rl.learning.masters import keep_in_bf16, set_apart, take_masters
+from rl.learning.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
+from rl.model.attention_kernels import check_kernel
+from rl.model.compiled import compile_layers
+from rl.model.expert_parallel import clip_grad_norm, divide_experts, fetch_ahead, share_experts
+from rl.model.forward_check import check_policy
+from rl.model.lean_layers import keep_less
+from rl.model.loading import fill, open_weights
+from rl.model.policy import LOGITS_KEPT, Policy
+from rl.model.pretrained import empty_model, layers, load_config
+from rl.model.router import Router, RouterArgs, routes_for
+from rl.model.sequence_parallel import gather_log_probs, share_sequences
+from rl.model.shards import Shards, local
+from rl.ranges import Range
+from rl.ranks.device import default_dtype, is_accelerator, memory_gb, peak_flops
+from rl.ranks.dist import Ranks, all_reduce_sum
+from rl.ranks.watchdog import progress
+
+UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
+
+
+@dataclass
+class LearnerArgs(OptimizerArgs, RouterArgs):
+    """Precision, memory and layout of the learners."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are fp32 in any
+    case; so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
+    third more time."""
+    compile: bool = False
+    """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
+    seconds, some where its cache on disk is warm. A CPU needs a C++ compiler for it, a GPU Triton."""
+    param_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    activation_offload: bool = False
+    """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
+    ref_offload: bool = True
+    """Keep the reference policy in host memory while it is not in use (accelerators only)."""
+    ppo_max_token_len_per_gpu: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
+    """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto is as many as an accelerator's memory
+    holds (with images 8,192), and on a CPU as many as make it fast; never fewer than one sequence of full length."""
+    sequence_parallel: Annotated[int, Range(at_least=1)] = 1
+    """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
+    so many times --ppo-max-token-len-per-gpu tokens."""
+    expert_parallel: Annotated[int, Range(at_least=1)] = 1
+    """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
+    ppo_epochs: Annotated[int, Range(at_least=1)] = 1
+    """Passes over each batch."""
+    freeze_vision_tower: bool = False
+    """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
+
+    def __post_init__(self):
+        if self.dtype == "auto":
+            self.dtype = default_dtype()
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether the fp32 weights are in host memory, and the device has them in bf16 (rl/learning/masters.py)."""
+        return self.optimizer_offload and self.dtype == "bfloat16"
+
+    def check(self) -> None:
+        """Raises UserError for flags of which only one can hold, or that cannot do what they are for."""
+        if self.optimizer_offload and self.param_offload:
+            raise UserError(
+                "--optimizer-offload: --param-offload keeps the moments in host memory already. Leave one of them out."
+            )
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise UserError(
+                "--activation-offload moves what --gradient-checkpointing leaves; all activations are too much to move. Add "
+                "--gradient-checkpointing."
+            )
+
+
+def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
+    """The model at `path` (a directory or a hub name) in fp32, sharded over all ranks; each reads its own part of the weights.
+    Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
+    weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
+    if weights and trainable:
+        if not args.compile:
+            keep_less(weights.model)
+        with weights.by_layer():
+            check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
+    model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
+    model.requires_grad_(trainable)
+    if args.freeze_vision_tower:
+        model.model.visual.requires_grad_(False)
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.activation_offload:
+            keep_inputs_on_host(model, ranks.device)
+    if args.compile:
+        compile_layers(model, path)
+    else:
+        keep_less(model)
+    logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
+    policy = Policy(model, Router.of(model, args), logits_kept)
+    _compute_as_sampled(policy)
+    sharded = _shard(policy, args, ranks, offload)
+    _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
+    fill(model, weights, path, ranks, say=trainable)
+    if args.dtype == "bfloat16" and not trainable and not sharded:
+        keep_in_bf16(policy.parameters())
+    if ranks.expert_parallel > 1:
+        fetch_ahead(layers(model))
+    return policy
+
+
+def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
+    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce or to move; with images in
+    bf16 there is, for FSDP casts what comes into each of their layers, too."""
+    options = {"mesh": ranks.mesh["data"]}
+    if "bfloat16" in (args.dtype, args.grad_dtype):
+        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
+    alone = ranks.world_size == 1 and not offload and args.grad_dtype == "float32"
+    if alone and (args.dtype == "float32" or not policy.takes_images):
+        return False
+    if ranks.expert_parallel > 1:
+        divide_experts(policy.model, ranks, options)
+    for layer in layers(policy.model):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # sum, not mean
+            module.set_force_sum_reduction_for_comms(True)
+    return True
+
+
+def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
+    """Gives all parameters memory, without values. tie: names of one parameter stay so; FSDP sees to that itself."""
+    names = defaultdict(list)
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    policy.to_empty(device=device)
+    for first, *others in names.values() if tie else ():
+        for name in others:
+            module, _, leaf = name.rpartition(".")
+            setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
+
+
+def _compute_as_sampled(policy: Policy) -> None:
+    """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
+    Gradient checkpointing alone asks a layer whether it trains, before the layer's forward."""
+    policy.eval()
+    for layer in policy.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training, layer.forward = True, partial(_in_eval, layer, layer.forward)
+
+
+def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):
+    layer.training = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.training = True
+
+
+class Learner:
+    """The policy under training, its optimizer and schedule, and the frozen reference policy if there is one."""
+
+    def __init__(
+        self,
+        path: str,
+        args: LearnerArgs,
+        ranks: Ranks,
+        total_steps: int,
+        temperature: float = 1.0,
+        with_reference: bool = False,
+        trust_remote_code: bool = False,
+    ):
+        self.args, self.temperature, self.total_steps = args, temperature, total_steps
+        self.config = load_config(path, trust_remote_code)
+        self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
+        self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
+        check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
+        self.reference = None
+        if with_reference:
+            offload = args.ref_offload and is_accelerator(ranks.device)
+            self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        # The fp32 weights by name where the policy has them in bf16.
+        beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
+        self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
+        named = dict(self.policy.model.named_parameters())
+        self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self.parameters = self._trained | self.frozen
+        masters = {named[name]: master for name, master in self.masters.items()}
+        self.optimizer = make_optimizer(self._trained.values(), args, masters)
+        self.begin_step(1)
+        self.skipped = 0  # optimizer steps left out for a non-finite gradient
+        self.computed = Computed()
+        self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/learning/token_budget.py)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch on this rank."""
+        given = self.args.ppo_max_token_len_per_gpu
+        return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
+
+    def log_probs(
+        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
+        the entropy is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has
+        to be 0."""
+        ends_here = micro.forward_only and torch.is_grad_enabled()
+        with torch.no_grad() if ends_here else contextlib.nullcontext():
+            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens)
+        self.computed.add(micro)
+        if ends_here:
+            check_no_gradient(*out[: 2 if entropy == "loss" else 1])
+        return out
+
+    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        progress()
+        routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
+        what = (micro.predict, micro.labels, self.temperature, entropy, routes, observe)
+        own = model(micro.inputs, micro.layout, *what)
+        return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
+
+    @torch.no_grad()
+    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
+        """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch. With
+        --router-replay R2 these keep the policy's routes."""
+        model = self.policy if which == "policy" else self.reference
+        out = torch.zeros(len(batch.token))
+        for micro in itertools.chain.from_iterable(micros):
+            records = which == "policy" and self.args.router_replay == "R2"
+            if records:
+                micro.routes = None  # the generator's
+            log_prob, _ = self._log_probs(model, micro, "none")
+            out[micro.index] = log_prob.cpu()
+            if records:
+                micro.routes = self.policy.router.chosen()
+        return out
+
+    def begin_step(self, step: int) -> None:
+        """Take the learning rate of training step `step`, from 1, for all optimizer steps until the next call."""
+        set_learning_rate(self.optimizer, self.args, step, self.total_steps)
+
+    def step(self) -> dict[str, float]:
+        """Clips the accumulated gradient and takes the optimizer's step. A non-finite gradient is dropped, the same on all
+        ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
+        if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
+            norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if torch.isfinite(torch.tensor(norm)):
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        self.optimizer.zero_grad()
+        lr = self.optimizer.param_groups[0]["lr"]
+        return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
+
+    def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
+        """verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
+        phase; MFU of the update, which computes each prompt once, where the device's peak is known; the part of its FLOPs that
+        was for nothing (rl/learning/flops.py); peak memory. A collective."""
+        lengths = batch.total_lengths()
+        tokens, step_seconds = sum(lengths), sum(seconds.values())
+        out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
+        out["perf/throughput"] = tokens / step_seconds / num_ranks
+        out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
+        if (peak := peak_flops()) and seconds.get("update_actor"):
+            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
+            flops *= batch.distinct_tokens()
+            if self.policy.takes_images:
+                patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
+                flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)
+            flops *= self.args.ppo_epochs * (1 - out["perf/forward_only"] * OF_BACKWARD)
+            out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
+        return out
+
+    def router_metrics(self) -> dict[str, float]:
+        """The moe/* of what was trained since the last call; none for a dense model. A collective."""
+        return self.policy.router.metrics() if self.policy.router else {}
+
+    @torch.no_grad()
+    def weights(
+        self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every parameter, tied ones once; without `frozen` of those that are trained,
+        which come first. A bucket at a time, so that there never are two copies of the model; a collective, which all ranks
+        walk through in step. What has to travel is cast to `dtype` before. to: the ranks that get them, by default all."""
+        self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
+        held = self.parameters if frozen else self._trained
+        if dtype != torch.bfloat16:
+            held = held | self.masters
+        if self.ranks.world_size > 1:
+            yield from self._shards.whole(held, self.ranks.device, dtype, to)
+            return
+        for name, parameter in held.items():
+            yield name, local(parameter.data).to(self.ranks.device)
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return Shards(self.parameters)
+
+    # -- what a checkpoint holds beside the reference policy, which is the model that training began with
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The sharded tensors that training changes: master weights and AdamW's moments, by name. Made where an optimizer has
+        not stepped yet; a checkpoint is read into them in place."""
+        self.policy.reshard()
+        out = {}
+        for name, parameter in self._trained.items():
+            out[f"model.{name}"] = self.masters.get(name, parameter.data)
+            out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
+        return out
+
+    def state(self) -> dict:
+        """The rest, the same on all ranks."""
+        first = next(iter(self.optimizer.state.values()))
+        return {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
+
+    def rank_state(self) -> dict:
+        """The rest that differs by rank."""
+        return {"rng": torch.get_rng_state().tolist()}
+
+    def restore(self, state: dict, rank_state: dict | None) -> None:
+        """Takes `state` and `rank_state` back; the tensors have been read already."""
+        for of_parameter in self.optimizer.state.values():
+            of_parameter["step"].fill_(state["adam_step"])
+        take_masters(self._trained, self.masters)
+        self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
+        if rank_state:
+            torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
+
+
+class LossMeans:
+    """A step's report on its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
+    terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self.terms: dict[str, torch.Tensor] = {}
+        self.stats: dict[str, torch.Tensor] = {}
+        self.tokens = torch.zeros((), dtype=torch.float64)
+
+    def add(self, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
+        """terms: name -> scalar, a micro-batch's share; stats: name -> [n]; mask [n]. Every rank adds the same names."""
+        self.tokens = self.tokens + mask.sum()
+        for name, value in terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
+        for name, value in stats.items():
+            total = torch.where(mask, value.detach(), 0.0).sum().double()
+            self.stats[name] = self.stats.get(name, 0.0) + total
+
+    def over_ranks(self, prefix: str, updates: int) -> dict[str, float]:
+        """prefix/<name> -> mean. A collective."""
+        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the one wait for the device
+        tokens, *sums = all_reduce_sum(own, self._ranks.data_group)
+        over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)
+        names = [*self.terms, *self.stats]
+        return {f"{prefix}/{name}": float(total) / n for name, total, n in zip(names, sums, over, strict=True)}
+
+
+class FirstLogProbs:
+    """The log-probs that a step's first update computes: those of the policy that starts the step."""
+
+    def __init__(self, batch: Batch):
+        self._tokens = len(batch.token)
+        self._computed: list[tuple[torch.Tensor, torch.Tensor]] = []  # (index, log-probs on the device) of each micro-batch
+
+    def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
+        """log_prob [n], on any device."""
+        self._computed.append((micro.index, log_prob.detach()))
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[N] on the CPU; NaN for tokens of later updates."""
+        out = torch.full((self._tokens,), torch.nan)
+        for index, log_prob in self._computed:
+            out[index] = log_prob.cpu()
+        return out

@@ -1,0 +1,80 @@
+"""--ppo-max-token-len-per-gpu auto: a micro-batch of as many tokens as this machine is best at.
+
+On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
+forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
+where larger ones take memory and win little time, CPU_TOKENS, or a group of full length up to UNMEASURED_TOKENS. Nothing is
+measured, and a micro-batch has UNMEASURED_TOKENS, with prompts that hold images, where ranks share a device and where torch
+cannot tell what is free. Left out: what an engine on the same device gives back when it sleeps: what is not free at the start
+is not counted on.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import torch
+
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import UNMEASURED_TOKENS, Learner
+from rl.ranks.device import devices_are_shared, is_accelerator, memory_left, peak_memory
+from rl.ranks.dist import all_gather_bytes
+from rl.samples.group import Group, Response
+
+CPU_TOKENS = 4096  # benchmarks/micro_batch.py
+SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again; half of it for a number kept
+MULTIPLE = 256  # of which the number is one
+
+
+def settled(args):
+    """The flags with the number for auto where nothing is measured, as in a plan."""
+    if args.ppo_max_token_len_per_gpu != "auto":
+        return args
+    return dataclasses.replace(args, ppo_max_token_len_per_gpu=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
+
+
+def longest_on_a_rank(args) -> int:
+    """Tokens that each rank holds of a prompt and response of full length."""
+    return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
+
+
+def choose_tokens(args, learner: Learner) -> int:
+    """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that goes on
+    keeps its number, unless it does not fit here. args: the script's. A collective."""
+    longest, kept = longest_on_a_rank(args), learner.chosen_tokens
+    if not is_accelerator(learner.ranks.device):
+        group = args.rollout_n * longest  # in one micro-batch its prompt is computed once
+        return max(longest, kept or min(max(CPU_TOKENS, group), UNMEASURED_TOKENS))
+    if learner.policy.takes_images or devices_are_shared() or not memory_left():
+        return max(longest, kept or UNMEASURED_TOKENS)
+    learner.state_tensors()  # the moments take their place
+    _train(args, learner, 1)  # and the gradients theirs
+    one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))
+    left, total = memory_left()
+    learner.optimizer.zero_grad()
+    learner.router_metrics()  # forgets what was counted
+    spare = (SPARE / 2 if kept else SPARE) * total
+    fits = longest + (left - spare - one) / max(1, two - one) * longest
+    fits = min(json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(fits).encode()))
+    update = args.prompts_per_update * args.rollout_n * longest * args.sequence_parallel  # tokens at most
+    wanted = kept or max(longest, -(-update // learner.ranks.world_size))
+    return max(longest, int(min(fits, wanted)) // MULTIPLE * MULTIPLE)
+
+
+def _train(args, learner: Learner, sequences: int) -> None:
+    """Gradients of a micro-batch of so many sequences of full length. A collective."""
+    given, rng = learner.args, np.random.default_rng(0)
+    groups = []
+    for ticket in range(sequences * learner.ranks.data_size):
+        prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
+        zeros = np.zeros(len(response))
+        record = Response(response, zeros.astype(np.float32), zeros.astype(np.int32), "length", score=0.0)
+        groups.append(Group(ticket, prompt, "", [record]))
+    batch = Batch.of(groups)
+    budget = -(-sequences * (args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
+    learner.args = dataclasses.replace(given, router_replay="off")  # there are no routes
+    try:
+        for micro in micro_batches(batch, torch.arange(len(groups)), budget, learner.ranks):
+            log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff else "metric")
+            (log_prob.sum() + entropy.sum()).mul(1e-6).backward()
+    finally:
+        learner.args = given

@@ -1,0 +1,182 @@
+"""One attention for packed sequences: what makes training without padding, and our engine's KV cache, possible.
+
+A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attention_forward` in every layer. It hands the
+queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
+to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache
+(rl/generation/embedded/kv_cache.py).
+
+Left out: sliding windows that the run's sequences outgrow, attention sinks, soft-capping. A model that needs them is refused,
+because ignoring them would be silently wrong: `check_supported` reads the config, `attention_forward` looks at what each layer
+asks for, and rl/model/forward_check.py measures.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PretrainedConfig
+
+from rl.errors import UserError
+from rl.model.attention_kernels import Segments, attend
+from rl.ranks.device import is_accelerator, packed_attention
+
+ATTENTION = "packed"
+REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
+SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
+SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
+
+
+class Packed:
+    """The layout of a packed row of T tokens: which sequence lies where.
+
+    The row is made of segments, end to end. A segment is a sequence, or one continues another: after[i] is the segment in front
+    of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.
+
+    Where the device has a kernel for packed rows (rl/model/attention_kernels.py), it takes the segments as they are. Elsewhere
+    attention sees whole sequences, K tokens in all: K = T where no segment is continued twice. Those of similar length are
+    gathered into a few padded buckets: right-padding needs no mask under causal attention, since no real token ever looks at a
+    later one, and one call per bucket beats one per sequence.
+    """
+
+    def __init__(self, segments: list[int], device: torch.device | str = "cpu", after: list[int] | None = None):
+        after = after or [-1] * len(segments)
+        continued = set(after)
+        self.device, self._row = torch.device(device), (segments, after)
+        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(segments)])]
+        sequences = [
+            np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
+            for i, before in enumerate(after)
+            if i not in continued
+        ]
+        self.lengths = [len(s) for s in sequences]
+        self.longest = max(self.lengths)
+        self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
+        tokens = np.concatenate(sequences)
+        _, scatter = np.unique(tokens, return_index=True)
+        self.gather_index = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as indices into the row
+        self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
+        within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
+        self.tokens = len(scatter)  # T
+        self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
+
+    def inputs(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a model's forward takes of the row [T], [1, T] each, on the device."""
+        return {"input_ids": row[None].to(self.device), "position_ids": self.position_ids[None]}
+
+    def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
+        """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
+        if kernel := packed_attention(query, len(self._row[0])):
+            return attend(kernel, self._segments, query, key, value, scaling)
+        on_cpu = not is_accelerator(query.device)
+        if (groups := query.shape[1] // key.shape[1]) > 1 and not on_cpu:  # a CPU's kernel takes shared heads as they are
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        buckets, output_index = self._buckets
+        outputs = []
+        for index, length in buckets:
+            q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H or H_kv, L, D]
+            if length <= SHORT and query.dtype == torch.bfloat16 and query.requires_grad and on_cpu:
+                q, k, v = q.float(), k.float(), v.float()
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=on_cpu)
+            outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
+        return torch.cat(outputs).index_select(0, output_index).view_as(query)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Tokens of the row, and pairs of a query and a key that attention has computed in a layer, for each head."""
+        if "_buckets" in self.__dict__:
+            return self.tokens, sum(len(index) * (length + 1) // 2 for index, length in self._buckets[0])
+        return self.tokens, self._segments.pairs
+
+    @functools.cached_property
+    def _segments(self) -> Segments:
+        return Segments(*self._row, self.device)
+
+    @functools.cached_property
+    def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
+        """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
+        laid end to end)."""
+        by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
+        buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
+        while by_length:
+            longest = self.lengths[by_length[0]]
+            members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
+            by_length = by_length[len(members) :]
+            begin = torch.tensor([self.begins[s] for s in members])[:, None]  # [S, 1]
+            length = torch.tensor([self.lengths[s] for s in members])[:, None]
+            column = torch.arange(longest)[None]  # [1, L]
+            cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
+            real = column < length
+            cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+            done += cells.numel()
+            buckets.append((self.gather_index[cells.flatten()].to(self.device), longest))
+        return buckets, cell_of[self.scatter_index].to(self.device)
+
+
+def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+    """[T, H, D] -> [S, H, L, D]. Rows are gathered flat: the backward of index_select is a fast row-wise index_add."""
+    rows = x.flatten(1).index_select(0, index)
+    return rows.view(-1, length, *x.shape[1:]).transpose(1, 2)
+
+
+def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **wanted):
+    """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D].
+    wanted: what else the layer asks its attention for."""
+    _refuse(layout.longest, **wanted)
+    batch, _, length, _ = query.shape
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * L, H, D]
+    out = layout.attend(module.layer_idx, *flat, scaling)
+    return out.view(batch, length, *out.shape[1:]), None
+
+
+def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_causal=None, **_) -> None:
+    """Raises UserError for what a layer wants beyond causal attention. longest: tokens of the longest sequence."""
+    if sliding_window is not None and sliding_window < longest:
+        raise UserError(f"the model attends to {sliding_window} tokens (sliding window), a sequence has {longest}. {REMEDY}")
+    wanted = {"soft-capping": softcap is not None, "sinks": s_aux is not None, "a view of later tokens": is_causal is False}
+    if named := [name for name, is_wanted in wanted.items() if is_wanted]:
+        raise UserError(f"the model's attention has {' and '.join(named)}, which is not computed here. {REMEDY}")
+
+
+def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
+    """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
+    tokens. A window that none of them outgrows is full attention."""
+    if differ := getattr(config, "per_layer_attributes", None):  # Gemma 4: heads of two sizes
+        raise UserError(f"{where}: its layers differ in {', '.join(sorted(differ))}, which is not supported. {REMEDY}")
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [1]):
+        raise UserError(  # Llama 4 counts a row's tokens from its beginning: a packed row has many sequences
+            f"{where}: queries are scaled by their place in the row (attn_temperature_tuning in config.json), not in the "
+            f"sequence. Set it to false there if sequences stay below {config.floor_scale} tokens, where it changes nothing."
+        )
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # layer type -> its size
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", *windows}:
+        raise UserError(f"{where}: layers of type {', '.join(sorted(unknown))} are not supported. {REMEDY}")
+    if not kinds and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}  # Mistral, Phi-3: one window for all layers
+    for kind in sorted(kinds & set(windows)):
+        size = getattr(config, windows[kind], None)
+        if size is not None and size < longest:
+            raise UserError(
+                f"{where}: its layers attend to {size} tokens ({windows[kind]} in config.json), but --max-prompt-length + "
+                f"--max-response-length is {longest}. Lower them to {size} together, or take a model without windows."
+            )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope] if "rope_type" in rope else rope.values():  # one set, or one for each type of layer
+        _check_rotary(parameters, config, where, longest)
+
+
+def _check_rotary(parameters: dict, config: PretrainedConfig, where: str, longest: int) -> None:
+    """Raises UserError for rotary embeddings that depend on what else is in the batch."""
+    kind, stretch = parameters.get("rope_type"), parameters.get("original_max_position_embeddings")
+    stretch = stretch or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    if kind in ("dynamic", "longrope") and longest > stretch:
+        raise UserError(
+            f"{where}: rotary embeddings of type {kind!r} change with the longest sequence of a batch beyond {stretch} tokens, "
+            f"but --max-prompt-length + --max-response-length is {longest}. Lower them to {stretch} together."
+        )
+
+
+# No mask function is registered beside it on purpose: transformers then builds no mask at all.
+AttentionInterface.register(ATTENTION, attention_forward)

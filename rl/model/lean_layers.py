@@ -1,0 +1,240 @@
+"""The learner's decoder layers with their backward passes written out: fewer passes over memory, and less kept between the two.
+
+The forward pass is transformers', bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate; here a
+layer keeps what it was given, the scales of its norms, what attention takes and gives, and the outputs of gate and up. The rest
+is one or two passes over memory and is computed again, by the same operations in the same order: gradients are autograd's, to
+the bit, too. Modules within a layer are read, not called: where one has a hook, or a projection is not nn.Linear (LoRA), the
+layer is as it was.
+Left out: layers of other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by
+itself.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.model.attention import attention_forward
+
+WORTH_IT = 2**20  # elements of a product; with fewer, computing the gate again takes longer than memory that is at hand
+# transformers' modules of these very formulas
+LAYERS = {
+    "LlamaDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen2MoeDecoderLayer",
+    "Qwen2_5_VLDecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+    "Qwen3VLTextDecoderLayer",
+}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3VLTextMLP"}
+
+
+def keep_less(model: nn.Module) -> None:
+    """Changes the layers and the MLPs of a model that can be."""
+    for module in model.modules():
+        if _is_one_of(module, LAYERS):
+            module.forward = functools.partial(_layer, module, module.forward, _is_gated(module.mlp))
+        elif _is_gated(module):
+            module.forward = functools.partial(_mlp, module, module.forward)
+
+
+def _is_one_of(module: nn.Module, names: set[str]) -> bool:
+    return type(module).__module__.startswith("transformers.models.") and type(module).__name__ in names
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it computes down(silu(gate(x)) * up(x))."""
+    silu = _is_one_of(module, MLPS) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return silu and module.down_proj.bias is None
+
+
+def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
+    """Whether reading its weights does what calling it would: the projections of it that are read are nn.Linear, and neither it
+    nor a part of it has hooks. Asked in each pass, because a fork may change a model that is loaded."""
+    hooked = any(getattr(part, hooks) for part in (module, *module.children()) for hooks in HOOKS)
+    return not hooked and all(type(projection) is nn.Linear for projection in projections)
+
+
+def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
+    """hidden_states [B, L, hidden] -> [B, L, hidden]. As it was without a layout, thus with transformers' own attention."""
+    x, attention, mlp = hidden_states, layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if layout is None or not (_may_be_read(attention, *projections) and all(map(_may_be_read, norms))):
+        others |= {} if layout is None else {"layout": layout}
+        return plain(x, position_embeddings=position_embeddings, **others)
+    products = _normed_products(x, layer.input_layernorm, *projections[:3])
+    q, k, v = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)  # [B, L, heads, D]
+    if hasattr(attention, "q_norm"):
+        q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
+    cos, sin = (_mixed(of_angle, attention).unsqueeze(2) for of_angle in position_embeddings)  # [B, L, 1, D]
+    q, k = Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
+    by_head = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, D]
+    window = getattr(attention, "sliding_window", None)
+    out, _ = attention_forward(attention, *by_head, None, attention.scaling, layout, sliding_window=window)
+    x = attention.o_proj(out.flatten(2)).add_(x)
+    if not (gated and _may_be_read(mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation, LoRA
+        return mlp(_norm(x, layer.post_attention_layernorm)) + x
+    gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
+    return _down(gate, up, mlp.down_proj.weight) + x
+
+
+def _mixed(of_angle: Tensor, attention: nn.Module) -> Tensor:
+    """Cosines or sines [B, L, D]. transformers before 5.6 gives Qwen2.5-VL's layers one for each of a token's three positions,
+    [3, B, L, D], and has each attention take its sections of them."""
+    if of_angle.dim() == 3:
+        return of_angle
+    sections = attention.config.rope_parameters["mrope_section"] * 2
+    return torch.cat([part[number % 3] for number, part in enumerate(of_angle.split(sections, dim=-1))], dim=-1)
+
+
+def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:
+    """x [..., hidden] -> [..., hidden]"""
+    if not _may_be_read(module, module.down_proj):
+        return plain(x)
+    return _down(module.gate_proj(x), module.up_proj(x), module.down_proj.weight)
+
+
+def _down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    if gate.numel() < WORTH_IT and torch.is_grad_enabled():
+        return F.linear(F.silu(gate) * up, weight)
+    return GatedDown.apply(gate, up, weight)
+
+
+class GatedDown(torch.autograd.Function):
+    """gate, up [..., I], weight [hidden, I] -> [..., hidden]"""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight):
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        of_gate = of_up = of_weight = None
+        silu, of_product = F.silu(gate), grad.matmul(weight)
+        if ctx.needs_input_grad[1]:
+            of_up = of_product * silu
+        if ctx.needs_input_grad[2]:
+            of_weight = _rows(grad).t().mm(_rows(silu.mul_(up)))
+        if ctx.needs_input_grad[0]:
+            of_gate = of_product.mul_(up)
+            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up, of_weight
+
+
+# ------------------------------------------------------------------------------------------------------ norms, rotation
+
+
+# Norms take x twice: autograd then adds its two gradients to that of the residual in its own order.
+
+
+def _norm(x: Tensor, norm: nn.Module) -> Tensor:
+    return Norm.apply(x, x, norm.weight, norm.variance_epsilon)
+
+
+def _normed_products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
+    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    return NormedProducts.apply(x, x, norm.weight, norm.variance_epsilon, *weights, *biases)
+
+
+class Norm(torch.autograd.Function):
+    """Root mean square norm (arXiv 1910.07467): x [..., n] twice, weight [n], epsilon -> [..., n]"""
+
+    @staticmethod
+    def forward(ctx, x, _, weight, epsilon):
+        scale = _scale(x, epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * _unit(x, scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        return *_norm_backward(grad, x, _unit(x, scale), weight, scale), None
+
+
+class NormedProducts(torch.autograd.Function):
+    """Products of what is normed first: x [..., n] twice, norm's weight [n], epsilon, weights [m_i, n], as many biases [m_i] or
+    None -> [..., m_i] each"""
+
+    @staticmethod
+    def forward(ctx, x, _, norm_weight, epsilon, *weights_biases):
+        half = len(weights_biases) // 2
+        weights, biases = weights_biases[:half], weights_biases[half:]
+        scale = _scale(x, epsilon)
+        ctx.save_for_backward(x, norm_weight, scale, *weights)
+        ctx.biased = [bias is not None for bias in biases]
+        return tuple(map(functools.partial(F.linear, norm_weight * _unit(x, scale)), weights, biases))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, norm_weight, scale, *weights = ctx.saved_tensors
+        grads, unit = [_rows(grad) for grad in grads], _unit(x, scale)
+        normed = _rows(norm_weight * unit)
+        of_weights = [grad.t().mm(normed) for grad in grads]
+        of_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
+        del normed
+        of_normed = functools.reduce(Tensor.add_, (grad.mm(w) for grad, w in zip(grads[::-1], weights[::-1], strict=True)))
+        of_x = _norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
+        return *of_x, None, *of_weights, *of_biases
+
+
+def _scale(x: Tensor, epsilon: float) -> Tensor:
+    """[..., n] -> [..., 1] fp32: what brings the mean square to 1"""
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def _unit(x: Tensor, scale: Tensor) -> Tensor:
+    """[..., n]: what the norm's weight weighs"""
+    return (x.float() * scale).to(x.dtype)
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """From the gradient of the norm's output: those of x, by its product with the scale and by the scale itself, and of the
+    weight. In half precision the former are one sum, rounded once."""
+    products = grad * unit
+    if x.dim() == 4:  # [B, L, heads, D]; autograd has them, and so sums them, head by head
+        products = products.transpose(1, 2).contiguous()
+    of_weight = products.sum(tuple(range(x.dim() - 1)))
+    of_unit = (grad * weight).float()
+    of_scale = (of_unit * x.float()).sum(-1, keepdim=True)
+    of_mean = -0.5 * of_scale * scale.pow(3)  # of the squares' mean
+    of_x, by_scale = of_unit.mul_(scale), (of_mean / x.shape[-1] * 2) * x.float()
+    if x.dtype != torch.float32:
+        return of_x.add_(by_scale).to(x.dtype), None, of_weight
+    return of_x, by_scale, of_weight
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary embedding (arXiv 2104.09864): x [B, L, heads, D], cos, sin [B, L, 1, D] -> as x. Pairs are half of D apart."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        (a, b), (sin_a, sin_b) = x.chunk(2, -1), sin.chunk(2, -1)
+        out = x * cos
+        of_a, of_b = out.chunk(2, -1)
+        of_a.sub_(b * sin_a)
+        of_b.add_(a * sin_b)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        (a, b), (sin_a, sin_b) = grad.chunk(2, -1), sin.chunk(2, -1)
+        out = grad * cos
+        of_a, of_b = out.chunk(2, -1)
+        of_a.add_(b * sin_b)
+        of_b.sub_(a * sin_a)
+        return out, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]"""
+    return x.flatten(0, -2)

@@ -1,0 +1,310 @@
+"""Each learner's part of the weights, read from the files: no rank, the first included, ever holds the model.
+
+The first rank finds out which runs of which files make up each parameter, and tells the others; each then reads the runs of
+its own part, in the files' precision, and casts them as they come. What cannot be read in parts the first rank reads, and sends
+to all, a parameter at a time: all of them where a learner does not see the files; those that files hold in another form than a
+model in memory, transposed, say. The forward check at the start has the first rank hold a layer at a time.
+
+Left out: weights that are in no safetensors files, are quantized, or are cut otherwise than into parameters. These transformers
+reads, whole and in fp32, on the first rank.
+"""
+
+import contextlib
+import functools
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from rl.errors import UserError
+from rl.hub.names import Source, sources
+from rl.hub.tensor_reader import DTYPES, Reader, Run, Stored, find, sample, stored_tensors
+from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
+from rl.model.shards import Block, local
+from rl.ranks import dist, launch, watchdog
+from rl.ranks.dist import Ranks
+from rl.ranks.progress import track, waiting
+
+HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
+    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape."""
+    where = f"--model {path}"
+    check_files(path, where)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers' table of missing weights would stand beside our message
+    try:
+        with waiting(f"loading {path}", show=say):
+            config = load_config(path, trust_remote_code)
+            model, info = auto_class(config).from_pretrained(
+                path,
+                dtype=dtype,
+                **computed(config),
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in `info`, and refused below
+            )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # safetensors', pickle's and transformers' own, and OSError where there are no weights
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise UserError(f"{where}: the weights cannot be read ({reason}). Copy or download the files again.") from error
+    finally:
+        logging.set_verbosity(level)
+    _check_loading(info, where)
+    if say:
+        say_unused(path, info["unexpected_keys"])
+    # Where an lm_head in the files differs from the embedding transformers unties them, on this rank and in no other place.
+    tied = empty_model(model.config, trust_remote_code)
+    if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
+        raise UserError(not_tied(path, min(extra)))
+    return model
+
+
+def check_files(path: str, where: str) -> None:
+    """Raises UserError for weights in the directory that would be left unread in silence."""
+    directory = Path(path)
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{where}: there is an adapter (adapter_config.json). Merge it into the model, and train that.")
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    if (directory / "model.safetensors").exists():
+        raise UserError(f"{where}: there is a model.safetensors beside {index.name}. Remove the one that is out of date.")
+    try:
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: cannot be read ({reason_of(error)}). Copy or download the files again.") from None
+    if unread := {file.name for file in directory.glob("model-*.safetensors")} - listed:
+        raise UserError(f"{where}: {min(unread)} is not listed in {index.name}. Remove it, or mend the index.")
+
+
+def not_tied(path: str, name: str) -> str:
+    return (
+        f"--model {path}: config.json ties {name} to the embedding (tie_word_embeddings), but the files hold another one. "
+        "Set tie_word_embeddings to false, or remove that weight."
+    )
+
+
+def say_unused(path: str, names: Iterable[str]) -> None:
+    """names: of tensors in the files that the model does not have."""
+    if unused := sorted(name for name in names if not name.endswith(HARMLESS)):
+        print(f"warning: --model {path}: {len(unused)} weights in the files are not used, {unused[0]} first.", flush=True)
+
+
+def _check_loading(info: dict, where: str) -> None:
+    """info: transformers' report. Raises UserError for weights that were not in the files."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        shapes = f"{name} is {list(stored)} in the files, {list(wanted)} by config.json"
+        raise UserError(
+            f"{where}: {len(mismatched)} weights have another shape: {shapes}. Take config.json from the same model."
+        )
+    if errors := [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]:
+        raise UserError(f"{where}: the weights cannot be read ({errors[0]}).")
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{where}: {len(missing)} of the model's weights are not in its files, {missing[0]} first; they would be random. "
+            "Copy or download the files again, or take config.json from the same model."
+        )
+
+
+@dataclass
+class Weights:
+    """A model's weights, as the first rank has them before anything is sharded."""
+
+    model: PreTrainedModel  # on the CPU; its parameters may be on the meta device
+    whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
+    dtypes: dict[str, torch.dtype]  # of these, by parameter
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by parameter: its elements, end to end, where that can be said
+
+    @contextlib.contextmanager
+    def by_layer(self) -> Iterator[None]:
+        """Has the model hold the weights in fp32: a layer's while it computes, those outside of layers all the time."""
+        places = defaultdict(list)  # of each parameter on the meta device: the modules that have it
+        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.is_meta}
+        for module in self.model.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if parameter in names:
+                    places[parameter].append((module, leaf))
+
+        def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
+            for module, leaf in places[parameter]:
+                setattr(module, leaf, value)
+
+        def take(parameters: Iterable[nn.Parameter]) -> None:
+            for parameter in parameters:
+                put(parameter, nn.Parameter(self.whole(names[parameter]).float(), requires_grad=False))
+
+        def leave(parameters: Iterable[nn.Parameter]) -> None:
+            for parameter in parameters:
+                put(parameter, parameter)
+
+        hooks, rest = [], dict.fromkeys(places)
+        for layer in layers(self.model):
+            own = [parameter for parameter in layer.parameters() if parameter in names]
+            hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: take(own)))
+            hooks.append(layer.register_forward_hook(lambda *_, own=own: leave(own)))
+            for parameter in own:
+                rest.pop(parameter, None)
+        try:
+            take(rest)
+            yield
+        finally:
+            leave(places)
+            for hook in hooks:
+                hook.remove()
+
+
+def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
+    """The weights at `path`, a directory or a hub name. Raises UserError unless each of them is there and can be read. say:
+    whether weights that are not used are told."""
+    check_files(path, f"--model {path}")
+    config = load_config(path, trust_remote_code)
+    stored = None if getattr(config, "quantization_config", None) else stored_tensors(path)
+    weights = _stored_weights(path, unfilled_model(config, trust_remote_code), stored, say) if stored else None
+    if weights is None:
+        model = load_weights(path, torch.float32, trust_remote_code, say)
+        held = model.state_dict()
+        weights = Weights(model, held.pop, {name: held[name].dtype for name, _ in model.named_parameters()})
+    return weights
+
+
+def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored], say: bool) -> Weights | None:
+    """None if the files hold less, or otherwise, than is read here."""
+    found = sources(model, {name: of.shape for name, of in stored.items()})
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    needed = parameters.keys() | (model.state_dict().keys() & buffers.keys())
+    if found is None or not needed <= found.keys():
+        return None
+    used = {name for source in found.values() for name in source.names}
+    if not all(DTYPES.get(stored[name].run.dtype, torch.uint8).is_floating_point for name in used):
+        return None
+    files = {name: find(path, name) for name in {stored[name].run.file for name in used}}
+    whole = functools.partial(_whole, model, found, stored, Reader(files))
+    for name in found.keys() - needed:  # the same parameter as another
+        first = next(n for n, p in model.named_parameters() if p is model.get_parameter(name))
+        if not torch.equal(whole(name).float(), whole(first).float()):
+            raise UserError(not_tied(path, name))
+    with torch.no_grad():
+        for name in needed & buffers.keys():
+            buffers[name].copy_(whole(name))
+    if say:
+        say_unused(path, stored.keys() - used)
+    model.generation_config = _generation_config(path)
+    runs = {name: [stored[part].run for part in found[name].names] for name in parameters if not found[name].convert}
+    dtypes = {name: _dtype(found[name], stored) for name in parameters}
+    return Weights(model, whole, dtypes, runs)
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """As from_pretrained finds it."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # many models have none
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+
+
+def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
+    """That of the files' tensors, or one that holds them all."""
+    dtypes = {DTYPES[stored[name].run.dtype] for name in source.names}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: Reader, name: str) -> torch.Tensor:
+    source = found[name]
+    dtype, wanted = _dtype(source, stored), model.state_dict()[name].shape
+    if not source.convert:
+        out = torch.empty(wanted, dtype=dtype)
+        reader.read([stored[part].run for part in source.names], out.view(-1))
+        return out
+    tensors = [torch.empty(stored[part].shape, dtype=dtype) for part in source.names]
+    for part, tensor in zip(source.names, tensors, strict=True):
+        reader.read([stored[part].run], tensor.view(-1))
+    return source.whole(model, name, tensors)
+
+
+# --------------------------------------------------------------------------------------------------------- every rank
+
+
+@torch.no_grad()
+@watchdog.doing("the weights to be loaded")
+def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
+    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, of no use any
+    more afterwards. Raises UserError where `path` has other files on one node than on the first. A collective. say: whether
+    the first rank tells how far it is."""
+    _fill_rest(model, weights, ranks)
+    known = {}
+    if weights:
+        weights.model = None  # its parameters, if it holds any, go one by one
+        known["runs"] = weights.runs
+        known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
+    known = json.loads(dist.from_main(json.dumps(known)))
+    runs = {name: [Run(*run) for run in of] for name, of in known["runs"].items()}
+    files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
+    with contextlib.closing(Reader(files or {})) as reader:
+        for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
+            own, block = local(parameter.data), Block.of(parameter)
+            if files and name in runs and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
+                first = block.offset[0] * parameter.shape[1:].numel() if block.shape else 0
+                reader.read(runs[name], own.view(-1), first)
+            else:
+                whole = _from_first(weights, name, getattr(torch, known["dtypes"][name]), parameter.shape, ranks)
+                own.copy_(whole[block.slices()])
+                watchdog.progress()
+
+
+def _fill_rest(model: PreTrainedModel, weights: Weights | None, ranks: Ranks) -> None:
+    """Most buffers, rotary frequencies above all, are in no file: without this, ranks compute with uninitialised memory."""
+    if weights:
+        model.generation_config = weights.model.generation_config
+    # One tensor may stand under two names here and not there: a forward pass of LongRoPE makes it so.
+    known = dict(weights.model.named_buffers(remove_duplicate=False)) if weights else None
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        value = known[name].cpu() if known else torch.empty_like(buffer, device="cpu")
+        if ranks.world_size > 1:
+            torch.distributed.broadcast(value, src=0)
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, value.to(ranks.device))
+
+
+def _from_first(weights: Weights | None, name: str, dtype: torch.dtype, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
+    if weights:
+        whole = weights.whole(name).to(ranks.device, dtype)
+    else:
+        whole = torch.empty(shape, dtype=dtype, device=ranks.device)
+    if ranks.world_size > 1:
+        torch.distributed.broadcast(whole, src=0)
+    return whole
+
+
+def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
+    """The model's files of these names on this machine; None if a rank does not see all. Raises UserError if a node has others
+    than the first. A collective."""
+    if not names:
+        return None
+    files = {name: find(path, name) for name in sorted(names)}
+    samples = None
+    if len(launch.nodes()) > 1 and launch.here().local_rank == 0 and all(files.values()):
+        samples = {name: sample(file) for name, file in files.items()}
+    own = [platform.node(), all(files.values()), samples]
+    reports = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+    first, _, expected = reports[0]
+    for host, _, found in reports:
+        if other := [name for name in found or () if found[name] != expected[name]]:
+            raise UserError(
+                f"--model {path}: {other[0]} on {host} is not the file that {first} has. Give all nodes the same model."
+            )
+    return files if all(seen for _, seen, _ in reports) else None

@@ -1,0 +1,58 @@
+"""The policy: a causal language model, and of its packed tokens the log-probs and entropy that losses need."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl.data.image_prompts import takes_images
+from rl.model import vision_forward
+from rl.model.log_probs import ChunkedLogProbs
+from rl.model.router import Router
+
+LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
+LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB; of further tokens logits are made once more
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward returns what the losses need, and holds [tokens, vocabulary] only where small."""
+
+    def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
+        super().__init__()
+        self.model, self.router, self.takes_images = model, router, takes_images(model.config)
+        self.logits_kept = logits_kept
+        if self.takes_images:
+            vision_forward.embed_by_product(model)
+
+    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
+        """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
+
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
+        rl/model/router.py.
+        """
+        if self.router:
+            self.router.begin(layout, routes, observe)
+        hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
+        if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
+            return self._log_prob(hidden, labels, temperature, entropy)
+        kept = self.logits_kept if torch.is_grad_enabled() else 0
+        log_prob, entropies = ChunkedLogProbs.apply(
+            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
+        )
+        return log_prob, entropies if entropy == "loss" else entropies.detach()
+
+    def reshard(self) -> None:
+        """Lets go of what FSDP has gathered: it puts its own method in the place of this one, which has nothing to do."""
+
+    def _hidden(self, inputs: dict, layout) -> torch.Tensor:
+        """[T, hidden]"""
+        if self.takes_images:
+            return vision_forward.hidden_states(self.model.model, layout, **inputs)
+        return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
+
+    def _log_prob(self, hidden, labels, temperature: float, entropy: str):
+        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
+        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
+        if entropy == "none":
+            return log_prob, torch.zeros_like(log_prob)
+        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
+            return log_prob, -(log_probs.exp() * log_probs).sum(-1)

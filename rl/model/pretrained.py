@@ -1,0 +1,249 @@
+"""The model that training starts from: the --model flag's directory or hub name, its config, tokenizer and weights.
+
+What would train wrongly or crash late is refused here, in a message that says what to do. `check_model` looks at config and
+tokenizer before any weight is read; `load_weights` refuses a model of which the files hold only a part. Whether the model's
+forward pass is what this project computes is measured in rl/model/forward_check.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from rl.data.image_prompts import FAMILIES, takes_images
+from rl.errors import UserError
+from rl.model.attention import ATTENTION, check_supported
+from rl.model.grouped_experts import experts_implementation
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# that the learner and the embedded engine use
+MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
+logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
+
+
+def resolve(model: str) -> str:
+    """ "demo", "demo-moe", "demo-vl" -> that model's directory, made on first use; a directory or a hub name stays as it is."""
+    if model == "demo":
+        from rl.data import demo
+
+        return demo.model_dir()
+    if model == "demo-moe":
+        from rl.data import demo_moe
+
+        return demo_moe.model_dir()
+    if model == "demo-vl":
+        from rl.data import demo_vl
+
+        return demo_vl.model_dir()
+    return model
+
+
+def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # no such place, not JSON, values that the model's own class refuses
+        custom = "trust_remote_code" in str(error)
+        remedy = "If you trust that code, add --trust-remote-code." if custom else "Give a directory or a hub name."
+        raise UserError(f"--model {path}: no model can be read there ({reason_of(error)}). {remedy}") from None
+
+
+@functools.cache
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    remedy = "Save one beside the weights (tokenizer.save_pretrained)."
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
+        # transformers would make an empty one of the model's class, in silence
+        raise UserError(f"--model {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, TypeError, KeyError
+        raise UserError(f"--model {path}: no tokenizer can be read there ({reason_of(error)}). {remedy}") from None
+
+
+# ------------------------------------------------------------------------------------- checks before the weights
+
+
+class ModelFlags(Protocol):
+    """The flags of a script that the model must fit. Lengths in tokens."""
+
+    max_prompt_length: int
+    max_response_length: int
+    ppo_max_token_len_per_gpu: int | Literal["auto"]
+    sequence_parallel: int
+    trust_remote_code: bool
+
+
+def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags) -> None:
+    """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
+    config, where = load_config(path, args.trust_remote_code), f"--model {path}"
+    _check_modules(config, where, args.trust_remote_code)
+    text = config.get_text_config()
+    check_lengths(text, args)
+    check_supported(text, where, args.max_prompt_length + args.max_response_length)
+    check_heads(config, args.sequence_parallel)
+    _check_tokenizer(text, tokenizer, where)
+    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), text, tokenizer, where)
+
+
+def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
+    """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
+    prompt, response = args.max_prompt_length, args.max_response_length
+    own, shared_by = args.ppo_max_token_len_per_gpu, args.sequence_parallel
+    context = getattr(config, "max_position_embeddings", None)
+    sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
+    if context and prompt + response > context:
+        raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
+    if own != "auto" and prompt + response > own * shared_by:
+        limit = f"--ppo-max-token-len-per-gpu is {own}"
+        if shared_by > 1:
+            limit += f" and --sequence-parallel {shared_by}, {own * shared_by} tokens together"
+        raise UserError(f"{sizes}, but {limit}: a sequence must fit in one micro-batch.")
+
+
+def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:
+    """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused."""
+    if takes_images(config) and config.model_type not in FAMILIES:
+        raise UserError(
+            f"{where}: it takes images, and is a {config.model_type}. Of such models {', '.join(FAMILIES)} can be trained."
+        )
+    try:
+        model = empty_model(config, trust_remote_code)
+    except Exception as error:  # an unknown class, no support for an attention of our own, or whatever remote code raises
+        raise UserError(f"{where}: transformers cannot make a causal language model of it ({reason_of(error)}).") from None
+    names = {name for name, _ in model.named_modules()}
+    needed = MODULES_WITH_IMAGES if takes_images(config) else MODULES
+    if missing := [name for name in needed if name not in names]:
+        raise UserError(
+            f"{where}: {type(model).__name__} has no {' and no '.join(missing)}, which training needs. Take a decoder that is "
+            "laid out like Llama (Llama, Qwen2, Qwen2.5, Qwen3, Mistral, OLMo-2, ...)."
+        )
+
+
+def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the meta device: no weights and no memory."""
+    with torch.device("meta"):
+        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+        return auto_class(config).from_config(config, **options)
+
+
+def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model with its parameters on the meta device and its buffers, which files hold rarely, on the CPU."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is there already may be tied
+            parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+        return auto_class(config).from_config(config, **options)
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers, of the vision tower too: what is sharded and recomputed apart."""
+    tower = model.model.visual.blocks if takes_images(model.config) else ()
+    return [*tower, *decoder_layers(model)]
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [*(model.model.language_model if takes_images(model.config) else model.model).layers]
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def computed(config: PretrainedConfig) -> dict[str, object]:
+    """The ways in which the layers are computed. A vision tower attends within each image, by transformers' own means."""
+    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
+    experts = experts_implementation()
+    return {"attn_implementation": attention} | ({"experts_implementation": experts} if experts else {})
+
+
+def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError for a tokenizer that is another model's: ids that have no embedding, or far too few tokens."""
+    vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
+    remedy = "The tokenizer belongs to another model, or was saved incompletely: copy the model's own files beside the weights."
+    if len(vocabulary) < rows / 2:
+        raise UserError(f"{where}: the tokenizer has {len(vocabulary)} tokens, the model's vocabulary {rows}. {remedy}")
+    # Some models keep special tokens of other modalities behind the embedding; they matter only where prompts have them.
+    used = set(vocabulary.values()) - set(tokenizer.added_tokens_decoder) | set(_template_ids(tokenizer))
+    used |= {token for token in (tokenizer.eos_token_id, tokenizer.bos_token_id) if token is not None}
+    if beyond := sorted(token for token in used if token >= rows):
+        text = tokenizer.convert_ids_to_tokens(beyond[0])
+        raise UserError(
+            f"{where}: {len(beyond)} of the tokenizer's ids have no embedding, {beyond[0]} ({text!r}) first: the model's "
+            f"vocabulary ends at {rows - 1}. {remedy} If you added tokens, resize the embedding (resize_token_embeddings)."
+        )
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that the chat template puts around a message; none without a template, or if it takes no plain message."""
+    try:
+        message = [{"role": "user", "content": "1"}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    except Exception:  # templates raise what they like; a prompt that this one refuses is reported with its row
+        return []
+
+
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> set[int]:
+    """Every end token that generation_config.json, config.json or the tokenizer names. Any of them ends a response."""
+    configs = [load_config(path, trust_remote_code), tokenizer]
+    with contextlib.suppress(OSError):  # many models have no generation_config.json
+        configs.append(GenerationConfig.from_pretrained(path))
+    named = [getattr(config, "eos_token_id", None) for config in configs]
+    return {token for ids in named if ids is not None for token in (ids if isinstance(ids, list | tuple) else [ids])}
+
+
+def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError if no response could ever end before its limit."""
+    known = {token for token in ids if token < config.vocab_size and tokenizer.convert_ids_to_tokens(token) is not None}
+    if not known:
+        named = f"the end token {sorted(ids)} is not in the vocabulary" if ids else "no eos_token_id is named"
+        raise UserError(
+            f"{where}: {named} in generation_config.json, config.json or the tokenizer, so that no response would end before "
+            "its limit. Name the right one in generation_config.json."
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """The error's message in one line of reasonable length, without transformers' list of all its classes."""
+    text = str(error).partition("Model type should be one of")[0].strip()
+    return " ".join((text or type(error).__name__).split())[:300]
+
+
+def check_heads(config: PretrainedConfig, size: int) -> None:
+    """Raises UserError for a model whose attention heads `size` ranks cannot share evenly."""
+    if size == 1:
+        return
+    text, given = config.get_text_config(), f"--sequence-parallel {size}"
+    heads = text.num_attention_heads
+    kv = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size:
+        raise UserError(f"{given}: between its ranks attention is split by heads, and the model has {heads}. Take a divisor.")
+    if kv % size and size % kv:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        raise UserError(
+            f"{given}: the model has {kv} heads of keys and values, which its ranks can neither divide nor share evenly. Take "
+            f"one of {', '.join(map(str, fitting))}."
+        )

@@ -1,0 +1,96 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): neighbouring learners share each packed micro-batch.
+
+Every rank of such a group runs the model over its own piece of the packed row. Around attention they trade: a rank with all
+heads of its piece gets some heads of the whole row, and back. Everything else in a decoder is computed token by token and sees
+no difference. The log-probs are then gathered, and each rank of the group computes the loss of the whole micro-batch, which may
+look at whole sequences. In the backward pass it keeps the gradient of its own tokens; gradients are sums over all ranks anyway.
+
+Images are divided among the ranks of a group, too (rl/model/vision_sharing.py). Left out: tensor parallelism, ring attention
+(docs/long-sequences.md says why).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+
+from rl.errors import UserError
+from rl.model.attention import Packed
+from rl.ranks.dist import AllToAll, Ranks
+
+
+def share_sequences(ranks: Ranks, size: int) -> Ranks:
+    """The learners, each `size` neighbours of which share their micro-batches. Raises UserError if some would be left over."""
+    if size == 1:
+        return ranks
+    if ranks.world_size % size:
+        raise UserError(
+            f"--sequence-parallel {size} does not divide the {ranks.world_size} learners. Take a divisor of their number."
+        )
+    return dataclasses.replace(ranks, sequence_parallel=size)
+
+
+class Piece:
+    """The layout of one rank's piece of a packed row: t of its T tokens. The last pieces may be padded, or padding alone."""
+
+    def __init__(self, row: Packed, ranks: Ranks):
+        self.row, self.longest = row, row.longest
+        self.sharing, self.group = ranks.sequence_parallel, ranks.sequence_mesh.get_group("sequence")
+        self.size = -(-row.tokens // self.sharing)  # t
+        self.begin = ranks.rank % self.sharing * self.size
+        self.tokens = min(max(row.tokens - self.begin, 0), self.size)  # without padding
+
+    def of(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """[T, ...] -> [t, ...]: the rank's own, `padding` where the row has ended."""
+        own = x[self.begin : self.begin + self.size]
+        return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
+
+    @property
+    def work(self) -> tuple[int, float]:
+        """As `Packed.work`, of this rank: it has a part of the tokens, and of the heads."""
+        return self.size, self.row.work[1] / self.sharing
+
+    def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
+        """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; returns
+        [t, H, D]."""
+        if (kv := key.shape[1]) < self.sharing:  # one for each rank; its queries all look at the same
+            key, value = (x.repeat_interleave(self.sharing // kv, dim=1) for x in (key, value))
+        by_rank = [x.unflatten(1, (self.sharing, -1)).transpose(0, 1) for x in (query, key, value)]  # [ranks, t, heads, D]
+        heads = [x.shape[2] for x in by_rank]
+        whole = self._trade(torch.cat(by_rank, 2).flatten(0, 1))[: self.row.tokens]  # [T, this rank's heads, D]
+        out = self.row.attend(layer, *whole.split(heads, 1), scaling)
+        out = F.pad(out, (0, 0, 0, 0, 0, self.sharing * self.size - self.row.tokens))
+        return self._trade(out).unflatten(0, (self.sharing, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _trade(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks * t, ...] -> the same shape: the i-th t rows go to rank i, and come from rank i."""
+        rows = [self.size] * self.sharing
+        return AllToAll.apply(x, rows, rows, self.group)
+
+
+def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probs and entropies of a rank's own tokens -> those of all n of the micro-batch, [n] each, with gradient where
+    they had one."""
+    group = ranks.sequence_mesh.get_group("sequence")
+    both = _Gather.apply(torch.stack([log_prob, entropy]), micro.own, len(micro.index), group)
+    return both[0], both[1] if entropy.requires_grad else both[1].detach()
+
+
+class _Gather(torch.autograd.Function):
+    """(values [2, own tokens], their places among n, n, group) -> [2, n]. The backward pass keeps the own tokens' gradient: the
+    others' is taken by the ranks that computed them."""
+
+    @staticmethod
+    def forward(ctx, values, own, n: int, group):
+        ctx.save_for_backward(own)
+        out = values.new_zeros(len(values), n).index_copy(1, own, values)
+        torch.distributed.all_reduce(out, group=group)  # a token is 0 on all ranks but one: nothing is rounded
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (own,) = ctx.saved_tensors
+        return grad.index_select(1, own), None, None, None

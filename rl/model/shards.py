@@ -1,0 +1,128 @@
+"""Which part of a tensor this rank holds: all of it where it learns alone, else the shard that FSDP has left it (a DTensor)."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl.ranks import watchdog
+from rl.ranks.device import gathers_to_one
+from rl.ranks.dist import all_gather_bytes
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of the tensor, in place."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Block":
+        """This rank's part of the tensor."""
+        if not isinstance(tensor, DTensor):
+            return Block((0,) * tensor.dim(), tuple(tensor.shape))
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Block(tuple(offset), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def common(self, other: "Block") -> "Block | None":
+        """What both have; None for nothing."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
+        return Block(offset, shape) if min(shape, default=1) > 0 else None
+
+    def slices(self, inside: "Block | None" = None) -> tuple[slice, ...]:
+        """Where this block lies in another one, or in the whole tensor."""
+        begins = [o - i for o, i in zip(self.offset, inside.offset if inside else (0,) * len(self.offset), strict=True)]
+        return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
+
+
+def blocks_of_all_ranks(named: dict[str, torch.Tensor]) -> list[dict[str, Block]]:
+    """Of each rank: its part of each tensor, by name. A collective of all ranks."""
+    own = {name: astuple(Block.of(tensor)) for name, tensor in named.items()}
+    everyone = [json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(own).encode())]
+    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in everyone]
+
+
+BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
+UNDER_WAY = 3  # buckets: over a slow network one does not wait for the way of the one before
+
+
+class Shards:
+    """The parameters, DTensors over any mesh of all ranks of the default group, and where each rank's shards lie in them. To be
+    made by all ranks together."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]):
+        self.parameters = parameters
+        of_ranks = blocks_of_all_ranks(parameters)
+        self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> of each rank: its shard
+
+    def whole(
+        self, held: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
+        parameters, or tensors sharded alike in their stead. A collective, which all ranks walk through in step."""
+        receives, under_way = to is None or dist.get_rank() in to, deque()
+        for names in _buckets(held, dtype):
+            sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
+            mine = torch.zeros(max(sizes), dtype=dtype, device=device)
+            shards = [held[name].to_local().flatten() for name in names]
+            torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
+            to_all = to is None or not gathers_to_one(device)
+            received = [torch.empty_like(mine) for _ in sizes] if receives or to_all else None
+            if to_all:
+                works = [dist.all_gather(received, mine, async_op=True)]
+            else:
+                works = [dist.gather(mine, received if dist.get_rank() == one else None, one, async_op=True) for one in to]
+            under_way.append((works, names, received if receives else None, mine))
+            if len(under_way) == UNDER_WAY:
+                yield from self._arrived(*under_way.popleft()[:3])
+        for works, names, received, _ in under_way:
+            yield from self._arrived(works, names, received)
+
+    def _arrived(self, works: list[dist.Work], names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
+        with watchdog.doing("the learners' shards of the weights"):
+            for work in works:
+                work.wait()
+        watchdog.progress()
+        if received:
+            yield from self._joined(names, received)
+
+    def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """received: of each rank, its shards of the parameters, end to end."""
+        sizes = [[math.prod(block.shape) for block in self._places[name]] for name in names]  # of each parameter, by rank
+        begins = [[0, *accumulate(of_rank)] for of_rank in zip(*sizes, strict=True)]
+        for number, name in enumerate(names):
+            whole = received[0].new_empty(self.parameters[name].shape)
+            for rank, block in enumerate(self._places[name]):
+                part = received[rank][begins[rank][number] : begins[rank][number + 1]].view(block.shape)
+                whole[block.slices()] = part
+            yield name, whole
+
+
+def _buckets(held: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
+    bucket, size = [], 0
+    for name, tensor in held.items():
+        more = tensor.numel() * dtype.itemsize
+        if bucket and size + more > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += more
+    yield bucket

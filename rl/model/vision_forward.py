@@ -1,0 +1,139 @@
+"""The forward pass of a model of images and text over a packed row: the vision tower once for each distinct image, its features
+put in by place, positions in three dimensions. rl/data/image_prompts.py says what those are.
+
+transformers' own forward finds the places by token id, so that it stops at an image token that the model has sampled by itself;
+all else here is its own code, in its order: `language_inputs` gives what its language model takes.
+Left out: rows of which nobody has prepared images, which the language model takes as they are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.data.image_prompts import Images
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The images of a packed row, m image tokens in all. Without any it stands for an image of zeros that changes nothing: the
+    learners' ranks must all run the tower, or none, since its parameters are sharded over them."""
+
+    grid: Tensor  # [images, 3] of the distinct ones
+    places: Tensor  # [m] where their tokens stand in the row, ascending
+    feature: Tensor  # [m] which of the distinct images' features stands there
+    files: list[tuple[Images, int]]  # the distinct images: a prompt's, and the number among them
+    taken: Callable[[], None] | None = None  # called when the pixels have been
+    exchange: Callable[[Tensor], Tensor] | None = None  # where ranks share the row: features of `files` -> of `places`
+
+    @staticmethod
+    def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
+        """prompts: where each begins in the row, in order, and its images."""
+        first: dict[str, int] = {}  # digest -> where the image's features begin
+        grid, places, feature, files, end = [], [], [], [], 0
+        for start, images in prompts:
+            places.append(start + images.places)
+            counts = images.token_counts
+            for number, (digest, count) in enumerate(zip(images.digests, counts, strict=True)):
+                if digest not in first:
+                    first[digest], end = end, end + count
+                    grid.append(images.grid[number])
+                    files.append((images, number))
+                feature.append(first[digest] + torch.arange(count))
+        joined = lambda parts: torch.cat([torch.zeros(0, dtype=torch.long), *parts])  # noqa: E731
+        return RowImages(joined(grid).view(-1, 3), joined(places), joined(feature), files)
+
+    @property
+    def token_counts(self) -> Tensor:
+        """[images] image tokens of each of the distinct ones."""
+        return torch.tensor([images.token_counts[number] for images, number in self.files], dtype=torch.long)
+
+    def pixels(self) -> Tensor | None:
+        """[patches, values of a patch] fp32 on the CPU, of the distinct images; None without any. Raises
+        rl.data.images.ImageError."""
+        pixels = torch.cat([images.pixels_of(number) for images, number in self.files]) if self.files else None
+        if self.taken:
+            self.taken()
+        return pixels
+
+    def when_taken(self, act: Callable[[], None]) -> "RowImages":
+        return dataclasses.replace(self, taken=act)
+
+
+def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Images | None]) -> dict:
+    """What `hidden_states` takes of a packed row beside its ids: position_ids [3, 1, T], images. lengths: of the row's
+    segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are prompts
+    or begin with one."""
+    positions, prompts, start = [], [], 0
+    for length, before, of_prompt in zip(lengths, after, images, strict=True):
+        if before >= 0:
+            first = lengths[before] if images[before] is None else images[before].next_position
+            positions.append((first + torch.arange(length)).expand(3, -1))
+        elif of_prompt is None:
+            positions.append(torch.arange(length).expand(3, -1))
+        else:
+            prompts.append((start, of_prompt))
+            behind = torch.arange(length - of_prompt.positions.shape[1]).expand(3, -1)
+            positions += [of_prompt.positions, of_prompt.next_position + behind]
+        start += length
+    return {"position_ids": torch.cat(positions, dim=1)[:, None], "images": RowImages.of(prompts)}
+
+
+def hidden_states(base: nn.Module, layout, input_ids: Tensor, position_ids: Tensor, images: RowImages | None) -> Tensor:
+    """input_ids [1, T], position_ids [3, 1, T] -> hidden states [T, hidden]. base: the model without its head. images: None
+    leaves the tower alone."""
+    inputs = language_inputs(base, input_ids, images)
+    return base.language_model(position_ids=position_ids, use_cache=False, layout=layout, **inputs)[0][0]
+
+
+def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None) -> dict:
+    """What the language model takes in place of the ids [1, T]: inputs_embeds [1, T, hidden], and of a model with deepstack
+    (Qwen3-VL) the features for its first layers."""
+    embeds = base.get_input_embeddings()(input_ids)
+    if images is None:
+        return {"inputs_embeds": embeds}
+    device, pixels, grid = input_ids.device, images.pixels(), images.grid
+    if pixels is None:
+        pixels, grid = _zeros(base.visual.config)
+    found = base.get_image_features(pixels.to(device), grid.to(device), return_dict=True)
+    levels = (found.pooler_output, *getattr(found, "deepstack_features", ()))
+    # [features, hidden] each; transformers before 5.6 gives the deeper ones whole, later ones image by image
+    levels = [level if torch.is_tensor(level) else torch.cat(level) for level in levels]
+    if images.exchange:
+        levels = images.exchange(torch.cat(levels, dim=1)).chunk(len(levels), dim=1)
+    elif not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
+        return {"inputs_embeds": embeds + 0.0 * sum(level.sum() for level in levels).to(embeds.dtype)}
+    elif len(images.feature) > len(levels[0]):  # an image stands in more than one prompt
+        feature = images.feature.to(device)
+        levels = [level.index_select(0, feature) for level in levels]
+    places = images.places.to(device)
+    first, *deeper = (level.to(embeds.dtype) for level in levels)
+    inputs = {"inputs_embeds": embeds[0].index_copy(0, places, first)[None]}
+    if deeper:
+        inputs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
+        inputs["deepstack_visual_embeds"] = deeper
+    return inputs
+
+
+def embed_by_product(model: nn.Module) -> None:
+    """Has the tower embed patches by a matrix product, which is all that a convolution does whose steps are as long as its
+    kernel. torch's own takes about seven times as long forward and ten times as long backward on a CPU (benchmarks/LOG.md)."""
+    embed = model.model.visual.patch_embed
+    conv = embed.proj
+    if isinstance(conv, nn.Conv3d) and conv.stride == conv.kernel_size and not any(conv.padding) and conv.groups == 1:
+        embed.forward = functools.partial(_embedded, conv)
+
+
+def _embedded(conv: nn.Conv3d, pixels: Tensor) -> Tensor:
+    """pixels [patches, values of a patch] -> [patches, hidden]."""
+    return F.linear(pixels.to(conv.weight.dtype), conv.weight.flatten(1), conv.bias)
+
+
+def _zeros(config) -> tuple[Tensor, Tensor]:
+    """(pixels, grid) of the smallest image, all zeros: one token."""
+    merge, values = config.spatial_merge_size, config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return torch.zeros(merge**2, values), torch.tensor([[1, merge, merge]])

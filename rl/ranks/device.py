@@ -1,0 +1,291 @@
+"""The devices: the only file that tells cpu, cuda and npu apart, and that knows their backends (gloo, nccl, hccl).
+
+Everything else asks here what a device can do, and so runs unchanged on all three.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from rl.errors import UserError
+from rl.ranks import driver_files, host_memory, launch
+
+HOST = "cpu"
+HOST_BACKEND = "gloo"  # of groups that send host memory only
+os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
+# Before torch's first attention: cuDNN's, which it prefers on the newest GPUs, makes a plan of tens of milliseconds for each
+# length of the keys, and in decoding these grow by one each step.
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+HALF = {torch.float16, torch.bfloat16}
+# Kernels for attention over packed rows (rl/model/attention_kernels.py): name, precisions, most segments, most numbers a head
+PACKED_ATTENTION = {
+    "cuda": ("flash", HALF, 2**31, 256),
+    "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
+}
+ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
+# Of devices on which a gather to one rank is one to all behind a pickled broadcast of the shapes (HCCL)
+GATHER_TO_ALL_KINDS = {"npu"}
+# Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "H20": 148e12,  # behind H200, whose name begins alike
+    "910B": 354e12,
+    "Ascend910_93": 376e12,  # half of a chip of two dies, each of which is a device
+}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # the devices of a process, by number or name
+
+
+@cache
+def kind() -> str:
+    """The kind of this machine's devices, "cuda", "npu" or "cpu"; RL_DEVICE overrides what is found."""
+    if importlib.util.find_spec("torch_npu"):
+        os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # otherwise vllm-ascend cannot take new weights
+        import torch_npu  # noqa: F401  (registers the "npu" device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator and accelerator.type in BACKENDS else "cpu"
+    wanted = os.environ.get("RL_DEVICE") or found
+    if wanted not in ("cpu", found):
+        has = "only a CPU" if found == "cpu" else f"{found} devices and the CPU"
+        raise UserError(f"RL_DEVICE={wanted}, but torch finds {has} here: unset RL_DEVICE.")
+    if found == "cpu" and not os.environ.get("RL_DEVICE") and launch.here().local_rank == 0:
+        _warn_of_unused()
+    return wanted
+
+
+def _warn_of_unused() -> None:
+    """One line where the machine has devices that torch cannot use."""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    remedies = {
+        "cuda": f"torch {torch.__version__} is {built}. Check the driver with nvidia-smi, and install requirements-cuda.txt",
+        "npu": "Check the driver with npu-smi info, and install requirements-npu.txt",
+    }
+    for of_kind in driver_files.NODES:
+        if files := driver_files.device_files(of_kind):
+            found = f"warning: {files[0]} exists, but torch finds no {of_kind} device, so this runs on the CPU. "
+            print(f"{found}{remedies[of_kind]} (docs/engines.md). RL_DEVICE=cpu hides this line.", file=sys.stderr, flush=True)
+
+
+def default_dtype() -> str:
+    """The precision that --dtype auto takes: half on accelerators, whose fast products and kernels know no other."""
+    return "float32" if kind() == "cpu" else "bfloat16"
+
+
+def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
+    """Raise UserError if ranks of one role on this node share a device: their collectives want one each. members: the ranks of
+    that role here, each of which calls this with its own device. How many devices a rank sees does not matter: a launcher may
+    show each rank its own alone."""
+    if not is_accelerator(device):
+        return
+    store.set(f"device/of/{rank}", _number_in_node(device))
+    count = len(set(store.multi_get([f"device/of/{member}" for member in members])))
+    if count < len(members):
+        raise UserError(
+            f"{platform.node()} has {len(members)} {role}s and {count} {kind()} device(s) for them, and each {role} needs one "
+            f"of its own. Start at most {count} here (--nproc-per-node, --generators), or set RL_DEVICE=cpu. A generator and a "
+            "learner may share one."
+        )
+
+
+def has_accelerator() -> bool:
+    """Whether ranks of this machine compute on a GPU or an NPU."""
+    return kind() != "cpu"
+
+
+def claim(local_rank: int) -> torch.device:
+    """This rank's device. Ranks share devices where there are fewer of them, as a generator and a learner may."""
+    if kind() == "cpu":
+        host_memory.keep_freed()
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind(), index)
+
+
+# --------------------------------------------------------------------------------------------------- what a device can do
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """True if the device has memory and queues of its own. Host memory sent to it is pinned, work on it is asynchronous."""
+    return device.type != "cpu"
+
+
+def packed_attention(query: torch.Tensor, segments: int) -> str | None:
+    """The device's kernel for attention over a packed row of so many segments, None where it has none for them."""
+    if query.device.type not in PACKED_ATTENTION:
+        return None
+    kernel, precisions, most, size = PACKED_ATTENTION[query.device.type]
+    fits = query.dtype in precisions and segments <= most and query.shape[-1] <= size and query.shape[-1] % 8 == 0
+    return kernel if fits else None
+
+
+def seeds_are_slow() -> bool:
+    """Whether requests with seeds of their own cost vLLM a kernel each per token."""
+    return kind() in ONE_DRAW_KINDS
+
+
+@contextlib.contextmanager
+def random_numbers(device: torch.device, seed: int):
+    """What the block draws, on the host and on the device, follows from the seed; draws outside stay what they are."""
+    with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
+        torch.default_generator.manual_seed(seed)
+        if is_accelerator(device):
+            getattr(torch, device.type).manual_seed(seed)
+        yield
+
+
+def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of host memory on the device. The host does not wait for what the device is at."""
+    return x.pin_memory().to(device, non_blocking=True) if is_accelerator(torch.device(device)) else x.to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------- process groups
+
+
+def gathers_to_one(device: torch.device) -> bool:
+    """Whether the backend sends a gather's parts to its one receiver only."""
+    return device.type not in GATHER_TO_ALL_KINDS
+
+
+def backend(device: torch.device) -> str:
+    """The backend of a process group of ranks on such devices; host tensors can be sent on each."""
+    return BACKENDS[device.type]
+
+
+def _number_in_node(device: torch.device) -> str:
+    """Names a device among all of this machine: ranks that see one device each all call it number 0."""
+    uuid = getattr(_module().get_device_properties(device), "uuid", None) if is_accelerator(device) else None
+    visible = os.environ.get(VISIBLE.get(device.type, ""), "").split(",")
+    index = device.index or 0
+    return str(uuid or (visible[index] if index < len(visible) and visible[index] else index))
+
+
+def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
+    """A group apart from the default one which sends device memory directly; None unless each member has a device of its own,
+    or where a member gives the host in its place. Collective."""
+    store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
+    if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
+        devices = store.multi_get([f"device/{i}" for i in range(size)])
+        on_host = any(f"/{HOST}/".encode() in name for name in devices)
+        store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
+    if store.get("device/own") != b"1" or not is_accelerator(device):
+        return None
+    if device.type == "npu":
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+        group = ProcessGroupHCCL(store, rank, size, timeout=timeout)
+        # Members connect with their first message, within HCCL_CONNECT_TIMEOUT (two minutes): now, not with the first weights.
+        group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
+        return group
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
+    """A group apart from all others, which sends host memory. timeout: for all members to come, and for what is sent. at_once:
+    collectives that are under way; gloo lets the others wait."""
+    gloo, networks = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    options = gloo._Options()
+    options._timeout, options._threads = timeout, at_once
+    names = networks.split(",") if networks else []
+    store.set_timeout(timeout)  # gloo waits for the members as long as the store does
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    return gloo(store, rank, size, options)
+
+
+def flight_record(backend_name: str) -> list[dict]:
+    """The collectives of the backend that torch's flight recorder holds; nothing where it has no recorder."""
+    dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
+    return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
+
+
+# ---------------------------------------------------------------------------------------------------------- time and memory
+
+
+@cache  # a new one each time would be another of a pool, and the allocator keeps what was freed apart for each
+def side_stream(device: torch.device):
+    """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
+    return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
+
+
+@cache
+def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
+    """Two of the device's queues for copies, to it and from it, beside that of its work; None on a CPU."""
+    return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
+
+
+def _module():
+    """torch.cuda or torch.npu. Their calls about memory, because torch.accelerator's know no allocator of torch-npu 2.10."""
+    return getattr(torch, kind())
+
+
+def memory_gb() -> dict[str, float]:
+    """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
+    out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if kind() != "cpu":
+        out["perf/max_memory_allocated_gb"] = _module().max_memory_allocated() / 2**30
+        out["perf/max_memory_reserved_gb"] = _module().max_memory_reserved() / 2**30
+        _module().reset_peak_memory_stats()
+    return out
+
+
+def empty_cache() -> None:
+    """Gives the memory that the allocator holds for no tensor back to the device, for others who take theirs past it."""
+    if kind() != "cpu":
+        _module().empty_cache()
+
+
+def devices_are_shared() -> bool:
+    """Whether more ranks of this node than it has accelerators compute on them."""
+    return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()
+
+
+def memory_left() -> tuple[int, int] | None:
+    """(bytes of the accelerator that new tensors may take, all of its bytes); None where its driver does not tell. What the
+    allocator holds for no tensor counts."""
+    try:
+        free, total = _module().mem_get_info()
+    except RuntimeError:
+        return None
+    return free + _module().memory_reserved() - _module().memory_allocated(), total
+
+
+def peak_memory(act: Callable[[], object]) -> int:
+    """Bytes that tensors take on the accelerator at most while it acts, beside those that were there before."""
+    _module().reset_peak_memory_stats()
+    before = _module().memory_allocated()
+    act()
+    return _module().max_memory_allocated() - before
+
+
+# ------------------------------------------------------------------------------------------------------------------- facts
+
+
+def name() -> str:
+    """The model of the device, as its driver or the system calls it."""
+    if kind() == "cpu":
+        return platform.processor() or platform.machine()
+    return _module().get_device_name()
+
+
+def peak_flops() -> float | None:
+    """The device's dense bf16 peak in FLOP/s, None where it is not known."""
+    if kind() == "cpu":
+        return None
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name()), None)

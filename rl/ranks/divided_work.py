@@ -1,0 +1,97 @@
+"""Work that the ranks of a node divide among themselves: each does a part, and all get the results of all parts.
+
+    work = Division()
+    for row in work.part(1000): ...; work.advance(1)      or work.fail()
+    results = work.gather(own)                            every rank's bytes, in the order of the parts
+
+The job's store carries a few words for each rank. The results stay in memory that has no name in the file system (a memfd); the
+other ranks of the node read it through /proc. A rank that waits for the others' parts makes progress when they do, so that
+--hang-timeout may be shorter than the work.
+"""
+
+import itertools
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from rl.ranks import launch, watchdog
+
+REPORT_SECONDS = 1.0  # a rank reports its advance no more often
+LOOK_SECONDS = 0.05
+
+_numbers = itertools.count()  # all ranks of a node divide the same works in the same order
+
+
+class Division:
+    """One piece of work. `gather` is a collective of the ranks of this node."""
+
+    def __init__(self):
+        me = launch.here()
+        self._ranks = sorted(launch.neighbours())
+        if me.rank not in self._ranks:  # before the ranks have joined
+            self._ranks = [me.rank]
+        self._place = self._ranks.index(me.rank)
+        self._key = f"division/{next(_numbers)}/{self._ranks[0]}"
+        self._store = launch.open_store(timedelta(minutes=1)) if self.parts > 1 else None
+        self._unreported = 0
+        self._reported_at = time.monotonic()
+
+    @property
+    def parts(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """True where the part begins with the first item."""
+        return self._place == 0
+
+    def part(self, items: int) -> range:
+        """Return which of this many items are this rank's: the parts follow each other and differ by at most one item."""
+        return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
+
+    def advance(self, items: int) -> bool:
+        """Report that this many more items are done. Return False if an earlier part has failed, and the rest is not needed."""
+        watchdog.progress()
+        self._unreported += items
+        if not self._store or time.monotonic() - self._reported_at < REPORT_SECONDS:
+            return True
+        self._store.add(f"{self._key}/done", self._unreported)
+        self._unreported = 0
+        self._reported_at = time.monotonic()
+        return not any(self._store.check([f"{self._key}/failed/{place}"]) for place in range(self._place))
+
+    def fail(self) -> None:
+        """Report that this part has failed: what the later ones do is not needed."""
+        if self._store:
+            self._store.set(f"{self._key}/failed/{self._place}", "")
+
+    @watchdog.doing("the parts of this node's other ranks")
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every part, in order."""
+        if not self._store:
+            return [own]
+        file = os.memfd_create("rl-division", os.MFD_CLOEXEC)
+        try:
+            with open(file, "wb", closefd=False) as memory:
+                memory.write(own)
+            self._store.set(self._name_of(self._place), f"/proc/{os.getpid()}/fd/{file}")
+            self._wait_for([self._name_of(place) for place in range(self.parts)])
+            paths = [self._store.get(self._name_of(place)).decode() for place in range(self.parts)]
+            parts = [Path(path).read_bytes() for path in paths]
+            if self._store.add(f"{self._key}/readers", 1) == self.parts:
+                self._store.set(f"{self._key}/read", "")
+            self._wait_for([f"{self._key}/read"])  # others may still read this rank's
+        finally:
+            os.close(file)
+        return parts
+
+    def _name_of(self, place: int) -> str:
+        return f"{self._key}/{place}"
+
+    def _wait_for(self, keys: list[str]) -> None:
+        done = None
+        while not self._store.check(keys):
+            if done != (done := self._store.add(f"{self._key}/done", 0)):
+                watchdog.progress()
+            time.sleep(LOOK_SECONDS)

@@ -1,0 +1,168 @@
+"""Signs of life of all ranks: one that falls silent without a word is named, and the job ends on every node.
+
+A process that dies closes its connections, and the others hear of it at once. One that is stopped, or whose machine loses power
+or network, does not: gloo would wait half an hour for it. So a thread of each rank leaves a sign of life in torchrun's store
+ten times in --node-timeout, with what its main thread is at. Rank 0 looks for all of them in one request and says what it
+found; the others read that one word, which is rank 0's own sign of life too. A second thread, which never touches the network,
+sees that the store itself has fallen silent: then the node that keeps it has gone, or this one is cut off.
+
+Seconds in which a process was stopped itself do not count: each counts the rounds that it has made.
+
+Left out: a process that does not get to run Python for so long, in C code that keeps its lock. It counts as silent.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, Store
+
+from rl.ranks import failures, launch, watchdog
+
+ENDED = "ended"  # instead of the number of a round
+ROUNDS = 10  # in --node-timeout
+TICK = 0.5  # seconds; of the thread that looks at the other one
+LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
+LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks have gone
+
+_heartbeats: list["Heartbeat"] = []
+
+
+def start(timeout: float) -> None:
+    """Begins to give signs of life and to look for the others', who have all met. timeout: in seconds; 0 for never."""
+    here = launch.here()
+    if timeout and here.world_size > 1:
+        add(Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, launch.open_store(timedelta(minutes=1))))
+
+
+def add(heartbeat: "Heartbeat") -> None:
+    """One more, towards others than this job's ranks."""
+    _heartbeats.append(heartbeat)
+
+
+def rename(name: str) -> None:
+    """Tells what others call this process, now that its role is known."""
+    for heartbeat in _heartbeats:
+        heartbeat.name = name
+
+
+def finish() -> None:
+    """This rank has come to its end, and is not missed from here on."""
+    for heartbeat in _heartbeats:
+        heartbeat.finish()
+
+
+class Heartbeat:
+    """The two threads of one rank. store: shared by all ranks, over a connection of its own."""
+
+    def __init__(self, name: str, rank: int, nodes: list[launch.Node], timeout: float, store: Store):
+        self.name, self.rank, self.nodes, self.timeout, self.store = name, rank, nodes, timeout, store
+        self.rounds = 0  # that the store has answered
+        self._ended = threading.Event()
+        self._others = Signs([r for node in nodes for r in node.ranks if r != rank] if rank == 0 else [0])
+        self._threads = [
+            threading.Thread(target=run, name="watchdog: heartbeat", daemon=True) for run in (self._beat, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        self._ended.set()
+        self._threads[0].join(LEAVING_SECONDS)
+
+    def _beat(self) -> None:
+        try:
+            while not self._ended.is_set():
+                verdict, silent = self._round()
+                self.rounds += 1
+                if silent:
+                    self._end(verdict, silent)
+                self._ended.wait(self.timeout / ROUNDS)
+            self.store.set(f"pulse/{self.rank}", json.dumps([ENDED, self.name, ""]))
+        except DistError:  # the store has gone: that is the other thread's business
+            pass
+
+    def _round(self) -> tuple[str, list[int]]:
+        """Gives a sign of life; returns what is to be said of silent ranks, and which these are."""
+        own = [self.rounds, self.name, watchdog.place()]
+        if self.rank == 0:
+            silent = self._others.look(self.store)
+            found = self._verdict(silent), silent
+            self.store.set("pulse/0", json.dumps([*own, *found]))
+            return found
+        self.store.set(f"pulse/{self.rank}", json.dumps(own))
+        silent = self._others.look(self.store)
+        if silent or 0 not in self._others.last or self._others.last[0][0] == ENDED:
+            return self._verdict(silent), silent
+        return tuple(self._others.last[0][3:])
+
+    def _guard(self) -> None:
+        """Ends this rank if the store does not answer."""
+        seen, idle = 0, 0.0
+        while not self._ended.is_set() and idle < self.timeout + TICK:
+            time.sleep(TICK)
+            seen, idle = self.rounds, idle + TICK if seen == self.rounds else 0.0
+        if not self._ended.is_set():
+            last = self._others.told(0) if self.rank else ""
+            watchdog.end_stuck_launcher(LAUNCHER_SECONDS)
+            verdict = f"node 1, {self.nodes[0].host}, has not answered for {self.timeout:g} s{last} (--node-timeout)"
+            self._end(verdict, store_answers=False)
+
+    def _verdict(self, silent: list[int]) -> str:
+        """Names the ranks, by node."""
+        said = []
+        for number, node in enumerate(self.nodes, 1):
+            if ranks := [rank for rank in silent if rank in node.ranks]:
+                whole = "all its ranks" if len(ranks) == node.size else failures.numbered(ranks)
+                last = "".join(self._others.told(rank) for rank in ranks)
+                said.append(f"node {number}, {node.host}: no sign of life of {whole} for {self.timeout:g} s{last}")
+        return f"{'; '.join(said)} (--node-timeout)" if said else ""
+
+    def _end(self, verdict: str, silent: Sequence[int] = (), store_answers: bool = True) -> None:
+        """Says it once a node, and ends this rank."""
+        end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
+        end.name, end.daemon = "watchdog's end", True
+        end.start()
+        watchdog.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not speak too
+        if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
+            cause = failures.cause() if store_answers else ""  # who was stopped itself finds others silent that have ended
+            print(f"error: {cause or verdict}", file=sys.stderr, flush=True)
+        if self.rank in self.nodes[0].ranks:  # the store may end with this node: let the others read first
+            time.sleep(1.5 * self.timeout / ROUNDS)
+        watchdog.end_silent(pid for rank, pid in launch.neighbours().items() if rank in silent)
+        os._exit(1)
+
+
+class Signs:
+    """What has been seen of some ranks: the same sign in too many looks means silence."""
+
+    def __init__(self, ranks: list[int]):
+        self.ranks = ranks
+        self.last: dict[int, list] = {}  # rank -> its last sign
+        self._looks: dict[int, int] = {}  # since that one came
+        self._at: dict[int, str] = {}  # when it came
+
+    def look(self, store: Store) -> list[int]:
+        """Reads the signs; returns the ranks that have been silent for too long."""
+        there = [rank for rank in self.ranks if rank in self.last or store.check([f"pulse/{rank}"])]
+        texts = store.multi_get([f"pulse/{rank}" for rank in there]) if there else []
+        for rank, text in zip(there, texts, strict=True):
+            sign = json.loads(text)
+            if sign[0] == self.last.get(rank, [None])[0]:
+                self._looks[rank] += sign[0] != ENDED
+            else:
+                self._looks[rank], self._at[rank] = 0, time.strftime("%X")
+            self.last[rank] = sign
+        if max((self._looks[rank] for rank in there), default=0) <= ROUNDS:
+            return []
+        return [rank for rank in there if self._looks[rank] > ROUNDS - 2]  # a node's ranks fall silent a round apart
+
+    def told(self, rank: int) -> str:
+        if rank not in self.last:
+            return ""
+        _, name, place, *_ = self.last[rank]
+        return f"; {name} was last heard of at {self._at[rank]}, in {place}"

@@ -1,0 +1,41 @@
+"""Facts of the machine that a run records or relies on."""
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+
+def machine() -> dict:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gb": round(memory / 2**30, 1)}
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    return platform.processor() or platform.machine()
+
+
+def available_memory() -> int:
+    """Bytes that processes may still take here: of the machine's memory, and of each control group's that limits this one."""
+    free = [2**62]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        free += [1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.strip().split(":", 2)
+            if controllers in ("", "memory"):
+                root = Path("/sys/fs/cgroup", controllers)
+                free += [_left_of(root / parent) for parent in (path.lstrip("/"), *map(str, Path(path.lstrip("/")).parents))]
+    return max(0, min(free))
+
+
+def _left_of(group: Path) -> int:
+    """Bytes that are left of a control group's limit (version 1 or 2), cached files counted as free."""
+    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            most, used = (int((group / name).read_text()) for name in (limit, usage))
+            words = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return most - used + int(words.get("total_inactive_file", words.get("inactive_file", 0)))
+    return 2**62  # no limit ("max"), or no such group

@@ -1,0 +1,254 @@
+"""This process as it was launched, the nodes of its job, and the store through which all ranks of the job meet."""
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl.errors import UserError
+from rl.ranks import signals, watchdog
+
+SHORT = timedelta(seconds=8)  # above the 5 for which a name server that does not answer stalls who connects to torch's store
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process in the words of torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restarts: int  # how often torchrun has started this node's ranks again
+
+    @property
+    def first(self) -> int:
+        """The lowest rank of this node."""
+        return self.rank - self.local_rank
+
+
+def check() -> None:
+    """Raises UserError for an environment that says half of what torchrun says: this process would wait for ranks that are
+    none, or take itself for the only one."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
+    if told.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
+        return
+    if missing := [name for name in needed if name not in told]:
+        raise UserError(
+            f"the environment has {', '.join(told)} and lacks {', '.join(missing)}. Start with torchrun, which sets all, or "
+            f"unset {', '.join(told)}."
+        )
+    if wrong := [f"{name}={value!r}" for name, value in told.items() if name != "MASTER_ADDR" and not value.isdecimal()]:
+        raise UserError(f"{wrong[0]} in the environment is no number. Start with torchrun, which sets it, or unset it.")
+    me = here()
+    if not me.local_rank <= me.rank < me.world_size:
+        raise UserError(
+            f"the environment says rank {me.rank} of {me.world_size}, on its node {me.local_rank}. Start with torchrun."
+        )
+
+
+def here() -> Launch:
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job."""
+
+    host: str
+    first: int  # the lowest of its ranks
+    size: int  # how many it has
+    generators: int  # of them: its last ranks
+
+    @property
+    def learners(self) -> int:
+        return self.size - self.generators
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.size)
+
+    def __str__(self) -> str:
+        return f"{self.host} has {self.size} ranks, {self.generators} of them generators"
+
+
+_nodes: list[Node] = []
+_neighbours: dict[int, int] = {}
+
+
+def nodes() -> list[Node]:
+    """All nodes of the job, in the order of their ranks; none before they have met."""
+    return _nodes
+
+
+def layout() -> list[dict]:
+    """Each node's host, and by rank what runs there: "learner 0", "generator 3", or "rank 1" where every rank is both."""
+    split, numbers, out = any(node.generators for node in _nodes), Counter(), []
+    for node in _nodes:
+        roles = ["learner"] * node.learners + ["generator"] * node.generators if split else ["rank"] * node.size
+        names = {}
+        for rank, role in zip(node.ranks, roles, strict=True):
+            names[str(rank)] = f"{role} {numbers[role]}"
+            numbers[role] += 1
+        out.append({"host": node.host, "ranks": names})
+    return out
+
+
+def neighbours() -> dict[int, int]:
+    """The processes of this node's ranks, by rank; none before all have joined."""
+    return _neighbours
+
+
+def meet(store: dist.Store, generators: int) -> None:
+    """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
+    me = here()
+    if me.rank == 0:
+        store.set("world_size", str(me.world_size))
+    _check_world(world := int(store.get("world_size")), me)
+    if me.local_rank == 0:
+        store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
+    if me.rank == 0:
+        found, met = [], 0
+        while met < world:
+            found.append(json.loads(store.get(f"node/{met}")))
+            met += Node(*found[-1]).size
+        store.set("nodes", json.dumps(found))
+    _nodes[:] = [Node(*node) for node in json.loads(store.get("nodes"))]
+    if len(_nodes) > 1 and me.local_rank == 0:
+        number = [node.first for node in _nodes].index(me.rank) + 1
+        last = me.rank + me.local_world_size - 1
+        ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
+        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # without: what they join speaks
+        where = "" if number == first else f"; the run's messages appear on node {first}, {_nodes[first - 1].host}"
+        print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of all ranks together; torchrun may start them again after a failure."""
+
+    name: str  # of no other
+    restarts: int  # starts before it
+
+
+_start: Start | None = None
+
+
+def join(timeout: timedelta) -> dist.Store:
+    """Waits for all ranks of this start, and returns a connection to what they share. Nothing is shared before.
+
+    Where several nodes are restarted torchrun gives them different restart counts (only the node that failed counts), and what
+    ranks of the last start have left in the store is still there. So each rank leaves a word that nobody else has, rank 0
+    gathers them into a proposal, and what counts is the first proposal that all of those ranks have confirmed.
+    """
+    global _start
+    me = here()
+    if me.local_world_size == me.world_size:  # one torchrun, one count
+        _start = Start(str(me.restarts), me.restarts)
+    else:
+        _start = _agree(_base_store(timeout), me)
+    return open_store(timeout)
+
+
+def _agree(store: dist.Store, me: Launch) -> Start:
+    own, proposal = [secrets.token_hex(8), me.restarts], None
+    store.set(f"starts/{me.rank}", json.dumps(own))
+    before = store.add("starts", 1) - 1 if me.rank == 0 else 0
+    confirmed = set()  # names of proposals
+    while True:
+        if me.rank == 0:
+            found = [json.loads(store.get(f"starts/{rank}")) for rank in range(me.world_size)]
+            if proposal is None or proposal["ranks"] != found:
+                restarts = max(before, *(count for _, count in found))
+                proposal = {"name": secrets.token_hex(8), "restarts": restarts, "ranks": found}
+                store.set("start", json.dumps(proposal))
+        else:
+            proposal = json.loads(store.get("start"))
+            _check_world(len(proposal["ranks"]), me)
+        name = proposal["name"]
+        if proposal["ranks"][me.rank] == own:
+            count = store.add(f"confirmed/{name}", name not in confirmed)
+            confirmed.add(name)
+            if count == me.world_size:
+                return Start(name, proposal["restarts"])
+        time.sleep(0.05)
+
+
+def _check_world(world: int, me: Launch) -> None:
+    """Raises UserError unless the job that this rank has reached is its own. world: ranks of that job."""
+    if world != me.world_size:
+        raise UserError(
+            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
+            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
+        )
+
+
+def restarts() -> int:
+    """How often torchrun has started all ranks of the job again."""
+    return _start.restarts if _start else here().restarts
+
+
+def open_store(timeout: timedelta = SHORT) -> dist.Store:
+    """A connection to what all ranks of this start share, apart from what an earlier start has left there. Raises DistError
+    before they have met."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    if not _start:
+        raise dist.DistError("the ranks have not met yet")
+    return dist.PrefixStore(f"start/{_start.name}", _base_store(timeout))
+
+
+def _base_store(timeout: timedelta) -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
+
+
+def job() -> str | None:
+    """An identifier that survives torchrun's restarts of this node's ranks and is no other job's. None without torchrun."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
+
+
+def heed_sigterm(store: dist.Store, learns: bool = True) -> None:
+    """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
+    failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was told to,
+    the checkpoint is whole: other learners may finish what is their own, and generators (`learns` is False) go."""
+    me = here()
+    store.set(f"pid/{me.rank}", str(os.getpid()))
+    processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
+    _neighbours.update(processes)
+
+    def all_well() -> bool:
+        gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
+        try:
+            if not gone or (shared := open_store()).check([watchdog.ALARM]):
+                return True
+            return learns if shared.check(["stopped"]) else shared.check(gone)
+        except dist.DistError:
+            return False
+
+    signals.stop_gently(all_well)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_well(stopped: bool = False) -> None:
+    """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
+    has come to its end, or has `stopped` as it was told to."""
+    with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
+        open_store().set("stopped" if stopped else f"ended/{here().rank}", "")

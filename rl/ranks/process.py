@@ -1,0 +1,102 @@
+"""The life of a rank's process: what its end says, and with which exit code."""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed
+
+from rl.errors import Stopped, UserError
+from rl.printable import printable
+from rl.ranks import dist, failures, heartbeat, launch, signals, streams, watchdog
+
+LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
+
+
+def run(main: Callable, join: Callable = dist.init) -> None:
+    """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
+    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
+    130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
+    signals.take()
+    gc.enable()  # it rested while the script imported (rl/ranks/first_line.py)
+    streams.outlive_output()
+    faulthandler.enable()
+    code, joined, name = 0, None, f"rank {os.environ.get('RANK', 0)}"
+    try:
+        if "RANK" in os.environ:
+            _die_with_parent()
+        joined = join()
+        name = joined.name
+        main(joined)
+        with watchdog.doing("all ranks to end"):
+            if torch.distributed.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
+                torch.distributed.destroy_process_group()
+        watchdog.finish()
+        heartbeat.finish()
+        launch.end_well()
+    except Stopped as stopped:
+        code = 128 + signal.SIGTERM
+        heartbeat.finish()
+        if str(stopped):
+            print(stopped, file=sys.stderr, flush=True)
+        launch.end_well(stopped=True)
+    except UserError as error:
+        fail(error, name)
+    except Exception as error:
+        code = 1
+        if signals.stop_requested():  # the others have left already
+            failures.leave_to_report()
+            os._exit(128 + signal.SIGTERM)
+        is_member = getattr(joined, "is_member", False)
+        if is_member and (why := joined.elastic.why_it_fails(joined.store, failures.lost_connection(error))):
+            fail(UserError(why), name)
+        _explain(name, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
+    # then abort while the interpreter takes itself apart.
+    os._exit(code)
+
+
+def fail(error: UserError, name: str = "") -> NoReturn:
+    """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
+    with watchdog.speaking:
+        if failures.record(str(error), name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
+            print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _explain(name: str, error: Exception) -> None:
+    """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
+    lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
+    failures.leave_to_report()
+    with watchdog.speaking:
+        if lost:
+            what = f"{lost} no longer answer"
+            if failures.record(what, name).first_of_node:
+                print(f"{name} failed: {what}", file=sys.stderr)
+            return
+        failure = failures.record(f"{type(error).__name__}: {error}", name)
+        if failure.first:
+            print(f"{name} failed:", file=sys.stderr)
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        elif failure.first_of_node and (cause := failures.cause()):
+            print(printable(f"{name} stops: {cause}"), file=sys.stderr)
+
+
+def _die_with_parent() -> None:
+    """A torchrun that is killed takes its ranks along (Linux), from here on and if it was killed before."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        with open("/proc/1/cmdline", "rb") as file:
+            launcher = file.read()
+        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # of a container, that may be 1
+            os._exit(1)

@@ -1,0 +1,74 @@
+"""Timers: seconds by phase of each step, and the ledger of all ranks, whose shares add up to 1.
+
+The watchdog learns from the same blocks what a rank does or waits for.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+
+from rl.ranks import dist, watchdog
+
+PHASES = ("generate", "score", "wait", "publish", "train", "other")  # of every rank's time
+PHASE_OF = {  # by timer
+    "gen": "generate",
+    "score": "score",
+    "wait": "wait",
+    "held": "wait",  # until newer weights let more samples start: the bound of staleness is reached
+    "update_weights": "publish",
+    "old_log_prob": "train",
+    "ref": "train",
+    "adv": "train",
+    "update_actor": "train",
+}
+
+
+class Timers:
+    """Seconds by phase since the last `restart`. Where blocks nest, the inner one's seconds are not the outer one's, so that
+    all of them together never exceed the time that passed."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._inside = 0.0  # seconds of the blocks within the open one
+        self._last = ""
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started, before, self._inside = time.perf_counter(), self._inside, 0.0
+        again, self._last = name == self._last, name
+        if not again:  # a loop that waits opens the same block again and again: that is no progress
+            watchdog.progress()
+        watchdog.enter(name)
+        try:
+            yield
+        finally:
+            watchdog.leave()
+            if not again:
+                watchdog.progress()
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inside
+            self._inside = before + elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last restart, timed or not."""
+        return time.perf_counter() - self._started
+
+    def ledger(self) -> dict[str, float]:
+        """The share of the elapsed time in each of PHASES; they add up to 1."""
+        shares, elapsed = dict.fromkeys(PHASES, 0.0), self.elapsed
+        for name, seconds in self.seconds.items():
+            shares[PHASE_OF.get(name, "other")] += seconds / elapsed
+        return shares | {"other": 1.0 - sum(share for phase, share in shares.items() if phase != "other")}
+
+    def restart(self) -> None:
+        self.seconds.clear()
+        self._started = time.perf_counter()
+
+
+def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
+    """ledger/<name>_<rank>/<phase> of every rank of the default process group. A collective."""
+    shares = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(timer.ledger()).encode())]
+    return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}

@@ -1,0 +1,1 @@
+"""What a run writes down: metrics, console, loggers, validations, and which run it is."""

@@ -1,0 +1,79 @@
+"""The run on the console: a live progress bar on a terminal, a plain line now and then elsewhere."""
+
+import math
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from rl.printable import printable
+from rl.record import validations
+
+PLAIN_LINE_EVERY = 2.0  # seconds between lines where the output is no terminal
+
+
+class ConsoleLog:
+    """A live progress bar on a terminal; elsewhere a plain line now and then, always for a validation and the last step."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps, self.last_line = total_steps, -math.inf
+        self.accuracy: float | None = None
+        self.first: tuple[int, float] | None = None  # step and time of the first `show`: a resumed run starts late
+        self.bar = None
+        console = Console()
+        # isatty besides: FORCE_COLOR makes rich take a log file for a terminal
+        if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
+            whole = {"table_column": Column(no_wrap=True)}  # in a narrow window only the bar gives way
+            columns = [TextColumn("step", **whole), MofNCompleteColumn(**whole)]
+            columns += [BarColumn(bar_width=None, table_column=Column(ratio=1)), TextColumn("{task.description}", **whole)]
+            columns += [TextColumn("left", **whole), TimeRemainingColumn(elapsed_when_finished=False, **whole)]
+            self.bar = Progress(*columns, console=console, expand=True)
+            self.bar.start()
+            console.show_cursor(True)  # a failing rank leaves by os._exit, which would leave the terminal without a cursor
+            self.task = self.bar.add_task("", total=total_steps)
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        validation = [v for k, v in metrics.items() if k.startswith("val-core/") and "/acc/mean@" in k]
+        if validation:
+            self.accuracy = sum(validation) / len(validation)
+        parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation {:.3f}", self.accuracy)]
+        parts += [("{}", _rates(metrics))]
+        parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
+        parts += [("generators {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
+        text = "  ".join(form.format(value) for form, value in parts if value is not None)
+        if self.bar:
+            self.bar.update(self.task, completed=step, description=text)
+        now = time.monotonic()
+        first_step, started = self.first = self.first or (step, now)
+        if self.bar and validation:
+            self.bar.console.print(f"step {metrics.get(validations.STEP, step)}: validation accuracy {self.accuracy:.3f}")
+        elif not self.bar and (validation or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY):
+            done = step - first_step
+            left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if done else ""
+            print(f"step {step}/{self.total_steps}  {text}{left}", flush=True)
+            self.last_line = now
+
+    def say(self, text: str) -> None:
+        text = printable(text)
+        if self.bar:
+            self.bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()
+
+
+def _rates(metrics: dict[str, float]) -> str | None:
+    """Tokens per second of a rank (perf/throughput), and of all ranks if there are several."""
+    per_rank = metrics.get("perf/throughput")
+    if per_rank is None:
+        return None
+    seconds = metrics.get("perf/time_per_step")
+    of_all = metrics["perf/total_num_tokens"] / seconds if seconds else per_rank
+    if of_all < 1.5 * per_rank:  # one rank
+        return f"{per_rank:,.0f} tokens/s"
+    return f"{per_rank:,.0f} tokens/s per rank, {of_all:,.0f} all"

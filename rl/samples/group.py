@@ -1,0 +1,132 @@
+"""The record that travels from generators to learners: `Group`, one prompt with its n scored responses."""
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+UNPENALISED = "unpenalised_score"  # among a response's further numbers, where there is a penalty on length
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of n tokens, the end-of-sequence token included."""
+
+    token_ids: np.ndarray  # [n] int32
+    log_probs: np.ndarray  # [n] float32, as recorded while sampling
+    versions: np.ndarray  # [n] int32, of the weights that sampled each token
+    finish_reason: str  # "stop" or "length"
+    score: float | None = 0.0  # None if it could not be scored: then it is not trained
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
+    error: str | None = None  # why it could not be scored
+    mask: np.ndarray | None = None  # [n] bool, the tokens that are trained; None trains them all
+    routes: np.ndarray | None = (
+        None  # [n - 1, L, K] uint8 or uint16, the experts of all but the last token (rl/model/router.py)
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its responses; `ticket` is the place in the endless prompt order."""
+
+    ticket: int
+    prompt_ids: np.ndarray  # [p] int32
+    data_source: str
+    responses: list[Response]
+    baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
+    images: str = ""  # digest of the prompt's images, which do not travel; empty without any
+    prompt_routes: np.ndarray | None = None  # [p, L, K]; None where no response has routes
+    holder: int | None = None  # the first rank of the node that has all of it; None: every rank has (rl/samples/outlines.py)
+
+    @property
+    def scored(self) -> list[Response]:
+        """Its responses but for those that could not be scored."""
+        return [r for r in self.responses if r.score is not None]
+
+    @property
+    def has_signal(self) -> bool:
+        """True if its scores differ, the penalty on length left out: with zero variance all group-wise advantages are 0, and
+        what is right in every response would teach its length alone (DAPO, arXiv 2503.14476, looks at accuracy)."""
+        return len({r.extra.get(UNPENALISED, r.score) for r in self.scored}) > 1
+
+    @property
+    def is_flat(self) -> bool:
+        """True if several of its responses could be scored, all alike: group-wise advantages are exactly 0."""
+        return len(self.scored) > 1 and len({r.score for r in self.scored}) == 1
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that sampled one of its tokens; of a group without any, one that is never too old."""
+        return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
+
+    def to_bytes(self) -> bytes:
+        """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
+        header = {
+            "ticket": self.ticket,
+            "data_source": self.data_source,
+            "baseline": self.baseline,
+            "prompt": len(self.prompt_ids),
+            "responses": [
+                [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
+            ],
+        } | ({"images": self.images} if self.images else {})
+        if self.prompt_routes is not None:
+            has = [r.routes is not None for r in self.responses]
+            header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
+        head = json.dumps(header).encode()
+        arrays = [self.prompt_ids.astype(np.int32)]
+        for r in self.responses:
+            arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
+        arrays += [r.mask.astype(bool) for r in self.responses if r.mask is not None]  # last: single bytes align nothing
+        if self.prompt_routes is not None:
+            arrays += [self.prompt_routes, *(r.routes for r in self.responses if r.routes is not None)]
+        return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
+
+    @staticmethod
+    def from_bytes(record: bytes | memoryview) -> "Group":
+        """Its arrays are views of the record."""
+        size = struct.unpack_from("<I", record)[0]
+        header = json.loads(bytes(record[4 : 4 + size]))
+        at = 4 + size
+
+        def take(n: int, dtype) -> np.ndarray:
+            nonlocal at
+            array = np.frombuffer(record, dtype, n, at)
+            at += array.nbytes
+            return array
+
+        prompt = take(header["prompt"], np.int32)
+        arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
+        masks = [take(n, bool) if has_mask else None for n, *_, has_mask in header["responses"]]
+        prompt_routes, routes = None, [None] * len(masks)
+        if "routes" in header:
+            dtype, *shape, has = header["routes"]
+            rows = lambda n: take(n * math.prod(shape), dtype).reshape(n, *shape)  # noqa: E731
+            prompt_routes = rows(len(prompt))
+            routes = [
+                rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
+            ]
+        responses = [
+            Response(*of_one, *fields, mask, of_its_tokens)
+            for of_one, (_, *fields, _), mask, of_its_tokens in zip(arrays, header["responses"], masks, routes, strict=True)
+        ]
+        rest = (header["baseline"], header.get("images", ""), prompt_routes)
+        return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
+
+
+def join_records(records: Iterable[bytes]) -> bytes:
+    """Several records as one, each behind its length."""
+    return b"".join(struct.pack("<Q", len(r)) + r for r in records)
+
+
+def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
+    records, at = [], 0
+    while at < len(joined):
+        (size,) = struct.unpack_from("<Q", joined, at)
+        records.append(joined[at + 8 : at + 8 + size])
+        at += 8 + size
+    return records

@@ -1,0 +1,49 @@
+"""`--over-sample`: in train_sync.py a step does not wait for its longest responses.
+
+More prompts are under way than a step trains. Generation ends when as many as it trains have all their responses; what is
+unfinished goes on in the next step, under the newer weights, from the token where it is (APRIL, arXiv 2509.18521; Kimi k1.5
+calls it partial rollouts, arXiv 2501.12599). Each prompt is trained once, so none is favoured over the run for its short
+responses; but long ones come later, and are in part of older weights: their tokens have the log-probs they were sampled with,
+by which the loss corrects as it does in async. Left untrained is what is under way at the end of the run.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from rl.errors import UserError
+from rl.ranges import Range
+from rl.ranks import launch
+from rl.samples.schedule import BatchArgs
+
+
+@dataclass
+class OverSampleArgs(BatchArgs):
+    """Prompts under way beyond the batch."""
+
+    over_sample: Annotated[float, Range(at_least=0, at_most=8)] = 0.0
+    """Prompts under way beyond a step's, as a fraction of them. A step trains those whose responses end first; the others go on
+    in the next."""
+
+    def check(self) -> None:
+        if self.train_batch_size < (ranks := launch.here().world_size):
+            raise UserError(f"--train-batch-size {self.train_batch_size} gives {ranks} ranks less than a prompt each.")
+
+    @property
+    def surplus(self) -> int:
+        """Prompts under way that a step does not wait for."""
+        return round(self.over_sample * self.train_batch_size)
+
+    @property
+    def trains_stale(self) -> bool:
+        return self.surplus > 0
+
+    def to_start(self, under_way: int) -> int:
+        """Prompts to start before the first step, so that the surplus is under way. under_way: how many a resumed run has.
+        Raises UserError if they are more than the surplus: no step would wait for them."""
+        if under_way > self.surplus:
+            raise UserError(
+                f"--over-sample {self.over_sample:g}: the resumed run has {under_way} prompts under way beyond a step's, and "
+                f"this allows {self.surplus}. Give --over-sample {under_way / self.train_batch_size:g} or more, or start a new "
+                "run with another --experiment-name."
+            )
+        return self.surplus - under_way

@@ -1,0 +1,149 @@
+"""The async schedule: which ticket may start when, and which groups are trained next.
+
+A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
+start under the weights of version v only if
+
+    k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * trigger_parameter_sync_step
+
+where a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
+flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Annotated, Literal
+
+from rl.errors import UserError
+from rl.ranges import Range
+from rl.samples.group import Group
+from rl.split import SplitArgs
+
+
+class NextTicket:
+    """The first ticket that no batch has taken, where batches are made whole, one after the other."""
+
+    def __init__(self):
+        self.ticket = 0
+        self.under_way: list[int] = []  # before it
+
+    def begin(self, count: int) -> range:
+        """Moves on by `count` tickets, which are under way from now on; returns them."""
+        started = range(self.ticket, self.ticket + count)
+        self.ticket, self.under_way = started.stop, [*self.under_way, *started]
+        return started
+
+    def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
+        """Moves on to `ticket`; returns those before it that are neither among the groups of a batch nor under way, since the
+        last call."""
+        passed = {*range(self.ticket, ticket), *self.under_way}
+        self.ticket, self.under_way = ticket, [*under_way]
+        return sorted(passed - {group.ticket for group in groups} - {*under_way})
+
+    def state(self) -> dict:
+        return {"ticket": self.ticket, "under_way": self.under_way}
+
+    def restore(self, state: dict | int) -> None:
+        """state: a number in older checkpoints, of runs that had nothing under way."""
+        old = isinstance(state, int)
+        self.ticket, self.under_way = (state, []) if old else (state["ticket"], state["under_way"])
+
+
+@dataclass
+class ScheduleArgs(SplitArgs):
+    """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
+
+    ppo_mini_batch_size: Annotated[int, Range(at_least=1)] = 8
+    """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
+    require_batches: Annotated[int, Range(at_least=1)] = 1
+    """Mini-batches in a step. The step begins when all of them have arrived."""
+    trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
+    """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
+    staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
+    """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
+    partial_rollout: Literal["keep", "recompute", "off"] = "keep"
+    """What happens to unfinished responses when new weights arrive. keep: they go on with their old KV cache; recompute: their
+    KV cache is computed anew; off: the new weights wait until they have ended."""
+    max_staleness: Annotated[int | None, Range(at_least=0)] = None
+    """Age in versions of the oldest token that may be trained; each publish makes a version. By default
+    --staleness-threshold alone bounds the age."""
+    elastic_generators: str | None = None
+    """HOST:PORT of the first learner at which generators may join and leave while the learners go on: torchrun jobs of their
+    own, in which every rank generates (docs/nodes.md). The same for all."""
+    stale: Literal["drop", "wait"] = "drop"
+    """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
+    groups before these get too old."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.ppo_mini_batch_size * self.require_batches
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.ppo_mini_batch_size
+
+    @property
+    def trains_stale(self) -> bool:
+        return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
+
+    def quota(self, version: int) -> int:
+        """Tickets that may have started, the dropped ones not counted, under the weights of this version."""
+        period = self.prompts_per_step * self.trigger_parameter_sync_step
+        threshold = _exact(self.staleness_threshold)
+        return (version + 1) * period + threshold.numerator * period // threshold.denominator
+
+    def version_at(self, step: int) -> int:
+        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        return (step - 1) // self.trigger_parameter_sync_step
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or step % self.trigger_parameter_sync_step == 0
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """The step after which this version of the weights is published."""
+        return min(version * self.trigger_parameter_sync_step, total_steps)
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        host, _, port = (self.elastic_generators or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UserError(f"--elastic-generators {self.elastic_generators}: give HOST:PORT, such as node1:29600.")
+        if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
+            raise UserError(
+                f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
+                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
+                "other, or take --stale drop."
+            )
+
+
+@cache
+def _exact(decimal: float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
+    return Fraction(str(decimal))
+
+
+@dataclass
+class BatchArgs:
+    """The size of a batch."""
+
+    train_batch_size: Annotated[int, Range(at_least=1)] = 8
+    """Prompts a step, over all ranks; each gets --rollout-n responses."""
+    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts per optimizer step, over all ranks; by default the whole batch."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.ppo_mini_batch_size or self.train_batch_size
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        if self.train_batch_size % self.prompts_per_update:
+            raise UserError(
+                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size "
+                f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
+            )

@@ -1,0 +1,189 @@
+"""The learners' end of a split job: samples that have come in, and everything of them that a checkpoint must hold.
+
+`Batches` hands over whole batches, made by one version of the weights each (train_one_step_off.py); `Stream` the oldest groups
+that have come in (train_async.py). Every learner holds the same.
+"""
+
+import json
+
+from rl.ranks import watchdog
+from rl.ranks.timers import Timers
+from rl.record.identity import Identity
+from rl.samples import claims
+from rl.samples.buffer import SampleBuffer
+from rl.samples.channel import Inbox
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group
+from rl.samples.idle_meter import IdleMeter
+from rl.samples.schedule import NextTicket, ScheduleArgs
+from rl.samples.tickets import drawn, open_tickets, started
+from rl.split import Split, SplitArgs
+
+
+class _Samples:
+    """Common to both sides: the ring's end, the control block, and who waits for whom."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        self.split, self.inbox, self.control = split, Inbox(args, split), ControlBlock(split)
+        self.meter = IdleMeter(split)
+
+    def published(self, version: int, step: int) -> None:
+        """Announces to the generators that these weights, those after that step, are ready to be received."""
+        self.control.update(version=version, step=step)
+
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        """Since the last call: who waited, what was published, how full the ring is."""
+        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
+
+    def introduce(self, identity: Identity) -> None:
+        """Tells whom it may concern which run this is."""
+
+    def close(self) -> list[str]:
+        """Waits for the last words of all generators; returns the lines that a run ends with, again at a second call. The
+        reports of the last publish come after the last step's metrics."""
+        with watchdog.doing("the last words of the generators"):
+            while not self.inbox.have_ended():
+                self.inbox.receive()
+        self.meter.read(self.inbox.reports)
+        self.inbox.reports.clear()
+        return self.meter.last_words()
+
+    def ask(self, step: int) -> None:
+        """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""
+
+    def _state(self) -> dict:
+        return {"inbox": self.inbox.state(), "meter": self.meter.state()}
+
+    def _restore(self, state: dict) -> None:
+        self.inbox.restore(state["inbox"])
+        self.meter.restore(state["meter"])
+
+
+class Batches(_Samples):
+    """Whole batches, in order."""
+
+    def __init__(self, args: SplitArgs, split: Split):
+        super().__init__(args, split)
+        self._bound = 2 * args.prompts_per_step  # the batch that is trained, and the one after it
+        self._next = NextTicket()
+        self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
+
+    def open(self) -> None:
+        """Lets the generators begin."""
+        if self.split.ranks.is_main:
+            self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
+
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        return super().metrics(timer) | {"fully_async/count/max_required_samples": self._bound}
+
+    def wait(self) -> None:
+        """Waits for the next batch to be whole."""
+        while not self.inbox.batches:
+            self.inbox.receive()
+
+    def take(self) -> tuple[list[Group], dict[str, float], list[int]]:
+        """The next batch, which is there: its groups, the metrics of its making, and the tickets that were filtered out."""
+        batch = self.inbox.batches.popleft()
+        groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
+        return groups, batch["metrics"], self._next.advance(batch["next_ticket"], groups)
+
+    def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
+        gone. What the generators have begun after it will be made again, the same."""
+        batches = list(self.inbox.batches)[:1]
+        start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
+        start |= {"version": step}
+        groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
+        return self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}, groups, []
+
+    def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
+        """Takes back what `snapshot` gave."""
+        self._restore(state)
+        self._start = state["start"]
+        self._next.restore(state["next_ticket"])
+        self.inbox.groups.extend(groups)
+        self.inbox.batches.extend(state["batches"])
+
+
+class Stream(_Samples):
+    """Groups as they come, on their way into the sample buffer, and the tickets they stand for."""
+
+    def __init__(self, args: ScheduleArgs, split: Split):
+        super().__init__(args, split)
+        self.args, self.crew = args, split.elastic
+        self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
+        self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
+
+    def open(self) -> None:
+        """Lets the generators begin: with the tickets that were under way when the run stopped, if it goes on."""
+        if self.split.ranks.is_main:
+            open_tickets(self.split.store, **self._tickets)
+            self.split.store.set("validated", str(self.inbox.validations.newest))
+        with watchdog.doing("a generator to join"):
+            while self.crew and not self.crew.names:
+                self.inbox.receive()
+
+    def take(self, step: int) -> list[Group] | None:
+        """The groups of the step: the oldest of those that have come in; None while there are not enough."""
+        self._take_in()
+        if self.crew:
+            self._reissue()
+        groups = self.buffer.take(step)
+        self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
+        return groups
+
+    def _take_in(self) -> None:
+        while self.inbox.groups:
+            self.buffer.add(self.inbox.groups.popleft())
+
+    def published(self, version: int, step: int) -> None:
+        self.buffer.published(version)
+        if self.crew:
+            engines = self.crew.engines(self.args.rollout_tp)
+            self.inbox.validations.expect(step, engines)
+            self.control.update(version=version, step=step, engines=engines)
+        else:
+            super().published(version, step)
+
+    def metrics(self, timer: Timers) -> dict[str, float]:
+        return super().metrics(timer) | self.buffer.metrics(self._started())
+
+    def _started(self) -> int:
+        return claims.started(self.split.store, self.crew) if self.crew else started(self.split.store)
+
+    def _reissue(self) -> None:
+        """Has the tickets of generators that have gone start again elsewhere."""
+        if self.split.ranks.is_main and (losses := self.crew.unsettled()):
+            tickets = self.buffer.open(drawn(self.split.store))
+            number = (self.control.state.again if self.control.state else 0) + 1
+            if claims.reissue(self.split.store, number, tickets, self.crew.gone, losses == "new"):
+                self.control.update(again=number)
+
+    def introduce(self, identity: Identity) -> None:
+        if self.crew and self.split.ranks.is_main:
+            self.split.store.set("identity", json.dumps(identity.record))
+
+    def ask(self, step: int) -> None:
+        self.control.update(snapshot=step)
+
+    def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """(state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step. Waits
+        for the generators to say what is under way."""
+        unfinished = self.inbox.unfinished_at(step)
+        groups = [*self.buffer.waiting.values(), *self.inbox.groups]
+        return self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}, groups, unfinished
+
+    def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
+        """Takes back what `snapshot` gave. Tickets under way go on, and those of which nothing is left begin again."""
+        self._restore(state)
+        again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
+        self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}
+
+    def close(self) -> list[str]:
+        """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""
+        self.control.update(stop=True)
+        if self.crew and self.crew.lobby:
+            self.crew.lobby.closes = True
+        lines = super().close()
+        self._take_in()
+        return [self.buffer.account(self.inbox.unfinished(), self._started()), *lines]

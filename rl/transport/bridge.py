@@ -1,0 +1,198 @@
+"""From learners to generators: over the network into each node once, and inside a node through shared memory.
+
+    a node's first learner --- gloo ---> first generator of each other node that it sends to
+      | shared memory                      | shared memory
+      its node's generators                its neighbours
+
+A message is broadcast to the first ranks of the nodes, each of which lays it open in a few slots of shared memory, from which
+its neighbours take it while the next messages are under way. Where every rank has a CUDA device of its own, NCCL's broadcast
+takes the place of all that: it, too, enters a node once.
+
+The shared memory is a memfd, as the ring's: it has no name, and the kernel frees it with the last process that maps it. Two
+words tell both sides apart: how many pieces were laid open, and how many each neighbour has taken.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from rl.ranks import launch
+from rl.ranks.device import device_group, host_group, is_accelerator
+from rl.transport.ring import Barrier
+
+WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
+SLOTS = 4  # pieces that are laid open at a time
+SLOT_BYTES = 8 << 20  # of a slot; a longer message goes in pieces
+PAGE = 1 << 16  # bytes of the words, for 1,024 ranks of a node; slots begin behind them
+LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, on a line of its own
+LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
+
+
+def senders(nodes: Sequence[launch.Node], one: bool = False) -> dict[int, int]:
+    """By node with generators, the node whose first learner sends to it: itself where it has learners; the others take turns
+    over all that have. one: the first of these sends to all. Empty in a job without learners."""
+    learning = [number for number, node in enumerate(nodes) if node.learners]
+    turn, generating = itertools.cycle(learning), [number for number, node in enumerate(nodes) if node.generators]
+    if one or not learning:
+        return dict.fromkeys(generating, learning[0]) if learning else {}
+    return {number: number if nodes[number].learners else next(turn) for number in generating}
+
+
+class Bridge:
+    """One rank's end. All ranks call `broadcast` in the same order, and wait for what it returns in this order."""
+
+    def __init__(self, group, device: torch.device, slots: "Slots | None" = None, is_far: bool = False):
+        """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
+        must lie. is_far: whether they are in host memory and go over a network, to this rank or another."""
+        self.group, self.device, self.slots, self.is_far = group, device, slots, is_far
+        # How many messages may be under way: each wants memory of who receives it.
+        far = group and not is_accelerator(device)
+        self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
+
+    @staticmethod
+    def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
+        """This rank's, None where it neither sends nor receives. number: of its node; own: its device. Collective."""
+        learns = local_rank < nodes[number].learners
+        sender = number if learns else senders.get(number)
+        if sender not in senders.values() or (learns and local_rank):
+            return None
+        receivers = [other for other in senders if senders[other] == sender for _ in range(nodes[other].generators)]
+        place = 0 if learns else 1 + receivers.index(number) + local_rank - nodes[number].learners
+        return Bridge.join(dist.PrefixStore(f"bridge/{sender}", store), place, [sender, *receivers], own, timeout)
+
+    @staticmethod
+    def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
+        """The bridge of a learner that sends and its generators. place: of this rank, 0 for the learner, generators from 1;
+        node_of: the node of each place; own: this rank's device. Collective."""
+        group = device_group(store, place, len(node_of), own, timeout)
+        return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
+
+    @staticmethod
+    def over_host(store: dist.Store, place: int, node_of: Sequence[int], timeout: timedelta) -> "Bridge":
+        """One that sends host memory. Collective."""
+        firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
+        here = [other for other, node in enumerate(node_of) if node == node_of[place]]
+        group, slots = None, None
+        if place in firsts and len(firsts) > 1:
+            group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
+        if len(here) > 1:
+            slots = Slots(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here), timeout)
+        return Bridge(group, torch.device("cpu"), slots, is_far=len(firsts) > 1)
+
+    def broadcast(self, tensor: torch.Tensor):
+        """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
+        a generator's tensor is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
+        over_network = broadcast_from_first(self.group, tensor) if self.group else None
+        if not self.slots:
+            return over_network
+        if not self.slots.is_first:
+            return Handle(partial(self.slots.take, tensor))
+        if self.group is None or self.group.rank() == 0:  # the learner
+            self.slots.lay_open(tensor)
+            return Handle(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
+        return Handle(over_network.wait, partial(self.slots.lay_open, tensor))
+
+
+def broadcast_from_first(group, tensor: torch.Tensor, timeout: timedelta | None = None):
+    """Starts a broadcast in a group apart; returns a handle to wait on. timeout: by default the group's."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    if timeout:
+        options.timeout = timeout
+    return group.broadcast([tensor], options)
+
+
+class Handle:
+    """What is left to do for a message."""
+
+    def __init__(self, *steps: Callable[[], object] | None):
+        self._steps = [step for step in steps if step]
+
+    def wait(self) -> None:
+        while self._steps:
+            self._steps.pop(0)()
+
+
+class Slots:
+    """Memory that ranks of a node share. The first lays messages open in it, piece by piece; each of the others takes all."""
+
+    def __init__(self, store: dist.Store, number: int, size: int, timeout: timedelta):
+        """number: of this rank among `size` that share; 0 is the first. timeout: of each wait. Collective."""
+        self.number, self.timeout, self._barrier = number, timeout.total_seconds(), Barrier()
+        if self.is_first:
+            file = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(file, PAGE + SLOTS * SLOT_BYTES)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            store.set("first", json.dumps([os.getpid(), path]))
+            self._map(path)
+            names = [f"open/{other}" for other in range(1, size)]  # said by those that have it open
+            self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # their processes, by number
+            os.close(file)
+        else:
+            process, path = json.loads(store.get("first"))
+            self._map(path)
+            self._others = {0: process}
+            store.set(f"open/{number}", str(os.getpid()))
+
+    def _map(self, path: str) -> None:
+        memory = torch.from_file(path, shared=True, size=PAGE + SLOTS * SLOT_BYTES, dtype=torch.uint8)
+        self._words = memoryview(memory[:PAGE].numpy()).cast("Q")  # a word is read or written by a single load or store
+        self._slots = memory[PAGE:].split(SLOT_BYTES)
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def laid(self) -> int:
+        """Pieces laid open so far."""
+        return self._words[LAID]
+
+    def lay_open(self, data: torch.Tensor) -> None:
+        """For the others to take; waits while all slots hold what has not been taken."""
+        for piece in _pieces(data):
+            number = self.laid
+            self.until_taken(number + 1 - SLOTS)
+            self._slots[number % SLOTS][: len(piece)].copy_(piece)
+            self._barrier()
+            self._words[LAID] = number + 1
+
+    def take(self, data: torch.Tensor) -> None:
+        """Fills data with the next message, which is as long."""
+        own = self.number * LINE
+        for piece in _pieces(data):
+            number = self._words[own]
+            self._wait(lambda number=number: self.laid > number)
+            piece.copy_(self._slots[number % SLOTS][: len(piece)])
+            self._barrier()
+            self._words[own] = number + 1
+
+    def until_taken(self, count: int) -> None:
+        """Returns when all others have taken so many pieces."""
+        self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Looks again and again, at first often. Raises ConnectionError if another process has gone, as a broken connection
+        would, and TimeoutError."""
+        began = looked = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now > looked + LOOK_SECONDS:
+                looked = now
+                if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
+                    raise ConnectionError(f"Connection lost: process {gone[0]}, with which weights are shared, has gone")
+                if now > began + self.timeout:
+                    raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
+            time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))
+        self._barrier()
+
+
+def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
+    return data.view(-1).view(torch.uint8).split(SLOT_BYTES)

@@ -1,0 +1,97 @@
+"""Weights that come from another node while the engine goes on.
+
+    the learner announces version 7 -> a thread receives it into host memory beside the engine's, which samples with version 6
+    -> all of it is there: between two of its steps the engine takes it
+
+A version that is still on its way counts as not announced: what the schedule lets start under version 6 starts, and each token
+carries the version that sampled it. An engine with nothing to do waits for the weights.
+
+Versions count one by one, whatever is announced: each is sent once, and a ticket or a validation of version 7 goes by what was
+said with version 7.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from rl.ranks import watchdog
+from rl.ranks.host import available_memory
+from rl.samples.control import State, announces
+from rl.split import Split
+
+SPARE = 0.25  # of a node's free memory, what its generators may take for weights that come in beside those in use
+
+
+def has_room(split: Split, size: int, pins: bool) -> bool:
+    """Whether this node has memory for a second copy of the weights, of `size` bytes, for each of its generators, of which the
+    first decides for all. pins: whether a copy is pinned, which torch rounds up to a power of two."""
+    key = f"weights/room/{split.place}"
+    if split.is_first_here:
+        needed, free = split.here.generators * (1 << (size - 1).bit_length() if pins else size), available_memory()
+        if needed > SPARE * free:
+            told = f"{needed / 1e9:.3g} GB, and {SPARE:.0%} of the {free / 1e9:.3g} GB that are free may be taken"
+            print(f"generators wait while weights come in: to go on they need {told}", file=sys.stderr, flush=True)
+        split.store.set(key, str(int(needed <= SPARE * free)))
+    with watchdog.doing("the first generator of this node to look for memory"):
+        return split.store.get(key) == b"1"
+
+
+class Announcements:
+    """The states of the versions, for a generator that takes these one by one. It may find that the control block is further: a
+    publish has been sent when the first generator of each node has it, and the next one is announced."""
+
+    def __init__(self, store):
+        self._store = store
+        self._seen: dict[int, State] = {}  # the newest of each version that was the newest when this generator looked
+
+    def of(self, version: int, newest: State) -> State:
+        """The state while `version` was the newest; what belongs to no version is as in `newest`. Versions must not fall."""
+        self._seen = {v: state for v, state in self._seen.items() if v >= version} | {newest.version: newest}
+        if version not in self._seen:
+            with watchdog.doing(f"what was said with version {version} of the weights"):
+                self._seen[version] = State(**json.loads(self._store.get(announces(version))))
+        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot, again=newest.again)
+
+
+class Arrival:
+    """The next version, which a thread receives."""
+
+    def __init__(self, receive: Callable[[], None]):
+        """receive: takes in one version, whenever it comes."""
+        self._receive = receive
+        self._coming: Future | None = None
+
+    def begin(self) -> None:
+        """Begins to receive, unless it has begun."""
+        if not self._coming:
+            self._coming = Future()
+            threading.Thread(target=self._run, args=(self._coming,), name="weights", daemon=True).start()
+
+    def wait(self) -> None:
+        """Returns when the version is there; the next one may be received from then on. Raises what went wrong."""
+        self.begin()
+        with watchdog.doing("the rest of the weights"):
+            self._coming.result()
+        self._coming = None
+
+    def newest(self, announced: int, version: int, busy: bool) -> int:
+        """The newest version that counts for an engine with weights of `version`, busy or not, when the next one may have been
+        announced."""
+        is_coming = False
+        if announced > version:
+            self.begin()
+            if self._coming.done():
+                self._coming.result()
+            else:
+                is_coming = busy
+        watchdog.waits_for("newer weights, which are coming in", is_coming)
+        return version if is_coming else announced
+
+    def _run(self, coming: Future) -> None:
+        try:
+            coming.set_result(self._receive())
+        except BaseException as error:  # raised again in the main thread
+            coming.set_exception(error)

@@ -1,0 +1,36 @@
+"""Weights from the learners to the engine in each learner's own process, as train_sync.py publishes them.
+
+What is never trained (--freeze-vision-tower) is gathered from the learners once, with the first publish. An engine that shows
+its own tensors is handed these back; for another a copy is kept in host memory, because it takes whole sets only.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from rl.generation.engine import Engine
+from rl.learning.learner import Learner
+
+
+class LocalWeights:
+    """What the engine takes of the learner, in the precision `dtype`."""
+
+    def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
+        self.learner, self.engine, self.dtype = learner, engine, dtype
+        self._kept: dict[str, torch.Tensor] | None = None  # what is never trained, once it has been published
+
+    def publish(self, version: int) -> None:
+        """Gives the engine the learner's weights between two steps. A collective of the learners."""
+        self.engine.update(self._whole(), version)
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every parameter."""
+        kept, is_first = self._kept or {}, self._kept is None
+        for name, tensor in self.learner.weights(self.dtype, frozen=is_first):
+            yield name, tensor
+            if name in self.learner.frozen:
+                shows_own = self.engine.shares_memory
+                kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", self.dtype, copy=True)
+        self._kept = kept
+        if not is_first:
+            yield from kept.items()

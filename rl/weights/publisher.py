@@ -1,0 +1,144 @@
+"""Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
+
+    learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
+    generator:  subscriber.receive(version)     between two engine steps (rl/weights/subscriber.py)
+
+Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
+now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
+
+With --publish delta a publish sends what has changed since the one before (rl/weights/delta.py); the digests are of the whole.
+
+Memory: a learner that sends holds one copy in the generators' precision, in host memory, and with --publish delta one more.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from rl.learning.learner import Learner
+from rl.ranks import watchdog
+from rl.ranks.device import is_accelerator, side_stream
+from rl.split import Split
+from rl.weights import delta
+from rl.weights.buckets import Bucket, Plan
+from rl.weights.digests import Digests
+
+
+class Publisher:
+    """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
+
+    def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
+        self.learner, self.split, self.device = learner, split, split.ranks.device
+        shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
+        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
+        self._is_first = True
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
+        self._whole = self.plan  # what a generator gets first
+        self._reading, self._has_copy = threading.Lock(), threading.Event()  # the lock is held by whoever uses the copy
+        if split.bridge:
+            self._stream = self._new()
+            split.store.set("weights/plan", self.plan.to_json())
+            if split.elastic:
+                split.elastic.lobby.serve(self)
+
+    def publish(self, version: int) -> None:
+        """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
+        then goes over the bridge is the copy. The generators have to be told of the version."""
+        self.wait()
+        if self._is_first and self.split.bridge:
+            self.split.store.set("weights/first", str(version))
+        with self._reading:
+            self.take_copy()
+            self._version = version
+        self.send(version)
+
+    def take_copy(self) -> None:
+        """Copies the weights into the stream that is sent. A collective of the learners."""
+        if not self._is_first:
+            self.plan = self.plan.later()
+            if self.plan.delta and self.split.bridge:
+                self._stream, self._sent = self._new_like() if self._sent is None else self._sent, self._stream
+        copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
+        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
+            copies[number].copy_(tensor)
+        self._is_first = False
+
+    def send(self, version: int) -> None:
+        """Begins to send the copy, in the background."""
+        if self.split.bridge:
+            self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
+            self._thread.start()
+            self._has_copy.set()
+
+    def greet(self, link, tell: Callable[[int], None]) -> None:
+        """Sends all of the newest copy to one who has nothing, over a link of its own; tell: is called with its version before.
+        For any thread."""
+        self._has_copy.wait()
+        with self._reading:
+            tell(self._version)
+            self._broadcast(self._version, link, self._whole, compares=False)
+            self.split.bridge.add(link, self._version)
+
+    def wait(self) -> None:
+        """Returns when the generators have what was published; raises what went wrong with it."""
+        if self._thread:
+            with watchdog.doing("the generators to take the weights"):
+                self._thread.join()
+            self._thread = None
+        if self._error:
+            raise self._error
+
+    def _send(self, version: int) -> None:
+        try:
+            with self._reading, side_stream(self.device):
+                if self.split.elastic:
+                    self.split.bridge.begin(version)
+                self._broadcast(version, self.split.bridge, self.plan, compares=self._sent is not None)
+        except BaseException as error:  # raised again in the main thread
+            self._error = error
+
+    def _broadcast(self, version: int, bridge, plan: Plan, compares: bool) -> None:
+        under_way = deque()
+
+        def send(data: torch.Tensor) -> None:
+            under_way.append((bridge.broadcast(data), data))
+            if len(under_way) == bridge.window:
+                under_way.popleft()[0].wait()
+                watchdog.progress()
+
+        digests = Digests(plan, self.device)
+        changes = [self._change(bucket, digests) for bucket in plan.buckets] if compares else []
+        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in plan.buckets]
+        if plan.delta:
+            send(torch.tensor(rows).to(bridge.device))
+        for numbers, _ in delta.messages(rows, plan.dtype.itemsize):
+            bucket = plan.buckets[numbers[0]]
+            whole = not rows[numbers[0]].width
+            data = bucket.of(self._stream) if whole else delta.join([changes[number] for number in numbers])
+            data = data.to(bridge.device)
+            send(data)
+            if not compares:
+                digests.add(bucket, data.to(self.device))  # while it travels
+        send(torch.tensor([version, *digests.values()]).to(bridge.device))
+        for work, _ in under_way:
+            work.wait()
+
+    def _change(self, bucket: Bucket, digests: Digests) -> delta.Change:
+        watchdog.progress()
+        data = bucket.of(self._stream).to(self.device)
+        digests.add(bucket, data)
+        return delta.Change.between(bucket.of(self._sent).to(self.device), data)
+
+    def _new_like(self) -> torch.Tensor:
+        """Another stream; with what never changes where a generator may yet come that has nothing."""
+        if not self.split.elastic:
+            return self._new()
+        return self._stream.clone().pin_memory() if self._stream.is_pinned() else self._stream.clone()
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))

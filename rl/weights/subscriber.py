@@ -1,0 +1,237 @@
+"""A generator's side of the publish (rl/weights/publisher.py): weights come in over the bridge, go into the engine, and are
+verified.
+
+    subscriber.in_force(state)      what counts here of an announcement: versions one by one (rl/weights/arrival.py)
+    subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
+
+Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
+--publish delta takes one copy in host memory if the engine does not adopt memory; weights that come in while the engine goes on
+take one.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from rl.generation.engine import Engine
+from rl.ranks import watchdog
+from rl.ranks.device import is_accelerator
+from rl.samples.control import State
+from rl.split import Split
+from rl.weights import delta
+from rl.weights.arrival import Announcements, Arrival, has_room
+from rl.weights.buckets import Bucket, Plan
+from rl.weights.digests import Digests, digests_of
+
+
+class Subscriber:
+    """A generator's side."""
+
+    def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
+        """overlaps: whether the engine may go on while weights come over a network, where there is memory for that."""
+        self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
+        with watchdog.doing("the learner to load the model"):
+            self.plan = Plan.from_json(split.store.get("weights/plan"))
+        if split.is_member:
+            self.bridge.open()
+        self._split, self._announcements = split, Announcements(split.store)
+        # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine went on.
+        self.received: dict[str, float] = {}
+        self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
+        self._memory = None  # laid out as the stream: what arrives is in place at once
+        is_ahead = (
+            overlaps and self.bridge.is_far and has_room(split, self.plan.offsets[-1] * self.plan.dtype.itemsize, self._pins)
+        )
+        self._ahead = Arrival(self._come_in) if is_ahead else None
+        self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
+        if self._ahead:
+            self._memory = self._new(self.plan.offsets[-1], self.plan.dtype)
+        elif self._shares:
+            self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
+            engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
+        elif self.plan.delta:
+            self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype)
+
+    @property
+    def _all(self) -> range:
+        return range(len(self.plan.names))
+
+    def in_force(self, state: State, busy: bool) -> State:
+        """What counts here when the learners' newest message is `state`: the version that comes next, or the engine's own where
+        none does, and what was said with it. Not while it is on its way and the generator is busy: one that is not, or has to
+        stop, waits for it in `receive`."""
+        newer = self._next_version(state.version)
+        if self._ahead and self.engine.version >= 0:  # before, there is nothing to go on with
+            newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
+        return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
+
+    def _next_version(self, announced: int) -> int:
+        """The version to receive next, when the newest that was announced is this; -1 for none. Each is sent once, from the
+        first of the run on, or to a generator that has joined from the one on with which it was let in."""
+        if self.engine.version < 0:
+            return self._first if announced >= self._first else -1
+        return min(announced, self.engine.version + 1)
+
+    @cached_property
+    def _first(self) -> int:
+        return self.bridge.first if self._split.is_member else int(self._split.store.get("weights/first"))
+
+    def receive(self, version: int, recompute_kv: bool = False) -> None:
+        """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
+
+        Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
+        """
+        if self._ahead:
+            self._ahead.wait()
+        digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
+        self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
+        found = digests.values()
+        if not self._shares:
+            self._check_loaded(version, arrived.values())
+        else:
+            moved = self._moved()
+            live = (self.engine.read_back(self.plan.names[i]) for i in moved)
+            for i, value in zip(moved, digests_of(live, self.device), strict=True):
+                found[i] = value
+        last, table = self._table
+        self._wait(last)
+        sent_version, *sent = table.tolist()
+        if sent_version != version:
+            raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
+        for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
+            if theirs != ours:
+                raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+        self.plan = self.plan.later()
+
+    def _moved(self) -> list[int]:
+        """Parameters whose memory has moved out of the stream since the engine was told to share it."""
+        addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
+        return [i for i, name in enumerate(self.plan.names) if self.engine.read_back(name).data_ptr() != addresses[i]]
+
+    def _check_loaded(self, version: int, arrived: list[int]) -> None:
+        """Compares what an engine with memory of its own has made of the parameters with what it was given."""
+        read = []  # (number) of what can be read, in the order of the digests
+
+        def values() -> Iterator[torch.Tensor]:
+            for number, name in enumerate(self.plan.names):
+                if (live := self.engine.read_back(name)) is not None:
+                    read.append(number)
+                    yield live.to(self.plan.dtype) + 0.0
+
+        for number, found in zip(read, digests_of(values(), self.device), strict=True):
+            if found != arrived[number]:
+                name = self.plan.names[number]
+                raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+
+    def _incoming(self, digests: Digests, arrived: Digests) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
+        engine may hold the weights in a form that knows only one zero."""
+        parts, kept = [], []  # parts: of a parameter that comes in several buckets
+        for bucket, data in self._arriving():
+            digests.add(bucket, data)
+            if not self._shares:
+                arrived.add(bucket, data + 0.0)
+                parts.append(data)
+            if not bucket.ends:
+                continue
+            if self._shares:
+                run = self._memory[self.plan.offsets[bucket.members.start] :]
+            else:
+                run, parts = torch.cat(parts) if bucket.is_part else data, []
+            for i, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
+                yield self.plan.names[i], value
+                if i >= len(self.plan.names) - self.plan.frozen:
+                    kept.append((self.plan.names[i], value if self._shares else value.clone()))
+        yield from self._kept
+        self._kept = self._kept or kept
+
+    def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """The buckets and their data in order, as they come; also those in which nothing has changed, which do not come."""
+        if self._ahead:  # they are all there
+            came = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
+        else:
+            came = self._coming_in()
+        for bucket, data in came:
+            yield bucket, data.to(self.device)
+
+    def _come_in(self) -> None:
+        """Receives a publish into the memory; for a thread."""
+        began = time.monotonic()
+        for _ in self._coming_in():
+            pass
+        self._wait(self._table[0])
+        self.received["way"] = time.monotonic() - began
+
+    def _coming_in(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self.received = {"bytes": 0, "changed": 1.0, "way": 0.0}
+        buckets, done = self.plan.buckets, 0
+        rows = self._rows()
+        for numbers, data in self._messages(rows):
+            if self._memory is not None:
+                self._put_in_place(numbers, [rows[number] for number in numbers], data)
+            for bucket in buckets[done : numbers[-1] + 1]:
+                yield bucket, data if self._memory is None else bucket.of(self._memory)
+            done = numbers[-1] + 1
+        for bucket in buckets[done:]:
+            yield bucket, bucket.of(self._memory)
+
+    def _rows(self) -> list[delta.Row]:
+        """What is sent of each bucket."""
+        if not self.plan.delta:
+            return [delta.Row(0, 0, bucket.size) for bucket in self.plan.buckets]
+        table = torch.empty(len(self.plan.buckets), 3, dtype=torch.long, device=self.bridge.device)
+        self._wait(self.bridge.broadcast(table))
+        rows = [delta.Row(*row) for row in table.tolist()]
+        self.received["changed"] = sum(row.differing for row in rows) / self.plan.offsets[-1]
+        return rows
+
+    def _messages(self, rows: list[delta.Row]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """(numbers of buckets, data) of each message; the next ones are on their way while one is used."""
+        under_way = deque()
+
+        def arrived():
+            work, numbers, data = under_way.popleft()
+            self._wait(work)
+            self.received["bytes"] += data.nbytes
+            return numbers, data
+
+        for numbers, size in delta.messages(rows, self.plan.dtype.itemsize):
+            data = self._new(size, torch.uint8) if size else self._room(self.plan.buckets[numbers[0]])
+            under_way.append((self.bridge.broadcast(data), numbers, data))
+            if len(under_way) == self.bridge.window:
+                yield arrived()
+        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
+        self._table = self.bridge.broadcast(table), table  # what comes last, on its way with the rest
+        while under_way:
+            yield arrived()
+
+    def _room(self, bucket: Bucket) -> torch.Tensor:
+        """Where a whole bucket is received."""
+        if self._memory is not None and self._memory.device == self.bridge.device:
+            return bucket.of(self._memory)
+        return self._new(bucket.size, self.plan.dtype)
+
+    def _put_in_place(self, numbers: list[int], rows: list[delta.Row], data: torch.Tensor) -> None:
+        """Brings a message into the memory."""
+        if rows[0].width:
+            for number, change in zip(numbers, delta.split(data, rows, self.plan.dtype), strict=True):
+                change.apply(self.plan.buckets[number].of(self._memory))
+        elif self._memory.device != data.device:
+            self.plan.buckets[numbers[0]].of(self._memory).copy_(data)
+
+    def _wait(self, work) -> None:
+        with watchdog.doing("a bucket of the weights"):
+            work.wait()
+        watchdog.progress()
+
+    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Where something is received: pinned, if it goes on from the host to an accelerator."""
+        return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=self._pins)
+
+    @property
+    def _pins(self) -> bool:
+        return is_accelerator(self.device) and not is_accelerator(self.bridge.device)
