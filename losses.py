@@ -1,6 +1,6 @@
 """Advantages, policy losses, KL estimators, aggregations and rollout correction: pure functions of tensors (torch only).
 
-Layout. Everything per token is packed, [N]: the response tokens of the batch end to end. Beside it stand `mask` [N] (bool,
+Layout. Everything per token is packed, [N]: the response tokens of the batch end to end. Next to it are `mask` [N] (bool,
 True on trained tokens) and `seq` [N] (long, ascending: which response a token belongs to, 0..B-1); per response there is
 `group` [B] (long, any ids: responses of one prompt share one, wherever they lie). Packed, because then no padding exists
 that could leak into a mean, and a micro-batch is an index into the same tensors, in which not every response need occur. A
@@ -245,7 +245,7 @@ def advantage_estimator(
     it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. by_token: the
     tokens of a response may have different advantages. looks_at: what a response's advantages depend on: on itself alone; on
     each response's s and whether it has a trained token; or on anything in the batch. Read off the signature: inputs, the names
-    of what it takes from the batch beside the usual arguments; knobs, its numbers with their defaults.
+    of what it takes from the batch in addition to the usual arguments; knobs, its numbers with their defaults.
     """
 
     declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token, "looks_at": looks_at}
@@ -434,8 +434,8 @@ def policy_loss(
     aggregation makes sense; one_advantage: and one advantage, the mean of its tokens'. has_ratio: it weighs each token by the
     ratio of the policy to the old one. Without a ratio it is right for tokens of the policy itself alone, and the caller
     multiplies it by `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global
-    batch. Read off the signatures: inputs, the names of what it takes from the batch beside the usual arguments; knobs, its
-    numbers with their defaults; choice_inputs and choice_knobs, those of `chooses`.
+    batch. Read off the signatures: inputs, the names of what it takes from the batch in addition to the usual arguments; knobs,
+    its numbers with their defaults; choice_inputs and choice_knobs, those of `chooses`.
     """
     declared = {"aggregation": aggregation, "by_response": by_response, "one_advantage": one_advantage}
     choice_inputs, choice_knobs = _keywords(chooses) if chooses else ((), {})

@@ -1,4 +1,4 @@
-"""A run's memory and time, told before it is started: on a laptop, of any number of ranks, without its weights.
+"""Predicts a run's memory and time before it starts: on a laptop, of any number of ranks, without its weights.
 
     python plan.py train_async.py --model Qwen/Qwen2.5-7B-Instruct --generators 4 --dtype bfloat16 --gradient-checkpointing \\
         --max-prompt-length 1024 --max-response-length 8192 --ppo-max-token-len-per-gpu 16384 \\
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Annotated
 
 if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
-    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is beside the script counts, its losses.py above all
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is next to the script counts, its losses.py above all
 
 from rl import flags
 from rl.errors import UserError

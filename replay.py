@@ -157,7 +157,7 @@ def same_settings(start: dict, other: dict) -> bool:
 
 
 def load_script(file: Path) -> ModuleType:
-    """The module in the file; what lies beside it, losses.py above all, comes before what is installed."""
+    """The module in the file; what is next to it, losses.py above all, comes before what is installed."""
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not (spec and file.is_file()):
@@ -208,7 +208,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 
 
 def notes(replay: Replay) -> dict:
-    """What the replay's config.json says beside the flags."""
+    """What the replay's config.json says in addition to the flags."""
     off_policy, changed = sorted(replay.off_policy), {name: list(of) for name, of in replay.changed.items()}
     of = {"of": str(replay.run_dir), "first_step": replay.first, "changed": changed, "off_policy": off_policy}
     return {"replay": of, "code": code_digest(Path(replay.script.__file__))}

@@ -1,4 +1,4 @@
-"""Compares runs: plots, tables and conclusions out of their metrics, as Markdown and HTML with PNG files beside them.
+"""Compares runs: plots, tables and conclusions out of their metrics, as Markdown and HTML with PNG files next to them.
 
     python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
@@ -290,7 +290,7 @@ vertical-align: top; white-space: pre-line; overflow-wrap: anywhere } th { backg
 
 
 def page(blocks: list[tuple]) -> str:
-    """HTML that asks the network for nothing; the plots lie beside it."""
+    """HTML that asks the network for nothing; the plots are next to it."""
     out = []
     for kind, content, *more in blocks:
         if kind in ("table", "responses"):

@@ -1,11 +1,11 @@
-"""GRPO and its kin, asynchronously: some ranks generate without a pause, the others learn; how stale a token may be is bounded.
+"""GRPO and variants, asynchronously: some ranks generate continuously while others train; token staleness is bounded.
 
     torchrun --standalone --nproc-per-node 2 train_async.py                 # the demo: one generator, one learner
     torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
         --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
 
-`generate` is a generator's life, `train` a learner's, top to bottom. The schedule stands in rl/samples/schedule.py, the
+`generate` is a generator's life, `train` a learner's, top to bottom. The schedule is in rl/samples/schedule.py, the
 formulas in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
 ppo_mini_batch_size * require_batches groups.
 """
@@ -165,7 +165,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
         stop, version, fresh, engines, step, held = shared.agree(said)
         if stop and version == engine.version:  # also the last weights are taken, and verified
             break
-        if state.snapshot > snapshot:  # for a checkpoint: what is under way here goes on after a restart
+        if state.snapshot > snapshot:  # for a checkpoint: what is under way here continues after a restart
             snapshot = state.snapshot
             outbox.send_snapshot(snapshot, generator.unfinished())
 

@@ -1,4 +1,4 @@
-"""GRPO and its kin, one step off: the learners train on batch k while the generators make batch k + 1 with the weights of k.
+"""GRPO and variants, one step off: the learners train on batch k while the generators make batch k + 1 with the weights of k.
 
     torchrun --standalone --nproc-per-node 2 train_one_step_off.py          # the demo: one generator, one learner
     torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 --model Qwen/Qwen2.5-3B-Instruct \\

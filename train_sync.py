@@ -1,10 +1,10 @@
-"""GRPO and its kin, synchronously: every rank generates, then every rank learns.
+"""GRPO and variants, synchronously: every rank generates, then every rank learns.
 
     python train_sync.py                                                    # the demo, on whatever this machine has
     torchrun --standalone --nproc-per-node 2 train_sync.py --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --max-response-length 512 --lr 1e-6
 
-The algorithm stands in `train` and `learn`, top to bottom: generate -> score -> advantage -> update -> publish. The formulas
+The algorithm is in `train` and `learn`, top to bottom: generate -> score -> advantage -> update -> publish. The formulas
 are in losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 

@@ -9,7 +9,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """The run has been told to stop (SIGTERM) and has left nothing undone; the message, if any, says where it goes on from.
+    """The run has been asked to stop (SIGTERM) and has left nothing undone; the message, if any, says where it resumes.
 
     The scripts print it and exit with code 143.
     """

@@ -119,7 +119,7 @@ def _help_texts(part: type) -> dict[str, str]:
 
 
 def _spell_out_booleans(flags: type, args: Sequence[str]) -> list[str]:
-    """The arguments with each boolean flag followed by True or False, which is what tyro is told to expect."""
+    """The arguments with each boolean flag followed by True or False, as tyro is set up to expect."""
     booleans = {flag(name) for name, hint in get_type_hints(flags).items() if hint in (bool, bool | None)}
     spelled, rest = [], list(args)
     while rest:

@@ -1,6 +1,6 @@
 """Which numbers a flag may have, and the check of all flags.
 
-A number's range stands in the type of its field:
+A number's range is in the type of its field:
 
     lr: Annotated[float, Range(above=0)] = 1e-4
 """

@@ -56,7 +56,7 @@ class RunArgs:
     """Validate before the first step, too, unless --test-freq is 0 or -1."""
 
     def total_steps(self, num_prompts: int) -> int:
-        """Steps to train on so many training prompts."""
+        """Steps to train on this many training prompts."""
         if self.total_training_steps is not None:
             return self.total_training_steps
         of_epochs = self.total_epochs and self.total_epochs * num_prompts

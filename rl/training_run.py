@@ -56,10 +56,10 @@ class TrainingRun:
         after: int = 0,
         **parts: Part,
     ):
-        """Brings the learner, the samples and the parts to where the checkpoint was written, if the run goes on. num_ranks: of
+        """Brings the learner, the samples and the parts to where the checkpoint was written, if the run resumes. num_ranks: of
         the whole job; generator: of this rank, where it learns and generates in turns; after: the step that the learner has
         been brought to already, of a run that resumes nothing itself. A collective of the learners. Raises UserError if the run
-        cannot go on from there."""
+        cannot resume from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
         identity = Identity(args, job.script, job.path, job.prompts)

@@ -95,7 +95,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
 
     @property
     def needs_greedy(self) -> bool:
-        """The estimator compares with a greedy response, which is sampled beside each group."""
+        """The estimator compares with a greedy response, which is sampled with each group."""
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property

@@ -39,7 +39,7 @@ class Health:
     """Looks at each step of a run."""
 
     def __init__(self, args, job: Job, record: Run, skipped: int):
-        """skipped: optimizer steps that the run left out before, if it goes on."""
+        """skipped: optimizer steps that the run left out before, if it is resumed."""
         self.args, self.job, self.record = args, job, record
         self.counts: Counter[str] = Counter()
         self._skipped = skipped

@@ -81,7 +81,7 @@ def rename(work: Path, target: Path) -> None:
     """Gives a checkpoint that is on disk its name."""
     for directory in (work / TRAINING, work):
         sync_directory(directory)
-    if target.exists():  # of a run that went on from an older checkpoint
+    if target.exists():  # of a run that resumed from an older checkpoint
         remove(target)
     os.rename(work, target)
     sync_directory(target.parent)

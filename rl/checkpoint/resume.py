@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped, beside the model as a Hugging Face directory.
+"""Checkpoints: everything a run needs to continue as if it had never stopped, and the model as a Hugging Face directory.
 
     runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
     runs/<name>/step_000020/training/   master weights and optimizer moments, a file a learner; state.json; groups
@@ -52,10 +52,10 @@ class CheckpointArgs:
     max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
     """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation stays in any case."""
     resume_mode: str = "auto"
-    """auto goes on where the run --experiment-name stopped; disable starts anew; or the path of a checkpoint. After a restart
-    by torchrun the job goes on with its own run in any case."""
+    """auto: resume --experiment-name where it stopped; disable: start over; or the path of a checkpoint. After a restart
+    by torchrun the job resumes its own run in any case."""
     resume_anyway: bool = False
-    """Go on with a run although the model, the data or a flag that belongs to the run is another now; lists what is."""
+    """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Resumed:
 
 
 def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
-    """Brings the learner to where the run stopped, if there is a run to go on with. Raises UserError if it is another one, or
+    """Brings the learner to where the run stopped, if there is a run to resume. Raises UserError if it is another one, or
     if its checkpoints cannot be used. A collective of the learners.
 
     args: the script's flags.
@@ -143,7 +143,7 @@ def _from_first(file: Path) -> bytes:
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
-    """The run and the checkpoint to go on from, the same on every rank; None to start anew. Raises UserError if the checkpoint
+    """The run and the checkpoint to resume from, the same on every rank; None to start over. Raises UserError if the checkpoint
     that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
     found = json.loads(dist.from_main(json.dumps(found and [str(found[0]), [str(path) for path in found[1]], found[2]])))

@@ -1,7 +1,7 @@
-"""Writes a run's checkpoints: beside their place, in the background, and renamed when complete, so that a kill leaves the last
+"""Writes a run's checkpoints: next to their place, in the background, and renamed when complete, so that a kill leaves the last
 good one. rl/checkpoint/resume.py says what stands where, and reads them.
 
-Memory: training goes on while a checkpoint is written, so each learner holds a copy of what training changes, which is its
+Memory: training continues while a checkpoint is written, so each learner holds a copy of what training changes, which is its
 shard of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. Nothing else is held but
 a few pieces of PIECE_BYTES: both the training files and the Hugging Face export are written from that copy, a piece at a time.
 No copy is made for the last save, after which nothing changes, nor where memory is short: training then waits instead.
@@ -99,7 +99,7 @@ class Saver:
 
         state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
         being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no permission) leaves
-        nothing behind; training goes on and `finish` tells.
+        nothing behind; training continues and `finish` reports it.
         """
         if self._state is None:
             self.copy(step)

@@ -25,7 +25,7 @@ Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, whe
 
 
 def header(blocks: dict[str, Block]) -> dict[str, str]:
-    """What the header of a learner's file says of its tensors beside names, types and shapes."""
+    """What the header of a learner's file says of its tensors in addition to names, types and shapes."""
     places = {name: {"saved_offsets": block.offset} for name, block in blocks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(places)}
 

@@ -1,9 +1,9 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo` and `--train-files demo` resolve to this file; rl/data/demo_vl.py and rl/data/demo_moe.py are its kin. The model
-is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong ones,
-so that it can add but usually does not. That is what reinforcement learning can mend: a model that had never added right would
-get no reward to learn from, one that always did would have nothing to learn.
+`--model demo` and `--train-files demo` resolve to this file; rl/data/demo_vl.py and rl/data/demo_moe.py are its variants. The
+model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong
+ones, so that it can add but usually does not. That is what reinforcement learning can mend: a model that had never added right
+would get no reward to learn from, one that always did would have nothing to learn.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def model_dir() -> str:
 
 
 def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
-    """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one beside it that is renamed
+    """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one next to it that is renamed
     then: a killed process leaves no half-made model. Several processes may ask at once, on any rank of a job. Raises UserError
     where nothing can be written."""
     target = directory(name, version)
@@ -157,7 +157,7 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
 
 
 def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
-    """Teaches and saves the model that is built for so many tokens."""
+    """Teaches and saves the model that `build_model` builds for the tokenizer's size."""
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
     _teach(model, tokenizer)
@@ -213,7 +213,7 @@ class Phase:
     lr: float
     beta2: float = 0.999
     falling: bool = True  # the learning rate: after 20 steps from lr down to a tenth; else lr all the time
-    ends: Callable[[], bool] = lambda: False  # asked after every so many steps: whether it ends there
+    ends: Callable[[], bool] = lambda: False  # asked every `every` steps: whether it ends there
     every: int = 1
 
 

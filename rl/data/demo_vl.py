@@ -59,7 +59,7 @@ def draw(number: int, lower: bool, rng: random.Random) -> Image.Image:
 
 
 def problems(split: str) -> list[dict]:
-    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Drawn anew, and alike, each time."""
+    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Drawn again, and alike, each time."""
     rng, rows = random.Random(f"demo-vl/{split}"), []
     for i in range(SIZES[split]):
         number, lower, png = rng.randint(10, 99), rng.random() < 0.5, io.BytesIO()

@@ -1,9 +1,9 @@
 """Images in prompts: what a model makes of them, the same for generator and learner. For Qwen2.5-VL and Qwen3-VL.
 
-An image becomes so many image tokens in the prompt's ids, one for each square of merged patches. Their embeddings are the
+An image becomes image tokens in the prompt's ids, one for each square of merged patches. Their embeddings are the
 vision tower's, put in by place: an image token that a model samples by itself is a token like others. Positions are
 three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts up in all three, an image's tokens at c stand at
-(c, c + row, c + column), and text goes on behind the longer side.
+(c, c + row, c + column), and text continues behind the longer side.
 
 `ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, from the row's own bytes, and
 kept in a bounded memory. Left out: videos; decoding, which is rl/data/images.py; the forward pass, which is
@@ -127,7 +127,7 @@ class ImagePrep:
         self._lock = threading.Lock()
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(frames, rows, columns) of patches of an image of so many pixels: from its header alone. Raises ImageError for one
+        """(frames, rows, columns) of patches of an image of this many pixels: from its header alone. Raises ImageError for one
         too narrow."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -139,7 +139,7 @@ class ImagePrep:
         return 1, height // patch, width // patch
 
     def count(self, width: int, height: int) -> int:
-        """Image tokens of an image of so many pixels."""
+        """Image tokens of an image of this many pixels."""
         _, rows, columns = self.grid(width, height)
         return rows * columns // self.merge**2
 
@@ -222,8 +222,8 @@ def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int
 
 
 def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) -> float:
-    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of so many patches, counted as
-    rl/algorithm/metrics.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
+    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of this many patches, counted
+    as rl/algorithm/metrics.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
     patch sees. Layers with windows (Qwen2.5-VL) see their window."""
     v = config.vision_config
     merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)

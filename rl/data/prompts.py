@@ -3,7 +3,7 @@
 Rows are read by rl/data/tables.py and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
 string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
 what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-A column of images may stand beside it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+A column of images may be next to it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
 import bisect
@@ -68,10 +68,10 @@ class DataArgs:
     """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
     "<image>" in the prompt."""
     min_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Images are enlarged to at least so many pixels (width x height); by default as the model's
+    """Images are enlarged to at least this many pixels (width x height); by default as the model's
     preprocessor_config.json says."""
     max_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Images are reduced to at most so many pixels, which bounds their tokens; by default as the model's
+    """Images are reduced to at most this many pixels, which bounds their tokens; by default as the model's
     preprocessor_config.json says."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
     """Longest prompt, in tokens, with the chat template and all tokens of its images."""

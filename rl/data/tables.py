@@ -63,9 +63,9 @@ def _as_written(file: str) -> Iterator[dict]:
 
 
 def check_as_written(file: str, rows) -> None:
-    """Raises UserError for the first value of a JSON file that was not read as it is written: what stands in one column is
-    brought to one kind, "007" beside 7 to 7 and an integer of more than 64 bits to a rounded number. rows: read_table's, all or
-    the first ones, a datasets.Dataset."""
+    """Raises UserError for the first value of a JSON file that was not read as it is written: what is in one column is
+    brought to one kind, "007" next to 7 to 7 and an integer of more than 64 bits to a rounded number. rows: read_table's, all
+    or the first ones, a datasets.Dataset."""
     if Path(file).suffix not in (".json", ".jsonl"):
         return
     batches = rows.iter(1000)  # row by row it would take several times as long

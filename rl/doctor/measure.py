@@ -169,7 +169,7 @@ class Checks:
         self.report(check, OK, f"{count - unread} of {count} weights equal bit for bit{left}; {seconds:.2f} s", **facts)
 
     def _log_probs(self, check: str, temperature: float) -> None:
-        """What the engine says of its samples, beside the learner's forward pass over the same tokens."""
+        """What the engine says of its samples, compared with the learner's forward pass over the same tokens."""
         prompts = [self._tokens(self.sizes.prompt - i % 8) for i in range(self.sizes.requests)]
         outputs = self._sample(prompts, temperature)
         responses = [_response(output) for output in outputs]

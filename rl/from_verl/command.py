@@ -61,7 +61,7 @@ eval "$VERL_SCRIPT"
 builtin wait
 """
 END_OF_PROGRAM, EXPORTS = "\x1e", "\x1d"
-PIECE = re.compile(r"(\d+)([+:])(.*)", re.DOTALL)  # the process that notes, whether the word goes on, and the text
+PIECE = re.compile(r"(\d+)([+:])(.*)", re.DOTALL)  # the process that notes, whether the word continues, and the text
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
 UNENDING = f"bash did not come to the end of the script within {SECONDS_TO_READ} s"

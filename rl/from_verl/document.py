@@ -15,7 +15,7 @@ def write() -> None:
 
 
 def page() -> str:
-    """The page with its made part made anew."""
+    """The page with its made part made again."""
     before, rest = PAGE.read_text().split(BEGIN)
     return before + BEGIN + tables() + END + rest.split(END)[1]
 

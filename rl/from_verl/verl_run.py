@@ -1,4 +1,4 @@
-"""A verl run that is being translated: what was given, what verl takes otherwise, and what is to be told of it."""
+"""A verl run that is being translated: what was given, what verl takes otherwise, and what is to be said about it."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ class Run:
         return key.replace("A.", "actor_rollout_ref.", 1) in self.given
 
     def lacks(self, key: str, what: str) -> None:
-        """The key asks for something that is not here. A default asks for nothing that the user should be told of."""
+        """The key asks for something that is not here. A default asks for nothing that the user should know of."""
         key = key.replace("A.", "actor_rollout_ref.", 1)
         if key in self.given:
             self.missing[key] = what

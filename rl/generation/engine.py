@@ -94,7 +94,7 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
-    so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and goes on
+    so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and continues
     images: Images | None = None  # of the prompt, whose ids have all their tokens
 
 
@@ -122,18 +122,18 @@ class Engine(Protocol):
         """Samples one token for every running request; returns those that finished."""
 
     def unfinished(self) -> list[Output]:
-        """The outputs so far of all unfinished requests, to go on elsewhere as their `so_far`."""
+        """The outputs so far of all unfinished requests, to continue elsewhere as their `so_far`."""
 
     def abort(self) -> None:
         """Forgets all unfinished requests."""
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        """Takes new weights between two steps. Unfinished responses go on under them, with their KV cache kept as it
+        """Takes new weights between two steps. Unfinished responses continue under them, with their KV cache kept as it
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""
 
     def read_back(self, name: str) -> torch.Tensor | None:
         """The value that the engine computes with now for that parameter, read from its live memory. None where it cannot be
-        told."""
+        reported."""
 
     @property
     def num_unfinished(self) -> int: ...

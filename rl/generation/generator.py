@@ -1,6 +1,6 @@
 """The generator's turn: take tickets, step the engine, score what finished, hand over whole groups; validation too.
 
-Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while its siblings go on.
+Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while its siblings continue.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Work:
 
     prompt: Prompt
     n: int
-    greedy: bool = False  # whether number n is a greedy response beside them (ReMax)
+    greedy: bool = False  # whether number n is a greedy response next to them (ReMax)
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
 
@@ -164,9 +164,9 @@ class Generator:
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end
-        first, of these tickets and those put aside before. The others are put aside: they go on with the next call from where
-        they are."""
-        for output in self._put_aside:  # given to the engine as by a run that goes on from a checkpoint
+        first, of these tickets and those put aside before. The others are put aside: they continue with the next call from
+        where they are."""
+        for output in self._put_aside:  # given to the engine as by a run that resumes from a checkpoint
             key, number = output.id
             self.engine.add(dataclasses.replace(self._requests(key, self.working[key], self.sampling)[number], so_far=output))
         self._put_aside = []
@@ -245,8 +245,8 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Starts the prompt's responses, or lets them go on from what they are already. If its images cannot be prepared, which
-        a header does not tell, they have no token and no score: such a prompt costs its ticket and nothing else."""
+        """Starts the prompt's responses, or lets them continue from what they are already. If its images cannot be prepared,
+        which a header does not tell, they have no token and no score: such a prompt costs its ticket and nothing else."""
         images = work.prompt.images
         try:
             if images:

@@ -59,7 +59,7 @@ class TensorFile:
 
 
 def piece_sizes(elements: int, dtype: torch.dtype) -> list[int]:
-    """Into what pieces so many elements are cut."""
+    """The pieces into which this many elements are cut."""
     largest = PIECE_BYTES // dtype.itemsize
     return [min(largest, elements - start) for start in range(0, elements, largest)]
 

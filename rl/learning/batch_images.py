@@ -39,8 +39,8 @@ class BatchImages:
         self._thread = _thread()
 
     def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
-        """What a packed row takes beside its ids (rl/model/vision_forward.py). lengths, after: of its segments; groups: of
-        segments that are prompts, their place in the batch, -1 of the others."""
+        """What a packed row takes in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments; groups:
+        of segments that are prompts, their place in the batch, -1 of the others."""
         inputs = row_inputs(lengths, after, [None if group < 0 else self._read(group) for group in groups])
         row = inputs["images"]
         if row.files:

@@ -7,7 +7,7 @@ give on the device. 8 bits do not.
 
 In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values that lie the closer
 the smaller they are (dynamic tree quantization, arXiv 2110.02861). The second moment is kept as its root: kept as it is, small
-ones would become 0 beside first moments that do not, and AdamW divides one by the root of the other. A block never crosses a
+ones would become 0 next to first moments that do not, and AdamW divides one by the root of the other. A block never crosses a
 row, and FSDP never cuts one, so that a checkpoint fits any number of learners to the bit. That is where torchao's and
 bitsandbytes' optimizers differ, whose blocks depend on what a rank holds; the first also compiles its step, the second is for
 CUDA.
@@ -46,7 +46,7 @@ class Piece:
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW of one group of parameters. A parameter's state is "step", and for both moments, "exp_avg" and "exp_avg_sq", fp32
-    values, or codes in 8 bits beside an fp32 "..._scale" of each block. All but "step" are sharded as the parameter is."""
+    values, or codes in 8 bits next to an fp32 "..._scale" of each block. All but "step" are sharded as the parameter is."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.ranks.dist import Ranks
 
 OF_BACKWARD = 2 / 3  # of a micro-batch's arithmetic
-A_PASS = 1024  # tokens that take as long as a micro-batch costs beside its own
+A_PASS = 1024  # tokens that take as long as a micro-batch costs in addition to its own
 WORTH_IT = 0.95  # of the time of all together; above, they stay so
 
 

@@ -1,9 +1,9 @@
 """The part of an update's arithmetic that trains nothing: prompts computed more than once, and padding.
 
 Counted are forward and backward of the language model, as `train_flops_per_token` counts them. At the least an update computes
-each prompt of a batch once, each response token once, and in attention each token with those in front of it. What it computed
-stands in the layouts of its micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on
-a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation
+each prompt of a batch once, each response token once, and in attention each token with those in front of it. What it did
+compute follows from the layouts of its micro-batches: a prompt whose responses are divided among micro-batches is in each of
+them, and on a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation
 (--gradient-checkpointing), which is chosen, and the vision tower.
 """
 

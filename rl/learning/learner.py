@@ -4,7 +4,7 @@ FSDP2 shards every decoder layer and the rest; not where one rank learns alone a
 to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
 computes with weights that were cast once an update (rl/learning/masters.py).
 Gradients are summed over ranks, never averaged: the losses' denominators are global already.
-Left out: the loss itself, which stands in the scripts and in losses.py.
+Left out: the loss itself, which is in the scripts and in losses.py.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     holds (with images 8,192), and on a CPU as many as make it fast; never fewer than one sequence of full length."""
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
-    so many times --ppo-max-token-len-per-gpu tokens."""
+    this many times --ppo-max-token-len-per-gpu tokens."""
     expert_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
@@ -332,7 +332,7 @@ class Learner:
     def _shards(self) -> Shards:
         return Shards(self.parameters)
 
-    # -- what a checkpoint holds beside the reference policy, which is the model that training began with
+    # -- what a checkpoint holds in addition to the reference policy, which is the model that training began with
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The sharded tensors that training changes: master weights and AdamW's moments, by name. Made where an optimizer has

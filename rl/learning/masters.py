@@ -1,5 +1,5 @@
-"""The fp32 weights that training changes, apart from those in bf16 that are computed with: in host memory, or beside them where
-a rank learns alone.
+"""The fp32 weights that training changes, apart from those in bf16 that are computed with: in host memory, or next to them
+where a rank learns alone.
 
 A sum over many small steps needs fp32, but the forward and the backward pass see each weight rounded to bf16. So the model
 keeps just that. With --optimizer-offload the optimizer brings the fp32 weights to the device a piece at a time, with their

@@ -1,7 +1,7 @@
 """Work on the device over what rests in host memory, piece by piece: copies there and back go under the work.
 
 While one piece is worked on, the next one comes and the one before goes, each on a queue of its own. Three pieces are on the
-device at once, no more: the host waits until a piece has gone before it has another one fetched. What has come is then used by
+device at once, no more: the host waits until a piece has left before it has another one fetched. What has come is then used by
 no queue any more when its memory is given back. On a CPU there are no queues, and a piece is taken after the other.
 """
 

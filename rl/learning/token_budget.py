@@ -38,7 +38,7 @@ def longest_on_a_rank(args) -> int:
 
 
 def choose_tokens(args, learner: Learner) -> int:
-    """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that goes on
+    """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that resumes
     keeps its number, unless it does not fit here. args: the script's. A collective."""
     longest, kept = longest_on_a_rank(args), learner.chosen_tokens
     if not is_accelerator(learner.ranks.device):
@@ -61,7 +61,7 @@ def choose_tokens(args, learner: Learner) -> int:
 
 
 def _train(args, learner: Learner, sequences: int) -> None:
-    """Gradients of a micro-batch of so many sequences of full length. A collective."""
+    """Gradients of a micro-batch of this many sequences of full length. A collective."""
     given, rng = learner.args, np.random.default_rng(0)
     groups = []
     for ticket in range(sequences * learner.ranks.data_size):

@@ -178,5 +178,5 @@ def _check_rotary(parameters: dict, config: PretrainedConfig, where: str, longes
         )
 
 
-# No mask function is registered beside it on purpose: transformers then builds no mask at all.
+# No mask function is registered next to it on purpose: transformers then builds no mask at all.
 AttentionInterface.register(ATTENTION, attention_forward)

@@ -10,7 +10,7 @@ takes a gradient of those.
 - fusion: npu_fusion_attention of torch_npu in its layout TND (tokens, heads, size). Half precision and fp32, 1,000 segments.
 
 rl/ranks/device.py says which of them a tensor's device has. What the kernels compute is checked when a learner starts, because
-a library that aligned the mask at the beginnings would train wrongly in silence. Left out: windows, sinks, dropout.
+a library that aligned the mask at the beginnings would silently train wrongly. Left out: windows, sinks, dropout.
 """
 
 import functools

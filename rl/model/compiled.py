@@ -2,7 +2,7 @@
 
 What surrounds the products - norms, gate, rotation - becomes a few passes over memory. Attention stays as it is, between two
 compiled halves of a layer: its layout holds Python objects that differ by micro-batch. Regions are compiled for any number of
-tokens, so that no micro-batch makes them anew, and all layers share them. The compiler keeps its work on disk
+tokens, so that no micro-batch makes them again, and all layers share them. The compiler keeps its work on disk
 (TORCHINDUCTOR_CACHE_DIR).
 Left out: the embedded engine, which loses by it (benchmarks/LOG.md).
 """
@@ -62,6 +62,6 @@ def _attention(module, query, key, value, *args, **kwargs):
 
 
 def _open(x: object, tokens: int) -> None:
-    """Leaves the first size of so many tokens, behind the batch's, open to the compiler."""
+    """Leaves the first size of this many tokens, behind the batch's, open to the compiler."""
     if isinstance(x, torch.Tensor) and tokens in x.shape[1:]:
         torch._dynamo.maybe_mark_dynamic(x, 1 + x.shape[1:].index(tokens))

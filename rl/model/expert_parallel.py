@@ -126,7 +126,7 @@ def fetch_ahead(layers: Iterable[nn.Module]) -> None:
         if any(parameter.requires_grad for parameter in before[0].parameters()):
             after[0].set_modules_to_backward_prefetch(before)
             continue
-        for module in after:  # a frozen tower has no backward pass; told of nothing else, FSDP would gather its last layer
+        for module in after:  # a frozen tower has no backward pass; with no other notice, FSDP would gather its last layer
             module.set_modules_to_backward_prefetch(after)
 
 

@@ -44,7 +44,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
     where = f"--model {path}"
     check_files(path, where)
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers' table of missing weights would stand beside our message
+    logging.set_verbosity_error()  # transformers' table of missing weights would stand next to our message
     try:
         with waiting(f"loading {path}", show=say):
             config = load_config(path, trust_remote_code)
@@ -74,7 +74,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
 
 
 def check_files(path: str, where: str) -> None:
-    """Raises UserError for weights in the directory that would be left unread in silence."""
+    """Raises UserError for weights in the directory that would be silently left unread."""
     directory = Path(path)
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{where}: there is an adapter (adapter_config.json). Merge it into the model, and train that.")
@@ -170,7 +170,7 @@ class Weights:
 
 def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
     """The weights at `path`, a directory or a hub name. Raises UserError unless each of them is there and can be read. say:
-    whether weights that are not used are told."""
+    whether weights that are not used are reported."""
     check_files(path, f"--model {path}")
     config = load_config(path, trust_remote_code)
     stored = None if getattr(config, "quantization_config", None) else stored_tensors(path)

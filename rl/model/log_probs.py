@@ -19,7 +19,7 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 class ChunkedLogProbs(torch.autograd.Function):
     """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n], temperature, with_entropy, elements, kept) ->
     (log-prob of the labels [n], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many in
-    a lower precision; beside them at most `kept` stay until the backward pass."""
+    a lower precision; in addition at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):

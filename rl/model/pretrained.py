@@ -68,7 +68,7 @@ def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     remedy = "Save one beside the weights (tokenizer.save_pretrained)."
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
-        # transformers would make an empty one of the model's class, in silence
+        # transformers would make an empty one of the model's class, silently
         raise UserError(f"--model {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -65,7 +65,7 @@ class RowImages:
 
 
 def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Images | None]) -> dict:
-    """What `hidden_states` takes of a packed row beside its ids: position_ids [3, 1, T], images. lengths: of the row's
+    """What `hidden_states` takes of a packed row in addition to its ids: position_ids [3, 1, T], images. lengths: of the row's
     segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are prompts
     or begin with one."""
     positions, prompts, start = [], [], 0
@@ -107,7 +107,7 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
         levels = images.exchange(torch.cat(levels, dim=1)).chunk(len(levels), dim=1)
     elif not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
         return {"inputs_embeds": embeds + 0.0 * sum(level.sum() for level in levels).to(embeds.dtype)}
-    elif len(images.feature) > len(levels[0]):  # an image stands in more than one prompt
+    elif len(images.feature) > len(levels[0]):  # an image is in more than one prompt
         feature = images.feature.to(device)
         levels = [level.index_select(0, feature) for level in levels]
     places = images.places.to(device)

@@ -20,7 +20,7 @@ from rl.ranks.dist import AllToAll
 
 
 def divide(row: RowImages, ranks: int) -> list[list[int]]:
-    """The row's distinct images, by number, that each of so many ranks prepares and computes: about equally many patches."""
+    """The row's distinct images, by number, that each of this many ranks prepares and computes: about equally many patches."""
     patches = row.grid.prod(1).tolist()
     loads, out = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
     for image in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):

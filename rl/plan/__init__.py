@@ -1,1 +1,1 @@
-"""What stands behind plan.py: a run's time and memory, told before it is started."""
+"""The parts of plan.py, which predicts a run's time and memory before it starts."""

@@ -1,6 +1,6 @@
 """Service times measured on the machine at hand, with the project's own engine and learner, as the ranks of a job.
 
-`calibrate` starts torchrun on this file. Split ranks measure at the same time, each role beside the other's work, as in a run;
+`calibrate` starts torchrun on this file. Split ranks measure at the same time, each role during the other's work, as in a run;
 colocated ranks all generate, then all learn. The generator makes groups of drawn lengths while a shadow of its engine
 (rl/plan/engine.py) counts what each step held, and least squares finds what a row, a token of context, a prefill cost. The
 learners train random tokens of the same lengths, in batches of several sizes. Weights are not kept.
@@ -62,7 +62,7 @@ class Order:
 
 
 def calibrate(script: str, flags: list[str], workload: Drawn, ranks: int, seconds: float = 20.0) -> ServiceTimes:
-    """Measures with so many ranks of this machine. workload: the lengths to measure with. Raises UserError if the ranks fail,
+    """Measures with this many ranks of this machine. workload: the lengths to measure with. Raises UserError if the ranks fail,
     whose own message stands above."""
     shape = {name: getattr(workload, name) for name in ("n", "mean", "sigma", "longest")}
     with tempfile.TemporaryDirectory() as directory:
@@ -126,7 +126,7 @@ class EngineMeter:
         self.ticket = 0
 
     def round(self, tickets: int, keep: bool) -> None:
-        """Makes so many groups; `keep` remembers the steps."""
+        """Makes this many groups; `keep` remembers the steps."""
         args, generator = self.generator.args, self.generator
         shadow = Engine(UNITS, args.max_num_seqs, args.max_num_batched_tokens)
         for ticket in range(self.ticket, self.ticket + tickets):
@@ -315,7 +315,7 @@ def _learners_times(
 
 
 def timed(action, times: int = 5) -> float:
-    """Seconds of the median of so many calls."""
+    """Seconds of the median of this many calls."""
     seconds = []
     for _ in range(times):
         started = time.perf_counter()

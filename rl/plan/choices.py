@@ -1,7 +1,7 @@
 """The settings of a job, each run in simulated time: which split, staleness and period are the fastest, and how far apart.
 
 One setting is varied at a time, from the flags as they were given: the splits of the ranks first, then, at the best of them,
-the staleness threshold and the steps from publish to publish; train_sync.py and train_one_step_off.py stand beside them.
+the staleness threshold and the steps from publish to publish; train_sync.py and train_one_step_off.py are listed with them.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ class Job:
         return ScheduleArgs(**kept | {"staleness_threshold": threshold, "trigger_parameter_sync_step": period})
 
     def run(self, setting: Setting, steps: int | None = None) -> Row:
-        """The setting in simulated time, over so many steps, by default over PUBLISHES publishes."""
+        """The setting in simulated time, over this many steps, by default over PUBLISHES publishes."""
         ranks = setting.ranks
         common = (self.times(ranks), self.load(ranks), ranks, self.workload)
         if setting.script == "train_sync":
@@ -190,7 +190,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def hours(row: Row, total_steps: int) -> tuple[float, float]:
-    """(hours, device hours) of so many steps, without validation, checkpoints and start-up."""
+    """(hours, device hours) of this many steps, without validation, checkpoints and start-up."""
     wall = row.steps.step_seconds * total_steps / 3600
     return wall, wall * row.setting.ranks.total
 

@@ -100,7 +100,7 @@ def _in_child(writer, *what) -> None:
         writer.send(_run(*what))
     except UserError as error:
         writer.send(error)
-    except BaseException as error:  # told where it is waited for
+    except BaseException as error:  # reported where it is waited for
         traceback.print_exc()
         writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
 

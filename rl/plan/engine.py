@@ -81,7 +81,7 @@ class Engine:
         return 1 if self.waiting and self.running < self.slots else self._ends[0][0] - self.steps
 
     def seconds(self, steps: int) -> float:
-        """The time that so many steps from now take."""
+        """The time that this many steps from now take."""
         context = steps * self.context + self.running * (steps * (steps - 1) // 2)
         return self._overhead + steps * self._rows[self.running] + context * self.times.context_token
 
@@ -120,7 +120,7 @@ class Engine:
         return self.times.receive + (self.prefill_again() if recompute else 0.0)
 
     def prefill_again(self) -> float:
-        """The seconds in which the running responses' contexts are computed anew."""
+        """The seconds in which the running responses' contexts are computed again."""
         return self.times.prefill + self._context_sum() * self.times.prefill_token if self.running else 0.0
 
     def _start(self, group: Group, length: int) -> None:

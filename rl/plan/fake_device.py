@@ -135,7 +135,7 @@ class _Module:
 
 
 def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
-    """Registers the device, and makes this process the first of so many ranks, whose collectives return at once. Once a
+    """Registers the device, and makes this process the first of this many ranks, whose collectives return at once. Once a
     process. attention: the kind of device whose attention, and whose lacks, it has. strict: whether it refuses operators that
     it would compute on the host. Experts are grouped products: the sizes of one after another would depend on values. Tokens
     that travel to their experts are assumed to be spread evenly."""

@@ -4,7 +4,7 @@ import numpy as np
 
 from rl.plan.service_times import EngineTimes, LearnerTimes
 
-HELD_UP = 3.0  # a step that takes so many times what the others say was held up by something else, and is left out
+HELD_UP = 3.0  # a step that takes this many times what the others say was held up by something else, and is left out
 
 
 def fit_engine(rows: list[tuple], padded: bool) -> EngineTimes:

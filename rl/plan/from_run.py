@@ -50,7 +50,7 @@ def times_of_run(path: Path) -> ServiceTimes:
 
 
 def _of_split(rows: list[dict], answered: np.ndarray, slots: int, path: Path) -> EngineTimes:
-    """The mean engine step, with so many slots in use, from the shares of their time that the generators report as busy."""
+    """The mean engine step, with this many slots in use, from the shares of their time that the generators report as busy."""
     told = []  # of each report: share of busy time, seconds, tokens, engines
     for row, tokens in zip(rows, answered, strict=True):
         if shares := [value for name, value in row.items() if re.fullmatch("ledger/generator_[0-9]+/generate", name)]:

@@ -208,8 +208,8 @@ def node_memory(plan: Plan, machine: Machine) -> int:
 
 
 def samples_held(args: CommonArgs, nodes: int) -> int:
-    """Groups whose tokens the learners of the first of so many nodes hold at most: of those that have been made, for this step
-    and ahead of it, what came in there, and of this step's what is trained there, or with --record all."""
+    """Groups whose tokens the learners of the first of this many nodes hold at most: of those that have been made, for this
+    step and ahead of it, what came in there, and of this step's what is trained there, or with --record all."""
     made = args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
     if isinstance(args, ScheduleArgs):
         made = args.quota(0)

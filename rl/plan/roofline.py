@@ -1,4 +1,4 @@
-"""Service times from FLOPs and bandwidths alone: rough, and told so. Good for an order of magnitude and for what limits what.
+"""Service times from FLOPs and bandwidths alone: rough, and says so. Good for an order of magnitude and for what limits what.
 
 Each part takes the longer of its arithmetic at the device's peak and its bytes at the memory's bandwidth, both times the
 shares that good implementations reach. Left out: preemption, imbalance between ranks, and the host's own work.
@@ -94,7 +94,7 @@ def service_times(shape: Shape, device: Device, args, updates: int, ranks, nodes
 
 
 def slots_that_fit(shape: Shape, device: Device, ranks: int, args, context: float) -> int:
-    """Responses of so many tokens of context whose keys and values fit beside the weights; at most --max-num-seqs."""
+    """Responses of this many tokens of context whose keys and values fit next to the weights; at most --max-num-seqs."""
     precision = torch.finfo(args.weights_dtype(args.dtype)).bits // 8
     room = ranks * device.memory * args.gpu_memory_utilization - precision * shape.parameters
     return max(1, min(args.max_num_seqs, int(room / (shape.kv * context))))

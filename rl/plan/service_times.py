@@ -22,7 +22,7 @@ class EngineTimes:
     Where `padded`, each response reads as many tokens as the longest one (the embedded engine's rectangle)."""
 
     running: tuple[int, ...]  # where `seconds` are known, rising; between them they are linear
-    seconds: tuple[float, ...]  # of a decode step with so many running responses, without their context
+    seconds: tuple[float, ...]  # of a decode step with this many running responses, without their context
     context_token: float = 0.0
     padded: bool = False
     prefill: float = 0.0  # seconds of a step's prefill, however small

@@ -11,7 +11,7 @@ from rl.plan.engine import Engine, Group
 from rl.plan.service_times import ServiceTimes
 from rl.plan.workload import Workload
 
-STEADY = 3  # the first of so many parts of a run is not counted: the pipeline fills
+STEADY = 3  # the first of this many parts of a run is not counted: the pipeline fills
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Scorers:
 
 
 def generate(engine: Engine, scorers: Scorers, groups: list[Group], start: float) -> tuple[list[Group], float, float]:
-    """An engine makes as many groups as these: those that end first of them and of what was under way before, which goes on.
+    """An engine makes as many groups as these: those that end first of them and of what was under way before, which continues.
     Returns them, when the last score is there, and the last engine step's end."""
     now = scored = start + engine.prefill_again()
     for group in groups:

@@ -76,7 +76,7 @@ def _of_run(path: Path, n: int, longest: int) -> Drawn:
     mean, prompt, cut = (float(np.mean([row.get(name, 0.0) for row in rows])) for name in (LENGTH, PROMPT_LENGTH, CLIPPED))
     most = float(np.mean([np.log(row[LONGEST]) for row in rows])) - np.log(mean)
     responses = log.responses_per_step or 100
-    # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of so many (Blom)
+    # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of this many (Blom)
     rank = 1 - cut if cut * responses > 1 else (responses - 0.375) / (responses + 0.25)
     z = max(0.0, NormalDist().inv_cdf(rank))
     sigma = z - max(0.0, z * z - 2 * max(0.0, most)) ** 0.5

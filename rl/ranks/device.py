@@ -126,7 +126,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def packed_attention(query: torch.Tensor, segments: int) -> str | None:
-    """The device's kernel for attention over a packed row of so many segments, None where it has none for them."""
+    """The device's kernel for attention over a packed row of this many segments, None where it has none for them."""
     if query.device.type not in PACKED_ATTENTION:
         return None
     kernel, precisions, most, size = PACKED_ATTENTION[query.device.type]
@@ -220,13 +220,13 @@ def flight_record(backend_name: str) -> list[dict]:
 
 @cache  # a new one each time would be another of a pool, and the allocator keeps what was freed apart for each
 def side_stream(device: torch.device):
-    """A context in which the device's work is queued beside the main thread's; nothing to do on a CPU."""
+    """A context in which the device's work is queued next to the main thread's; nothing to do on a CPU."""
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
 @cache
 def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
-    """Two of the device's queues for copies, to it and from it, beside that of its work; None on a CPU."""
+    """Two of the device's queues for copies, to it and from it, next to that of its work; None on a CPU."""
     return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
 
 
@@ -267,7 +267,7 @@ def memory_left() -> tuple[int, int] | None:
 
 
 def peak_memory(act: Callable[[], object]) -> int:
-    """Bytes that tensors take on the accelerator at most while it acts, beside those that were there before."""
+    """Bytes that tensors take on the accelerator at most while it acts, in addition to those that were there before."""
     _module().reset_peak_memory_stats()
     before = _module().memory_allocated()
     act()

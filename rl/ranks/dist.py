@@ -135,7 +135,7 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 
 
 def stopping() -> bool:
-    """True if any rank of the default group has been told to stop (SIGTERM). A collective."""
+    """True if any rank of the default group has been asked to stop (SIGTERM). A collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
 
 

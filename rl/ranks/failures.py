@@ -33,7 +33,7 @@ def record(what: str, name: str = "") -> Failure:
     try:
         # In one request: whoever makes the second of two may be ended before, and nobody would ever know the cause.
         first = watchdog.first_to_fail(_open_store(), told)
-    except DistError:  # whoever could have said more has gone
+    except DistError:  # whoever could have said more is gone
         first = first_of_node
     return Failure(first, first_of_node)
 
@@ -57,7 +57,7 @@ def tell_torchrun(what: str) -> bool:
 
 
 def cause(wait: float = 0) -> str:
-    """What the first rank that failed says, waited for so many seconds; empty if none has failed."""
+    """What the first rank that failed says, waited for this many seconds; empty if none has failed."""
     try:
         store, deadline = _open_store(), time.monotonic() + wait
         while not store.check([watchdog.FAILED]):
@@ -79,7 +79,7 @@ def leave_to_report() -> None:
 
 def _open_store() -> Store:
     """A connection of its own, since the others may be in use, or broken. Raises DistError, and tries only once, if the store
-    has gone."""
+    is gone."""
     global _has_gone
     if _has_gone:
         raise DistError("the job's store has gone")
@@ -91,7 +91,7 @@ def _open_store() -> Store:
 
 
 def lost_connection(error: BaseException | str) -> bool:
-    """True if it says that a rank at the other end of a connection has gone. gloo raises RuntimeError."""
+    """True if it says that a rank at the other end of a connection is gone. gloo raises RuntimeError."""
     return isinstance(error, DistNetworkError) or "onnection" in str(error)
 
 
@@ -100,7 +100,7 @@ def silent_ranks() -> str:
     nodes = launch.nodes()
     try:
         silent = watchdog.silent()
-    except DistError:  # the store has gone, and with it the node that kept it
+    except DistError:  # the store is gone, and with it the node that kept it
         silent = set(nodes[0].ranks) if len(nodes) > 1 else set()
     lost = [(node, sorted(silent.intersection(node.ranks))) for node in nodes]
     return ", ".join(f"{numbered(ranks)} on {node.host}" for node, ranks in lost if ranks)

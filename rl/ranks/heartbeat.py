@@ -4,7 +4,7 @@ A process that dies closes its connections, and the others hear of it at once. O
 or network, does not: gloo would wait half an hour for it. So a thread of each rank leaves a sign of life in torchrun's store
 ten times in --node-timeout, with what its main thread is at. Rank 0 looks for all of them in one request and says what it
 found; the others read that one word, which is rank 0's own sign of life too. A second thread, which never touches the network,
-sees that the store itself has fallen silent: then the node that keeps it has gone, or this one is cut off.
+sees that the store itself has fallen silent: then the node that keeps it is gone, or this one is cut off.
 
 Seconds in which a process was stopped itself do not count: each counts the rounds that it has made.
 
@@ -27,7 +27,7 @@ ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
 TICK = 0.5  # seconds; of the thread that looks at the other one
 LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
-LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks have gone
+LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks are gone
 
 _heartbeats: list["Heartbeat"] = []
 
@@ -83,7 +83,7 @@ class Heartbeat:
                     self._end(verdict, silent)
                 self._ended.wait(self.timeout / ROUNDS)
             self.store.set(f"pulse/{self.rank}", json.dumps([ENDED, self.name, ""]))
-        except DistError:  # the store has gone: that is the other thread's business
+        except DistError:  # the store is gone: that is the other thread's business
             pass
 
     def _round(self) -> tuple[str, list[int]]:

@@ -19,7 +19,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def keep_freed() -> None:
     """From now on the memory of freed tensors stays with the process. glibc would hand a step's activations back to the kernel,
-    and with the next step each page of them is taken anew and cleared, a fault for every 4 KB: a tenth of an update. Large
+    and with the next step each page of them is taken again and cleared, a fault for every 4 KB: a tenth of an update. Large
     pieces, too, come from the heap then, where they stay; mapped one by one they would be gone as soon as they are freed. Does
     nothing where malloc is not glibc's, or where the environment says how it shall work."""
     said = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ

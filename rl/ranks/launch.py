@@ -219,8 +219,8 @@ def job() -> str | None:
 
 
 def heed_sigterm(store: dist.Store, learns: bool = True) -> None:
-    """Lets SIGTERM stop the run between two steps. A rank of this node that has gone without having come to a good end has
-    failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was told to,
+    """Lets SIGTERM stop the run between two steps. A rank of this node that exited without having come to a good end has
+    failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was asked to,
     the checkpoint is whole: other learners may finish what is their own, and generators (`learns` is False) go."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
@@ -249,6 +249,6 @@ def is_alive(pid: int) -> bool:
 
 def end_well(stopped: bool = False) -> None:
     """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
-    has come to its end, or has `stopped` as it was told to."""
+    has come to its end, or has `stopped` as it was asked to."""
     with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
         open_store().set("stopped" if stopped else f"ended/{here().rank}", "")

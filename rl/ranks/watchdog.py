@@ -136,7 +136,7 @@ def end_silent(pids: Iterable[int]) -> None:
 
 
 def end_stuck_launcher(seconds: float) -> None:
-    """Kills the torchrun of this rank if it has no living rank so many seconds from now: with a c10d rendezvous it waits a
+    """Kills the torchrun of this rank if it has no living rank this many seconds from now: with a c10d rendezvous it waits a
     minute for a store that does not answer, and does not look at its ranks. A healthy one has ended, or started them again."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -152,7 +152,7 @@ def first_to_fail(store: Store, cause: str) -> bool:
 
 
 def silent() -> set[int]:
-    """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store has gone."""
+    """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store is gone."""
     return _watchdog.call_the_roll() if _watchdog else set()
 
 
@@ -168,7 +168,7 @@ class Watchdog:
 
     def __init__(self, name: str, rank: int, world_size: int, timeout: float, store: Store):
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
-        self.is_alone = False  # without the others, since the store has gone
+        self.is_alone = False  # without the others, since the store is gone
         self.tick = min(1.0, timeout / 10)
         self.idle = 0.0  # seconds in which this thread looked and the main thread had made no progress
         self.rename(name)
@@ -226,7 +226,7 @@ class Watchdog:
             if self.store.check(["watchdog/roll"]):  # someone has lost a connection
                 self.store.set(f"watchdog/here/{self.rank}", "")
             return self.store.check([ALARM])
-        except DistError:  # torchrun's store has gone: this rank goes on watching itself
+        except DistError:  # torchrun's store is gone: this rank continues to watch itself
             self.store, self.ranks, self.is_alone = HashStore(), [self.rank], True
             return False
 

@@ -1,4 +1,4 @@
-"""The identity of a run, by which it goes on as the same run: its script, its flags, and the content of what the flags name.
+"""The identity of a run, by which it resumes as the same run: its script, its flags, and the content of what the flags name.
 
 A flag belongs to the run unless MAY_CHANGE has it. Another value is refused, or listed under --resume-anyway; what MUST_STAY is
 refused in any case, since the saved state has no meaning under another value.

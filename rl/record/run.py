@@ -51,7 +51,7 @@ class LogArgs:
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
-    """Responses of each validation to write into a table, beside the images of their prompts."""
+    """Responses of each validation to write into a table, next to the images of their prompts."""
     record: str | None = None
     """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
     each run."""
@@ -70,7 +70,7 @@ class LogArgs:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run and the checkpoint that a run goes on from."""
+    """The run and the checkpoint that a run resumes from."""
 
     run_dir: Path
     checkpoint: Path | None  # None: from the beginning, in the directory of a run that had not saved anything
@@ -94,7 +94,7 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """origin: the run that goes on, in its directory; else a new one is made. notes: for config.json. Raises UserError if
+        """origin: the run that resumes, in its directory; else a new one is made. notes: for config.json. Raises UserError if
         there can be no directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps

@@ -1,6 +1,6 @@
-"""The tables of validation responses, val_generations/step_<step>.md of a run: written as it goes on, read by report.py.
+"""The tables of validation responses, val_generations/step_<step>.md of a run: written as it runs, read by report.py.
 
-A prompt's pictures stand beside its responses, as thumbnails: PNG files beside the table, one for each distinct picture however
+A prompt's pictures are next to its responses, as thumbnails: PNG files next to the table, one for each distinct picture however
 many tables show it. Text stands as it is, whatever Markdown or a terminal would make of it. Needs no torch.
 """
 
@@ -57,7 +57,7 @@ def _thumbnail(files: Files, source: bytes) -> Picture | str:
 
 
 def markdown(value) -> str:
-    """A table's cell. Numbers have three decimals, no number is told as such, and text is on one line."""
+    """A table's cell. Numbers have three decimals, no number is marked as such, and text is on one line."""
     if isinstance(value, Picture):
         return f"![{value.words}]({value.file})"
     text = "unscored" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

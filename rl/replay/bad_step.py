@@ -71,7 +71,7 @@ class _Seen:
 
 
 class Watch:
-    """Stands in for a learner: the first micro-batch of which something is not finite ends the step with NotFinite."""
+    """Replaces a learner: the first micro-batch of which something is not finite ends the step with NotFinite."""
 
     def __init__(self, learner: Learner):
         self._learner, self._seen, self._update = learner, [], 0

@@ -37,7 +37,7 @@ class Recorder:
     """Appends to a record. A disk that is full stops no training: the step is left out, and a warning says so."""
 
     def __init__(self, directory: str, run_dir: Path | None, after: int):
-        """run_dir, after: of a run that goes on, and the step after which it does; what was recorded of later steps is moved to
+        """run_dir, after: of a run that resumes, and the step after which it does; what was recorded of later steps is moved to
         samples_superseded.rec. Raises UserError if the record of another run is there, or if none can be written."""
         self.directory, self.path = Path(directory), Path(directory) / SAMPLES
         self._missing = False  # whether the last step could not be written
@@ -55,7 +55,8 @@ class Recorder:
             ) from error
 
     def begin(self, run_dir: Path, start: dict) -> None:
-        """Notes a start of the run, and keeps its code. start: as JSON holds it, with "after", the step it goes on after."""
+        """Notes a start of the run, and keeps its code. start: as JSON holds it, with "after", the step after which it
+        resumes."""
         script = Path(sys.argv[0])
         files = script_files(script)
         code = self.directory / CODE / digest_of(files)
@@ -145,7 +146,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a frame stands in the file."""
+    """Where a frame is in the file."""
 
     file: int
     kind: bytes

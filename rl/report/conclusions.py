@@ -1,4 +1,4 @@
-"""Conclusions from the numbers of runs, each beside the numbers it rests on; or the remark that these are too few.
+"""Conclusions from the numbers of runs, each next to the numbers it rests on; or the remark that these are too few.
 
 Every function returns rows (of what, conclusion, the numbers it rests on). A claim about learning or speed needs MIN_STEPS
 steps, one about a difference in learning between groups MIN_SEEDS runs of each that do not overlap. For a difference in speed
@@ -26,7 +26,7 @@ from rl.report.numbers import (
 )
 
 OF_ALL, A_RANK = "tokens/s of all ranks, median step", "tokens/s a rank, median step"
-LEVELS = (0.5, 0.75, 0.9, 1.0)  # of the way that all runs have gone, for the speed-up
+LEVELS = (0.5, 0.75, 0.9, 1.0)  # of the way that all runs have covered, for the speed-up
 
 
 def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
@@ -153,7 +153,7 @@ def between(groups: list[RunGroup]) -> list[Row]:
 
 
 def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
-    """What can be said of a group's rewards or accuracies beside the first group's. logs: of both groups."""
+    """What can be said of a group's rewards or accuracies compared with the first group's. logs: of both groups."""
     steps, ends = min(len(log.points(REWARD)) for log in logs), sorted({log.steps for log in logs})
     if steps < MIN_STEPS:
         return f": too few steps to compare ({steps})"

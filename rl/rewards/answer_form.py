@@ -98,7 +98,7 @@ class _Factors:
         elif kind == "quotient" and one_line:
             self._add(tree[1], below, one_line)
             self._add(tree[2], 1 - below, one_line)
-        elif kind == "quotient":  # fractions in or beside each other stay what they are
+        elif kind == "quotient":  # fractions in or next to each other stay what they are
             self.others[below].append(("quotient", form(tree[1]), form(tree[2])))
         else:
             sign, made = _unsigned(form(tree))

@@ -179,7 +179,7 @@ class _Parser:
         return value
 
     def argument(self, digit: bool = False) -> tuple:
-        r"""What stands in braces, or the one thing behind \frac, \sqrt, ^ or _; digit: of a number its first digit, as in
+        r"""What is in braces, or the one thing behind \frac, \sqrt, ^ or _; digit: of a number its first digit, as in
         \frac12."""
         if self.next == "{":
             self.take()

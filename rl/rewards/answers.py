@@ -26,7 +26,7 @@ LONGEST_TRUTH = 4000  # characters: the data is trusted, but not to be endless
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 EXPONENT = r"(?:[eE][+-]?\d{1,3}(?![\d.]))?"
 CURRENCIES = "£€¥₹¢"
-# Words beside a number that make it another number, or none.
+# Words next to a number that make it another number, or none.
 NOT_JUST_UNITS = _words(
     "no not never nor or and either neither wrong incorrect than least most less more fewer greater smaller between within "
     "about approximately approx roughly around nearly almost hundred thousand million billion trillion dozen half third "

@@ -111,7 +111,7 @@ def _signal_name(number: int) -> str:
 
 
 def _is_ready(pipe, seconds: float) -> bool:
-    """Whether the pipe can be read or written, within so many seconds."""
+    """Whether the pipe can be read or written, within this many seconds."""
     poller = select.poll()  # unlike select.select it takes any number of open files
     poller.register(pipe, select.POLLOUT if pipe.writable() else select.POLLIN)
     return bool(poller.poll(1000 * seconds))

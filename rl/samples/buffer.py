@@ -103,7 +103,7 @@ class SampleBuffer:
         return True
 
     def state(self) -> dict:
-        """For a checkpoint, beside the groups in `waiting`."""
+        """For a checkpoint, with the groups in `waiting`."""
         names = ("trained", "dropped", "_low", "_bounds", "_flat_left")
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 

@@ -1,9 +1,9 @@
-"""Tickets where generators come and go: each one's holder stands in the store, so that a lost generator's can start again.
+"""Tickets where generators come and go: each one's holder is recorded in the store, so that a lost generator's can start again.
 
 A ticket is drawn from the same counter as ever, and then claimed: its key goes from nothing to the holder in one step of the
 store (compare and set), and so does that of a ticket from a list of those that start again. Whoever comes second draws another.
 So a generator that dies between the two, or comes back after it was taken for lost, costs nothing: no ticket has two holders,
-and one whose holder has gone goes into the next list.
+and one whose holder is gone goes into the next list.
 
 A holder is "<member>.<rank>.<number of the claim>". The keys stay: some 100 bytes of the first learner's memory a ticket.
 """
@@ -113,6 +113,6 @@ def _holder(store: Store, ticket: int) -> bytes:
 
 
 def started(store: Store, crew: Crew) -> int:
-    """Tickets that have started and are not to start again: of members that have gone those whose groups came."""
+    """Tickets that have started and are not to start again: of members that are gone those whose groups came."""
     at_work = sum(store.add(counter_of(member), 0) for member in (0, *crew.members))
     return store.add("tickets/started", 0) + at_work + Counter(crew.gone).total()

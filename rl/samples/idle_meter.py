@@ -16,7 +16,7 @@ class IdleMeter:
         self.split = split
         self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
         self._events: dict[int, dict] = {}  # of each generator's scoring
-        self._events_before: Counter[str] = Counter()  # of the run that goes on here
+        self._events_before: Counter[str] = Counter()  # of the run that resumes here
         self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
         self._advised: str | int | None = None  # in the last `news`
 
@@ -35,7 +35,7 @@ class IdleMeter:
             out["fully_async/rollouter/idle_ratio"] = waited / total
             out["fully_async/rollouter/held_ratio"] = sum(report.get("held", 0.0) for report in reports) / total
             newest = reports[-1]
-            way = max(seconds, newest["publish_way"])  # longer where the engine goes on while weights come in
+            way = max(seconds, newest["publish_way"])  # longer where the engine continues while weights arrive
             out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / way}
             out |= {"publish/gb": newest["publish_gb"], "publish/changed": newest["publish_changed"]}
         reports.clear()

@@ -1,7 +1,7 @@
 """A batch's tokens go only to the nodes that train them.
 
-What comes in on a node with learners stays there, for all learners of the node to map. The other nodes get an outline of it:
-the scores, lengths and ages from which every learner makes the same batch and the same division of it. Then each node sends
+Samples that arrive on a node with learners stay there, for all learners of the node to map. The other nodes get an outline of
+it: the scores, lengths and ages from which every learner makes the same batch and the same division of it. Then each node sends
 each other one the responses that are trained there, with their prompts: a node receives what it trains and does not have.
 
     outlined -> gather -> Group, whole or an outline -> to_trainers -> Group with the responses that are trained here

@@ -1,7 +1,7 @@
 """`--over-sample`: in train_sync.py a step does not wait for its longest responses.
 
 More prompts are under way than a step trains. Generation ends when as many as it trains have all their responses; what is
-unfinished goes on in the next step, under the newer weights, from the token where it is (APRIL, arXiv 2509.18521; Kimi k1.5
+unfinished continues in the next step, under the newer weights, from the token where it is (APRIL, arXiv 2509.18521; Kimi k1.5
 calls it partial rollouts, arXiv 2501.12599). Each prompt is trained once, so none is favoured over the run for its short
 responses; but long ones come later, and are in part of older weights: their tokens have the log-probs they were sampled with,
 by which the loss corrects as it does in async. Left untrained is what is under way at the end of the run.
@@ -21,8 +21,8 @@ class OverSampleArgs(BatchArgs):
     """Prompts under way beyond the batch."""
 
     over_sample: Annotated[float, Range(at_least=0, at_most=8)] = 0.0
-    """Prompts under way beyond a step's, as a fraction of them. A step trains those whose responses end first; the others go on
-    in the next."""
+    """Prompts under way beyond a step's, as a fraction of them. A step trains those whose responses end first; the others
+    continue in the next."""
 
     def check(self) -> None:
         if self.train_batch_size < (ranks := launch.here().world_size):

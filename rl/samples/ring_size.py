@@ -30,7 +30,7 @@ def largest_record(args, routes: int) -> int:
 
 
 def ring_mb_for(record: int) -> int:
-    """The least --ring-mb for a record of so many bytes, which may have almost half of the ring (Ring.max_record)."""
+    """The least --ring-mb for a record of this many bytes, which may have almost half of the ring (Ring.max_record)."""
     return math.ceil(2 * (record + ALIGN) / MIB)
 
 

@@ -63,13 +63,13 @@ class ScheduleArgs(SplitArgs):
     staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
     """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
     partial_rollout: Literal["keep", "recompute", "off"] = "keep"
-    """What happens to unfinished responses when new weights arrive. keep: they go on with their old KV cache; recompute: their
-    KV cache is computed anew; off: the new weights wait until they have ended."""
+    """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
+    their KV cache is computed again; off: the new weights wait until they have ended."""
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
     """Age in versions of the oldest token that may be trained; each publish makes a version. By default
     --staleness-threshold alone bounds the age."""
     elastic_generators: str | None = None
-    """HOST:PORT of the first learner at which generators may join and leave while the learners go on: torchrun jobs of their
+    """HOST:PORT of the first learner at which generators may join and leave while the learners continue: torchrun jobs of their
     own, in which every rank generates (docs/nodes.md). The same for all."""
     stale: Literal["drop", "wait"] = "drop"
     """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old

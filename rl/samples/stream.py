@@ -115,7 +115,7 @@ class Stream(_Samples):
         self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
 
     def open(self) -> None:
-        """Lets the generators begin: with the tickets that were under way when the run stopped, if it goes on."""
+        """Lets the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
@@ -152,7 +152,7 @@ class Stream(_Samples):
         return claims.started(self.split.store, self.crew) if self.crew else started(self.split.store)
 
     def _reissue(self) -> None:
-        """Has the tickets of generators that have gone start again elsewhere."""
+        """Has the tickets of generators that are gone start again elsewhere."""
         if self.split.ranks.is_main and (losses := self.crew.unsettled()):
             tickets = self.buffer.open(drawn(self.split.store))
             number = (self.control.state.again if self.control.state else 0) + 1
@@ -174,7 +174,7 @@ class Stream(_Samples):
         return self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        """Takes back what `snapshot` gave. Tickets under way go on, and those of which nothing is left begin again."""
+        """Takes back what `snapshot` gave. Tickets under way continue, and those of which nothing is left begin again."""
         self._restore(state)
         again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
         self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}

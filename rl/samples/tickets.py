@@ -24,7 +24,7 @@ class Draws:
         self.reserve: deque[int] = deque()
 
     def have(self, count: int, lists: int = 0) -> None:
-        """Draws until so many are at hand, in one go. lists: of tickets to start again (rl/samples/claims.py)."""
+        """Draws until this many are at hand, in one request. lists: of tickets to start again (rl/samples/claims.py)."""
         self.reserve.extend(self._draw(count - len(self.reserve)))
 
     def start(self) -> int:
@@ -72,11 +72,11 @@ class Tickets:
         self.held = False  # whether the bound of staleness alone kept the last `take` from starting any
         opened = json.loads(store.get("tickets/opened"))
         self._draws = make_draws(store, opened["again"])
-        self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the run that goes on of which something is left
+        self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the resumed run of which something is left
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
-        """Up to so many tickets that may start under the weights of `version`, beside those under way here; none before the
-        first weights, none if newer ones are ready, which would sample them better, and none if the run stops."""
+        """Up to this many tickets that may start under the weights of `version`, in addition to those under way here; none
+        before the first weights, none if newer ones are ready, which would sample them better, and none if the run stops."""
         self.held = False
         if state.stop:
             self._draws.settle()
@@ -110,9 +110,9 @@ class Tickets:
 def open_tickets(
     store: Store, drawn: int = 0, started: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()
 ) -> None:
-    """Sets the counters of a run that begins, or goes on with these; to be called once. Generators wait for it.
+    """Sets the counters of a run that begins, or resumes with these; to be called once. Generators wait for it.
 
-    again: tickets that were drawn and are nowhere; unfinished: those of them whose responses go on.
+    again: tickets that were drawn and are nowhere; unfinished: those of them whose responses continue.
     """
     store.add("tickets/drawn", drawn)
     store.add("tickets/started", started)

@@ -175,11 +175,11 @@ class Slots:
             self._words[own] = number + 1
 
     def until_taken(self, count: int) -> None:
-        """Returns when all others have taken so many pieces."""
+        """Returns when all others have taken this many pieces."""
         self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Looks again and again, at first often. Raises ConnectionError if another process has gone, as a broken connection
+        """Looks again and again, at first often. Raises ConnectionError if another process has exited, as a broken connection
         would, and TimeoutError."""
         began = looked = time.monotonic()
         while not ready():

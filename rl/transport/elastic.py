@@ -1,5 +1,5 @@
-"""Generators that come and go while the learners go on (--elastic-generators): torchrun jobs of their own, the members, which
-join the learners' job through a store at a port of the first learner.
+"""Generators that come and go while the learners continue (--elastic-generators): torchrun jobs of their own, the members,
+which join the learners' job through a store at a port of the first learner.
 
     first learner                                             each rank of a member
     Lobby, a thread: who is there, who has joined or gone     Heartbeat towards that store
@@ -119,7 +119,7 @@ class Crew:
         self._reissued, self._reissued_at = 0, 0.0  # members that had gone at the last look for their tickets, and when it was
 
     def unsettled(self) -> bool | str:
-        """Whether tickets of members that have gone are to be looked for: "new" after a loss. Later again and again, since one
+        """Whether tickets of members that are gone are to be looked for: "new" after a loss. Later again and again, since one
         that was stopped for a while may take a ticket before it learns that it was given up."""
         new, now = len(self.gone) > self._reissued, time.monotonic()
         if not new and (not self.gone or now < self._reissued_at + LOOK_SECONDS):
@@ -163,7 +163,7 @@ class Crew:
         return member in self.members or member in self.gone
 
     def open(self, record: bytes, group: bytes) -> bytes | None:
-        """The record of a member that came with its number (`sealed`); None if the member has gone. group: what a record that
+        """The record of a member that came with its number (`sealed`); None if the member is gone. group: what a record that
         is a group begins with."""
         member = int.from_bytes(record[:8], "little")
         if member not in self.members:
@@ -177,7 +177,7 @@ def sealed(record: bytes, member: int) -> bytes:
 
 
 class Lobby:
-    """The first learner's end, a thread: lets members in and finds out which have gone. store: over a connection of its own.
+    """The first learner's end, a thread: lets members in and finds out which are gone. store: over a connection of its own.
     bridge: to the generators of the learners' own job."""
 
     def __init__(self, store: dist.Store, bridge, node_timeout: float):

@@ -43,7 +43,7 @@ from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 HEAD = struct.Struct("<16sQQ")  # a forwarder's own name, the record's number, its checksum
 UNDER_WAY = 64 << 20  # bytes that were sent and are not acknowledged yet
 FRAME = 1 << 20  # bytes of a record that go into one frame
-SILENT_SECONDS = 20  # after which a connection without a sign of life is taken for broken, and made anew
+SILENT_SECONDS = 20  # after which a connection without a sign of life is taken for broken, and made again
 
 
 def read_key(file: str) -> bytes:
@@ -200,7 +200,7 @@ class Forwarder(_Thread):
         super().__init__("forwarder")
 
     def wait(self, records: int) -> None:
-        """Returns when so many records, in all, have arrived."""
+        """Returns when this many records, in all, have arrived."""
         while self.acknowledged < records:
             self.check()
             time.sleep(1e-2)
@@ -213,7 +213,7 @@ class Forwarder(_Thread):
                 patience = math.inf
                 told = f"{self._address}, where this node's samples go, has not answered for {SILENT_SECONDS} s"
                 print(f"warning: {told}: is it closed to this node?", file=sys.stderr, flush=True)
-            if connections > 1:  # anew: what was under way may be lost
+            if connections > 1:  # again: what was under way may be lost
                 connections = 1
                 for head, record in self._under_way:
                     self._send(head, record)

@@ -22,7 +22,7 @@ Nothing leans on the order in which a processor makes stores visible (Arm): both
 word that announces it. And the reader hands out no record whose header and checksum do not fit.
 
 Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for
-room. A `Ring` object is one thread's end. A forked child shares its parent's end, locks included: it attaches anew.
+room. A `Ring` object is one thread's end. A forked child shares its parent's end, locks included: it attaches again.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class RecordTooLarge(ValueError):
 
 
 class RecordDamaged(RuntimeError):
-    """A committed record does not fit its checksum. It is skipped: the next `get` goes on behind it."""
+    """A committed record does not fit its checksum. It is skipped: the next `get` continues behind it."""
 
 
 class Ring:
@@ -94,7 +94,7 @@ class Ring:
 
     @staticmethod
     def attach(address: str) -> "Ring":
-        """The ring of another process of this machine and user; raises OSError if that process has gone or closed it."""
+        """The ring of another process of this machine and user; raises OSError if that process has exited or closed it."""
         path, _, key = address.partition("#")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the numbers of a process and its files are used again
@@ -141,7 +141,7 @@ class Ring:
 
     def put(self, *parts, timeout: float = 600.0) -> None:
         """Writes the parts (any buffers), end to end, as one record. Raises RecordTooLarge, or RingTimeout if there is neither
-        room nor a turn in so many seconds: nothing is written then."""
+        room nor a turn in this many seconds: nothing is written then."""
         views = [_flat(part) for part in parts]
         size = sum(map(len, views))
         if size > self.max_record:
@@ -206,7 +206,7 @@ class Ring:
     @contextlib.contextmanager
     def get(self, timeout: float = 600.0) -> Iterator[memoryview]:
         """The oldest record, as a read-only view of the ring, for a `with` block. At the end of the block its space is free; if
-        the block raises, the record stays. Raises RingTimeout if no record comes in so many seconds or another reader lives,
+        the block raises, the record stays. Raises RingTimeout if no record comes in this many seconds or another reader lives,
         RecordDamaged for a record that was changed after it was written, BufferError (and the record stays) if a slice of the
         view or an array over it outlives the block."""
         words = self._words
@@ -304,13 +304,13 @@ def _flat(part) -> memoryview:
 
 
 def _footprint(size: int) -> int:
-    """Bytes of the ring that a record with so many bytes of data takes."""
+    """Bytes of the ring that a record with this many bytes of data takes."""
     return ALIGN - (-size // ALIGN) * ALIGN
 
 
 def _wait(ready: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
     """Calls `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which is
-    about 1% of a core. Raises RingTimeout after so many seconds."""
+    about 1% of a core. Raises RingTimeout after this many seconds."""
     deadline, nap = time.monotonic() + timeout, 20e-6
     while not ready():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""Weights that come from another node while the engine goes on.
+"""Weights that come from another node while the engine continues.
 
-    the learner announces version 7 -> a thread receives it into host memory beside the engine's, which samples with version 6
+    the learner announces version 7 -> a thread receives it into host memory next to the engine's, which samples with version 6
     -> all of it is there: between two of its steps the engine takes it
 
 A version that is still on its way counts as not announced: what the schedule lets start under version 6 starts, and each token
@@ -22,7 +22,7 @@ from rl.ranks.host import available_memory
 from rl.samples.control import State, announces
 from rl.split import Split
 
-SPARE = 0.25  # of a node's free memory, what its generators may take for weights that come in beside those in use
+SPARE = 0.25  # of a node's free memory, what its generators may take for weights that arrive in addition to those in use
 
 
 def has_room(split: Split, size: int, pins: bool) -> bool:

@@ -37,7 +37,7 @@ class Plan:
     names: list[str]
     shapes: list[list[int]]
     dtype: torch.dtype
-    frozen: int = 0  # so many at the end never change: they are sent once
+    frozen: int = 0  # this many at the end never change: they are sent once
     delta: bool = False  # whether a table says what is sent of each bucket
 
     @cached_property

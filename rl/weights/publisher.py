@@ -1,6 +1,6 @@
 """Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
 
-    learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training goes on
+    learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training continues
     generator:  subscriber.receive(version)     between two engine steps (rl/weights/subscriber.py)
 
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
@@ -48,7 +48,7 @@ class Publisher:
 
     def publish(self, version: int) -> None:
         """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
-        then goes over the bridge is the copy. The generators have to be told of the version."""
+        then goes over the bridge is the copy. The generators have to be sent the version."""
         self.wait()
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))

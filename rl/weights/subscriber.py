@@ -5,8 +5,8 @@ verified.
     subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
 
 Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
---publish delta takes one copy in host memory if the engine does not adopt memory; weights that come in while the engine goes on
-take one.
+--publish delta takes one copy in host memory if the engine does not adopt memory; weights that arrive while the engine
+continues take one.
 """
 
 import time
@@ -32,14 +32,14 @@ class Subscriber:
     """A generator's side."""
 
     def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
-        """overlaps: whether the engine may go on while weights come over a network, where there is memory for that."""
+        """overlaps: whether the engine may continue while weights come over a network, where there is memory for that."""
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         if split.is_member:
             self.bridge.open()
         self._split, self._announcements = split, Announcements(split.store)
-        # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine went on.
+        # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine continued.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
@@ -65,7 +65,7 @@ class Subscriber:
         none does, and what was said with it. Not while it is on its way and the generator is busy: one that is not, or has to
         stop, waits for it in `receive`."""
         newer = self._next_version(state.version)
-        if self._ahead and self.engine.version >= 0:  # before, there is nothing to go on with
+        if self._ahead and self.engine.version >= 0:  # before, there is nothing to continue with
             newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
         return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
 
@@ -108,7 +108,7 @@ class Subscriber:
         self.plan = self.plan.later()
 
     def _moved(self) -> list[int]:
-        """Parameters whose memory has moved out of the stream since the engine was told to share it."""
+        """Parameters whose memory has moved out of the stream since the engine was asked to share it."""
         addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
         return [i for i, name in enumerate(self.plan.names) if self.engine.read_back(name).data_ptr() != addresses[i]]
 
@@ -229,7 +229,7 @@ class Subscriber:
         watchdog.progress()
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Where something is received: pinned, if it goes on from the host to an accelerator."""
+        """Where something is received: pinned, if it continues from the host to an accelerator."""
         return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=self._pins)
 
     @property

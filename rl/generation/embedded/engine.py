@@ -245,7 +245,7 @@ class TransformersEngine:
 
     def _admit(self) -> list[Output]:
         """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Those that
-        go on from somewhere have theirs; they are admitted apart from the others."""
+        continue from somewhere have theirs; they are admitted apart from the others."""
         first, groups, tokens = len(self.running), {}, 0  # groups: what to prefill -> its slots
         while self.waiting and len(self.running) < self.max_num_seqs:
             row = Running.of(self.waiting[0])
@@ -300,7 +300,7 @@ class TransformersEngine:
         return hidden[layout.last]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
-        """The routes of the last forward pass, [m, L, K] for each run of so many tokens."""
+        """The routes of the last forward pass, [m, L, K] for each run of this many tokens."""
         record = as_record(self.router.chosen(), self.router.experts)
         return np.split(record, np.cumsum(lengths)[:-1])
 

@@ -289,7 +289,7 @@ class VLLMEngine:
         return self.engine.add_request(key, prompt, params)
 
     def _renew_waiting(self) -> None:
-        """Hands the requests that have not begun over anew: with the salt of their arrival they would find, and leave, KV
+        """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
         blocks of the weights that were just replaced."""
         for key, pending in self._pending.items():
             if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING:

@@ -105,7 +105,7 @@ class PreparedImages:
 
 def _model_class(architecture: str) -> type:
     """vLLM's class for it, for whose import torchvision need not be there."""
-    if find_spec("torchvision") is None:  # the same formula stands in the processor that does without
+    if find_spec("torchvision") is None:  # the same formula is in the processor that does without
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # that another image processor is imported, which is not used

@@ -2,7 +2,7 @@
 
 On accelerators vLLM returns them with each response (enable_return_routed_experts, from 0.32 on). Its CPU build does not: the
 routers' capture hook is read after each forward pass there, and no KV is shared between prompts: what is not computed is not
-routed. Both keep what was chosen first when a response's KV is computed anew under other weights.
+routed. Both keep what was chosen first when a response's KV is computed again under other weights.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ class ChosenExperts:
 
     def take(self, request: str, completion) -> np.ndarray | None:
         """The routes of a finished request, under vLLM's name for it, and forgets them: [prompt + n - 1, L, K]. completion:
-        vLLM's output. None on tensor parallel ranks that are told none."""
+        vLLM's output. None on tensor parallel ranks that get none."""
         if self._captured is not None:
             return self._captured.pop(request)
         return None if completion.routed_experts is None else completion.routed_experts[:, self.layers]

@@ -56,7 +56,7 @@ class LiveWeights:
     def same_parameters(self):
         """Around a wake-up: afterwards the modules have the parameters that they had before. vllm-ascend's puts transposed ones
         in the place of the experts', for loaders that want a checkpoint's layout; vLLM's reloading wants its kernels' layout,
-        and would copy into the wrong shape, or in silence into the wrong elements. Memory wakes up at its old address."""
+        and would copy into the wrong shape, or silently into the wrong elements. Memory wakes up at its old address."""
         before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
         yield
         for module, name, parameter in before:
@@ -65,7 +65,7 @@ class LiveWeights:
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, in copies: vLLM holds on to them until a fused group is whole, while the sender may reuse
-        its buffer. What vLLM does not know or does not get it would skip in silence, so names are checked here."""
+        its buffer. What vLLM does not know or does not get it would skip silently, so names are checked here."""
         missing, iterator = set(self.shapes), iter(weights)
         while True:
             with torch.device("cpu"):  # the sender's code must not find the engine's device as its default
