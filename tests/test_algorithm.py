@@ -96,11 +96,11 @@ def test_filter_groups_keeps_groups_with_a_signal(trainer):
 
 
 def test_filter_groups_gives_up_at_its_cap(trainer):
-    """One response a group: every group has zero variance."""
+    """Greedy responses: those of a group are the same, and so are their scores."""
     start = trainer.ticket
-    ((metrics, batch),) = trainer.steps(1, filter_groups=True, rollout_n=1, max_num_gen_batches=3)
+    ((metrics, batch),) = trainer.steps(1, filter_groups=True, rollout_n=2, top_k=1, max_num_gen_batches=3)
     assert metrics["train/num_gen_batches"] == 3 and metrics["train/filtered_groups"] == 12
-    assert metrics["train/filled_groups"] == 4 and len(batch.score) == 4 and trainer.ticket == start + 12
+    assert metrics["train/filled_groups"] == 4 and len(batch.score) == 8 and trainer.ticket == start + 12
 
 
 def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are():

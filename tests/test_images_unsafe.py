@@ -55,7 +55,7 @@ def test_other_formats_are_refused_and_start_no_program(name, tmp_path, monkeypa
 
 
 def test_every_place_that_opens_images_names_the_formats():
-    root = Path(images.__file__).parent.parent
+    root = Path(images.__file__).parents[2]
     sources = [*root.glob("*.py"), *root.glob("rl/**/*.py"), *root.glob("examples/**/*.py")]
     opening = [line for file in sources for line in file.read_text().splitlines() if "Image.open(" in line]
     assert opening and all("formats=" in line for line in opening), opening

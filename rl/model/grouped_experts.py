@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from rl.ranks.device import is_accelerator, kind
+from rl.ranks import device
+from rl.ranks.device import is_accelerator
 
 LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without torch's grouped products
 
 
 def experts_implementation() -> str | None:
     """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
-    if kind() not in LOOPED_EXPERTS_KINDS:
+    if device.kind() not in LOOPED_EXPERTS_KINDS:
         return None
-    return NAME if use(kind()) else "eager"
+    return NAME if use(device.kind()) else "eager"
 
 
 NAME = "grouped_mm"  # transformers takes known names only
