@@ -144,6 +144,7 @@ def test_the_silent_faults_of_the_cpu_build(measured, kind, repair, stale):
     assert got["error when repaired"] < 1e-4
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_in_lockstep(measured):
     got = measured("tensor parallel")
     assert got["ranks agree"] and got["error before"] < 1e-4 and got["error after"] < 1e-4

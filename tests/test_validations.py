@@ -166,6 +166,7 @@ def written_by_wandb(file: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_weights_and_biases_gets_every_row_at_its_own_step(tmp_path, monkeypatch):
     """Read from what the offline run has written; also after it resumes."""
