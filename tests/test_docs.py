@@ -48,6 +48,19 @@ def test_every_room_has_one_place_in_the_design():
     assert sorted(named) == sorted(rooms)
 
 
+def test_the_lines_of_each_folder_are_those_that_the_design_says():
+    """To a tenth: a number that is further off misleads, and one that is exact changes with every commit."""
+    rows = re.findall(r"^\| `rl/(?:(\w+)/)?`[^|]*\| ([\d,]+) \|", (ROOT / "docs" / "design.md").read_text(), re.M)
+    said = {folder: int(lines.replace(",", "")) for folder, lines in rows}
+    lines = dict.fromkeys({path.name for path in (ROOT / "rl").iterdir() if path.is_dir() and path.name != "__pycache__"}, 0)
+    lines[""] = 0
+    for file in (ROOT / "rl").rglob("*.py"):
+        (*folders, _) = file.relative_to(ROOT / "rl").parts
+        lines[folders[0] if folders else ""] += len(file.read_text().splitlines())
+    assert said.keys() == lines.keys()
+    assert said == {folder: pytest.approx(count, rel=0.1) for folder, count in lines.items()}
+
+
 def test_the_tests_that_are_promised_exist():
     """A name is of a file, which may have a star, or of a test in it: tests/test_ring.py::test_name."""
     named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
