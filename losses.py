@@ -13,6 +13,22 @@ Policy losses return the loss per token and detached statistics per token; a sta
 the metric. A decorator on each advantage and each loss declares what the scripts must know of it, and enters it under its names
 in ADVANTAGES or POLICY_LOSSES, which map the scripts' flags to the functions.
 
+One step on a prompt with two responses, of two tokens and of one:
+
+    >>> import torch
+    >>> mask, seq, group = torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), torch.tensor([7, 7])
+    >>> reward = torch.tensor([0.0, 1.0, 0.0])  # at a response's last token, or wherever it is earned
+    >>> advantage = dr_grpo(reward, mask, seq, group)
+    >>> advantage.tolist()
+    [0.5, 0.5, -0.5]
+    >>> old_log_prob = torch.tensor([-1.0, -2.0, -0.5])
+    >>> log_prob = old_log_prob.clone().requires_grad_()
+    >>> loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq)
+    >>> divisor = denominator(mask, seq, "token-mean", num_seqs=2)
+    >>> aggregate(loss, mask, seq, "token-mean", divisor).backward()
+    >>> log_prob.grad.tolist()
+    [-0.1666666716337204, -0.1666666716337204, 0.1666666716337204]
+
 Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
 response's total reward. sg(x) has the value of x and no gradient.
 """
@@ -26,9 +42,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool [N]}
+Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [N]}
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {}  # by their own names and, where that differs, by verl's
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {}
+PER_RESPONSE = {"group", "baseline"}  # [B]; every other tensor of an advantage or a loss is per token, [N]
 
 
 def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -43,9 +60,21 @@ def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], decla
     not meant for is refused before it computes."""
     function = _checked(function)
     function.inputs, function.knobs = _keywords(function)
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
     vars(function).update(declared)
     table.update(dict.fromkeys((function.__name__, *verl_names), function))
     return function
+
+
+def _shapes(function: Callable) -> str:
+    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
+    names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
+    if not names:
+        return ""
+    per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
+    per_response = "; " + ", ".join(name for name in names if name in PER_RESPONSE) + " [B]"
+    made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
+    return f"Shapes: {per_token} [N]{per_response if PER_RESPONSE & {*names} else ''} -> {made}."
 
 
 # ------------------------------------------------------------------------------------------------- input that is refused
@@ -54,12 +83,11 @@ def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], decla
 def _checked(function: Callable) -> Callable:
     """The function, raising ValueError for input in another layout. Its tensors are per token, except group and baseline."""
     names = list(inspect.signature(function).parameters)
-    per_response = {"group", "baseline"}
 
     @functools.wraps(function)
     def checked(*args, **keywords):
         given = dict(zip(names, args, strict=False)) | keywords
-        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in per_response}
+        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
         _check_tokens(function.__name__, **per_token)
         if "group" in given and "seq" in given:
             _check_group(function.__name__, given["seq"], given["group"])
@@ -253,7 +281,7 @@ def advantage_estimator(
 
 
 @advantage_estimator(group_of_one="score", looks_at="scores")
-def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
+def grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
     Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give exactly 0.
@@ -265,7 +293,7 @@ def grpo(reward, mask, seq, group, *, eps: float = 1e-6) -> Tensor:
 
 
 @advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm", looks_at="scores")
-def dr_grpo(reward, mask, seq, group) -> Tensor:
+def dr_grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
     Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
@@ -274,7 +302,7 @@ def dr_grpo(reward, mask, seq, group) -> Tensor:
 
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
-def rloo(reward, mask, seq, group) -> Tensor:
+def rloo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = n / (n - 1) * (s - mean_g), which is s minus the mean of the other n - 1; a group of one gives 0.
 
     REINFORCE leave-one-out, arXiv 2402.14740.
@@ -285,7 +313,7 @@ def rloo(reward, mask, seq, group) -> Tensor:
 
 
 @advantage_estimator("reinforce_plus_plus", by_token=True)
-def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
+def reinforce_pp(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, gamma: float = 1.0) -> Tensor:
     """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
 
     REINFORCE++, arXiv 2501.03262. Differs from token to token if rewards do, or gamma < 1.
@@ -294,7 +322,7 @@ def reinforce_pp(reward, mask, seq, group, *, gamma: float = 1.0) -> Tensor:
 
 
 @advantage_estimator("reinforce_plus_plus_baseline", group_of_one="zero")
-def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
+def reinforce_pp_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = whiten(s - mean_g), whitened over the trained tokens of the batch. REINFORCE++ with baseline, arXiv 2501.03262.
 
     Equal scores, and a group of one, have s - mean_g = 0 exactly; whitening shifts that by the batch's mean over tokens, which
@@ -305,7 +333,7 @@ def reinforce_pp_baseline(reward, mask, seq, group) -> Tensor:
 
 
 @advantage_estimator(by_token=True, looks_at="response")
-def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
+def remax(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, baseline: Tensor) -> Tensor:
     """A_t = sum over k >= t of r_k, minus baseline [B]: the score of the greedy response to the same prompt.
 
     ReMax, arXiv 2310.10505.
@@ -314,7 +342,7 @@ def remax(reward, mask, seq, group, *, baseline: Tensor) -> Tensor:
 
 
 @advantage_estimator(group_of_one="zero")
-def opo(reward, mask, seq, group) -> Tensor:
+def opo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = s - sum_g(len s) / sum_g(len), len = trained tokens: the variance-optimal baseline if gradients grow with length.
 
     On-Policy RL with Optimal baseline, arXiv 2505.23585. Equal scores, and a group of one, give exactly 0.
@@ -326,7 +354,9 @@ def opo(reward, mask, seq, group) -> Tensor:
 
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
-def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def grpo_passk(
+    reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
     Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
@@ -340,7 +370,7 @@ def grpo_passk(reward, mask, seq, group, *, norm_by_std: bool = True, eps: float
 
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
-def gpg(reward, mask, seq, group) -> Tensor:
+def gpg(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = alpha (s - mean_g), alpha = responses / responses of groups whose scores differ: it makes up for groups without
     signal. Responses without a trained token count in neither.
 
@@ -354,7 +384,9 @@ def gpg(reward, mask, seq, group) -> Tensor:
 
 
 @advantage_estimator(by_token=True)
-def gae(reward, mask, seq, group, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+def gae(
+    reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> Tensor:
     """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
 
     What the critic learns towards is `lambda_return`, a function of its own.
@@ -457,7 +489,15 @@ def importance_weight(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, *, c
 
 @policy_loss("vanilla")
 def ppo_clip(
-    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 3.0
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
@@ -473,7 +513,15 @@ def ppo_clip(
 
 @policy_loss(aggregation="seq-mean-token-mean")
 def gspo(
-    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 3e-4, clip_high: float = 4e-4, clamp: float = 10.0
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    clamp: float = 10.0,
 ) -> Loss:
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio a sequence, the
     geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean, which
@@ -491,7 +539,16 @@ def gspo(
 
 
 @policy_loss("geo_mean", aggregation="seq-mean-token-mean", by_response=True, one_advantage=True)
-def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Loss:
+def gmpo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Loss:
     """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
 
@@ -510,7 +567,16 @@ def gmpo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.4,
 
 
 @policy_loss()
-def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 1.0, clip_high: float = 0.2) -> Loss:
+def cispo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.2,
+) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
 
     CISPO, arXiv 2506.13585, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens whose weight was
@@ -525,7 +591,16 @@ def cispo(log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 1.0
 
 
 @policy_loss(aggregation="seq-mean-token-mean")
-def sapo(log_prob, old_log_prob, advantage, mask, seq, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
+def sapo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Loss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
     smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
@@ -536,7 +611,7 @@ def sapo(log_prob, old_log_prob, advantage, mask, seq, *, tau_pos: float = 1.0, 
 
 
 @policy_loss("gpg", has_ratio=False)
-def reinforce(log_prob, old_log_prob, advantage, mask, seq) -> Loss:
+def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Loss:
     """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On data of another policy it
     is to be multiplied by `importance_weight`, as the scripts do."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
@@ -581,11 +656,11 @@ def random_covariance(
 
 @policy_loss(chooses=random_covariance)
 def clip_cov(
-    log_prob,
-    old_log_prob,
-    advantage,
-    mask,
-    seq,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -607,7 +682,16 @@ def clip_cov(
 
 
 @policy_loss(chooses=top_covariance)
-def kl_cov(log_prob, old_log_prob, advantage, mask, seq, *, coef: float = 1.0, chosen: Tensor | None = None) -> Loss:
+def kl_cov(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    coef: float = 1.0,
+    chosen: Tensor | None = None,
+) -> Loss:
     """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
 
     KL-Cov, arXiv 2505.22617, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the global batch,
@@ -623,7 +707,15 @@ def kl_cov(log_prob, old_log_prob, advantage, mask, seq, *, coef: float = 1.0, c
 
 @policy_loss()
 def dppo_tv(
-    log_prob, old_log_prob, advantage, mask, seq, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 20.0
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 20.0,
 ) -> Loss:
     """-A sg(min(r, c)) lp where p - p_old <= high (A > 0) or >= -low (A <= 0), else 0; d clamped to +-20. The trust region is
     in the difference of probabilities (total variation), not in their ratio, which is noisy for rare tokens.
@@ -641,11 +733,11 @@ def dppo_tv(
 
 @policy_loss()
 def decoupled_ppo(
-    log_prob,
-    old_log_prob,
-    advantage,
-    mask,
-    seq,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -736,7 +828,7 @@ def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int
 
 # ----------------------------------------------------------------------------------------------- rollout correction
 # The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
-# lr = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
+# log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
 # take the GLOBAL batch, [N] each; everything is detached.
 
 
@@ -753,7 +845,7 @@ def rollout_is_weights(
 ) -> Tensor:
     """Importance weights [N], 0 where the mask is, to multiply the token losses by.
 
-    level: token exp(lr); sequence exp(sum_t lr) on all its tokens; sequence_geometric exp(mean_t lr); over trained tokens.
+    level: token w; sequence exp(sum_t log w) on all its tokens; sequence_geometric exp(mean_t log w); over trained tokens.
     Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high (IcePop, masked
     importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
     """
@@ -771,16 +863,21 @@ def rollout_rejection_mask(
 
     criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
     of the ratios); seq_max (one bad token rejects the response). Divergences: k1, a band on the ratio learner / generator
-    itself (verl's band is on the inverse ratio); k2 = lr^2 / 2 and k3 = exp(lr) - lr - 1, bounded by high alone. Usual:
+    itself (verl's band is on the inverse ratio); k2 = (log w)^2 / 2 and k3 = w - log w - 1, bounded by high alone. Usual:
     seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0. Each looks at the given mask, not at what another left.
     """
     _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
-    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     kept = mask
     for level, divergence, low, high in criteria:
         _check_word("level of rejection", level, REJECTION_LEVELS)
         _check_word("divergence", divergence, DIVERGENCES)
-        x = {"k1": lambda: lr, "k2": lambda: lr**2 / 2, "k3": lambda: lr.exp() - lr - 1}[divergence]()
+        of_divergence = {
+            "k1": lambda: log_weight,
+            "k2": lambda: log_weight**2 / 2,
+            "k3": lambda: log_weight.exp() - log_weight - 1,
+        }
+        x = of_divergence[divergence]()
         if level == "seq_sum":
             x = to_tokens(sequence_sum(x, seq), seq)
         elif level == "seq_mean":
@@ -788,13 +885,13 @@ def rollout_rejection_mask(
         x = x.clamp(-20, 20).exp() if divergence == "k1" else x
         fine = (x >= low) & (x <= high) if divergence == "k1" else x <= high
         if level == "seq_max":
-            fine = to_tokens(sequence_sum((mask & ~fine).to(lr.dtype), seq), seq) == 0
+            fine = to_tokens(sequence_sum((mask & ~fine).to(log_weight.dtype), seq), seq) == 0
         kept = kept & fine
     return kept
 
 
 def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """lr [N], detached; 0 where the mask is."""
+    """log w [N], detached; 0 where the mask is."""
     return log_ratio(log_prob.detach(), rollout_log_prob.detach(), mask).clamp(-20, 20)
 
 
@@ -802,12 +899,12 @@ def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq:
     """The importance ratio [N] at a level of IS_LEVELS, before any bound."""
     _check_word("level of importance weights", level, IS_LEVELS)
     _check_tokens("rollout_ratio", mask=mask, seq=seq)
-    lr = rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     if level == "sequence":
-        lr = to_tokens(sequence_sum(lr, seq).clamp(-20, 20), seq)
+        log_weight = to_tokens(sequence_sum(log_weight, seq).clamp(-20, 20), seq)
     elif level == "sequence_geometric":
-        lr = to_tokens(*sequence_means(mask, seq, lr), seq)
-    return lr.exp()
+        log_weight = to_tokens(*sequence_means(mask, seq, log_weight), seq)
+    return log_weight.exp()
 
 
 def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:

@@ -1,7 +1,10 @@
 """losses.py, part one: layout, aggregation and advantages - by hand, against slow loops, and as invariances."""
 
+import doctest
+import inspect
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -350,3 +353,29 @@ def test_a_score_on_a_masked_token_counts():
     reward, mask = torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([True, False, True, True])
     out = losses.dr_grpo(reward, mask, torch.tensor([0, 0, 1, 1]), torch.tensor([4, 4]))
     assert out.tolist() == [0.5, 0.0, -0.5, -0.5]
+
+
+# ---------------------------------------------------------------------------------------------------------------- help
+
+
+def test_the_example_at_the_top_runs():
+    found = doctest.testmod(losses)
+    assert found.attempted >= 8 and found.failed == 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(n for n, f in losses.POLICY_LOSSES.items() if n == f.__name__)])
+def test_help_has_the_type_and_the_shape_of_every_tensor(name):
+    function = losses.ADVANTAGES.get(name) if name in NAMES else losses.POLICY_LOSSES[name]
+    parameters = inspect.signature(function).parameters.values()
+    assert all(parameter.annotation is not parameter.empty for parameter in parameters)
+    shapes = function.__doc__.splitlines()[-1]
+    for parameter in parameters:
+        if parameter.annotation is torch.Tensor:
+            per_response = parameter.name in ("group", "baseline")
+            assert re.search(rf"\b{parameter.name}\b[\w, ]* \[{'B' if per_response else 'N'}\]", shapes), shapes
+
+
+def test_a_function_without_a_docstring_or_types_is_entered_too():
+    table = {}
+    losses._declare(lambda log_prob, mask, seq: (log_prob, {}), table, ("mine",), {"has_ratio": False})
+    assert table["mine"].__doc__ == ""
