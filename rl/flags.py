@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from rl import flag_needs
+from rl import flag_needs, flag_words
 from rl.errors import UserError
 from rl.ranges import check, flag, ranges, refuse_known
 from rl.ranks import launch, process
@@ -149,5 +149,7 @@ def _summary(box: str) -> str:
     said = [section for section in sections if section] or [["the command line cannot be read"]]
     cause = " ".join(said[0]).partition(" Got errors:")[0].removeprefix("Error parsing ").rstrip(".")
     similar = list(dict.fromkeys(re.findall(r"^--[\w-]+", "\n".join(itertools.chain(*said[1:-1])), re.MULTILINE)))
-    hint = f" Similar: {', '.join(similar)}." if similar and "nrecognized" in cause else ""
+    if "nrecognized" not in cause:
+        return f"{cause}. --help lists all flags."
+    hint = flag_words.hint(re.findall(r"--[\w-]+", cause)) or (f" Similar: {', '.join(similar)}." if similar else "")
     return f"{cause}.{hint} --help lists all flags."

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from rl import flag_words, flags
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, ranges
 from rl.ranks import launch
@@ -256,3 +256,23 @@ def test_a_script_ends_where_the_environment_says_half(told):
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
     assert "error: the environment has" in done.stderr
+
+
+def fields(name: str) -> set[str]:
+    return {flag(field.name) for field in dataclasses.fields(SCRIPTS[name].Args)}
+
+
+@pytest.mark.parametrize("word", flag_words.HERE)
+def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
+    named = re.findall(r"--[\w-]+", flag_words.HERE[word])
+    assert {*named} <= {*fields("sync"), *fields("async")}
+    assert word not in fields("async" if word == "--train-batch-size" else "sync")
+
+
+@pytest.mark.parametrize(
+    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--train-batch-size")]
+)
+def test_a_word_of_trls_is_answered_with_ours(script, word):
+    with pytest.raises(UserError) as error:
+        flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
+    assert f" {word}: here {flag_words.HERE[word]}. --help lists all flags." in str(error.value)

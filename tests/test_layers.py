@@ -15,7 +15,7 @@ LAYERS = [
     ["split"],
     ["hub"],
     ["data", "rewards"],
-    ["flag_needs"],
+    ["flag_needs", "flag_words"],
     ["flags"],
     ["model"],
     ["record"],
