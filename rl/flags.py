@@ -29,7 +29,9 @@ from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
 
-BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, and so with every flag of True or False."
+BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, likewise for every boolean flag."
+# The groups that --help shows first, and their order there
+FIRST = ("script", "run", "data", "reward", "algorithm", "batch", "schedule", "split", "engine", "learner", "optimizer")
 CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
 
 
@@ -91,6 +93,7 @@ def _grouped(flags: type, defaults: dict) -> type:
             group = make_dataclass(title, own)
             group.__doc__ = _first_paragraph(part)
             groups.append((title, group))
+    groups.sort(key=lambda group: FIRST.index(group[0]) if group[0] in FIRST else len(FIRST))
     return make_dataclass(flags.__name__, groups)
 
 

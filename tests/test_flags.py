@@ -117,6 +117,15 @@ def test_a_boolean_can_be_written_in_every_way(name):
     assert read("--recompute", "none").recompute is None and read().recompute is None
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_begins_with_the_model_the_data_and_the_reward(script, capsys):
+    with pytest.raises(SystemExit):
+        flags.read(SCRIPTS[script].Args, args=["--help"])
+    shown = (line.strip("│╭╮╰╯─-+ ") for line in capsys.readouterr().out.splitlines())
+    titles = [line.removesuffix(" options") for line in shown if re.fullmatch(r"[a-z-]+ options", line)]
+    assert titles[:4] == ["run", "data", "reward", "algorithm"] and len(titles) == len(set(titles))
+
+
 def test_help_has_groups_ranges_and_texts(capsys):
     with pytest.raises(SystemExit) as end:
         read("--help")
