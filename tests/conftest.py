@@ -153,8 +153,9 @@ def pytest_configure(config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 
 
-SLOWEST = ["test_checkpoint", "test_split", "test_engine_vllm", "test_train_sync", "test_algorithm"]
-SLOWEST += ["test_split_vllm", "test_ring"]
+# The second and the third want no demo model: the first one's worker makes it meanwhile.
+SLOWEST = ["test_checkpoint", "test_ring", "test_learner"]
+SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm", "test_split_vllm"]
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -44,6 +44,7 @@ def measured_slowly(tmp_path_factory):
     yield from measure(tmp_path_factory.mktemp("vllm"), runs)
 
 
+@pytest.mark.slow
 def test_the_experts_are_those_of_transformers(measured):
     got = measured("routes")
     assert got["before"] == got["after"] == 0 and got["error"] < 1e-4 and got["dtype"] == "uint8"

@@ -15,24 +15,17 @@ from rl.ranks.heartbeat import ENDED, ROUNDS, Signs
 
 HOST = re.escape(socket.gethostname())
 TIME = r"[\d:]{8}"
-STOPPED = [  # what is stopped, and what the other node says of it
-    (
-        "node 1",
-        rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 ",
-    ),
-    *[
-        pytest.param(what, told, marks=pytest.mark.slow)
-        for what, told in {
-            "node 0": f"node 1, {HOST}, has not answered for 4 s; rank 0 was last heard of at {TIME}, in ",
-            "rank 3": f"node 2, {HOST}: no sign of life of rank 3 for 4 s; rank 3 was last heard of at {TIME}, in ",
-            "rank 0": f"node 1, {HOST}: no sign of life of rank 0 for 4 s; rank 0 was last heard of at {TIME}, in ",
-        }.items()
-    ],
-]
+STOPPED = {  # what is stopped, and what the other node says of it
+    "node 1": rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 ",
+    "node 0": f"node 1, {HOST}, has not answered for 4 s; rank 0 was last heard of at {TIME}, in ",
+    "rank 3": f"node 2, {HOST}: no sign of life of rank 3 for 4 s; rank 3 was last heard of at {TIME}, in ",
+    "rank 0": f"node 1, {HOST}: no sign of life of rank 0 for 4 s; rank 0 was last heard of at {TIME}, in ",
+}
 
 
+@pytest.mark.slow  # tests/test_nodes.py has a node that ends in the plain run
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("what", "told"), STOPPED)
+@pytest.mark.parametrize(("what", "told"), STOPPED.items())
 def test_who_falls_silent_is_named_and_every_node_ends(what, told):
     consoles = run_nodes([(2, ["tests/programs/silent_ranks.py", *what.split()])] * 2)
     victim = int(what == "node 1" or what == "rank 3")

@@ -88,6 +88,7 @@ def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(
     assert "--kl-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path):
     """It counts updates, and holds the weight of the KL alone."""
     old = tmp_path / "old"

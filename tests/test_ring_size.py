@@ -1,6 +1,7 @@
 """A ring that is too small for the largest group that a run may make is refused at the start, with the number to give."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from helpers import run_script
 import train_async
 import train_one_step_off
 import train_sync
+from rl.data.demo import build_tokenizer
 from rl.errors import UserError
 from rl.samples.group import Group, Response
 from rl.samples.ring_size import check_ring, largest_record, ring_mb_for, routes_bytes
@@ -68,9 +70,11 @@ def test_the_check_names_the_number_and_takes_it(args, models):
     assert check_ring(args(), models["qwen3"]) is None and check_ring(train_sync.Args(rollout_n=10**6), "nowhere") is None
 
 
-def test_a_run_ends_before_anything_is_generated(tmp_path, demo_moe_model):
-    words = "--model demo-moe --router-replay R3 --ring-mb 1 --rollout-n 128 --max-response-length 400 --test-freq 0"
-    done = run_script("train_async.py", *words.split(), "--output-dir", tmp_path, ranks=2, check=False)
+def test_a_run_ends_before_anything_is_generated(tmp_path, models):
+    model = shutil.copytree(models["moe"], tmp_path / "moe")
+    build_tokenizer().save_pretrained(model)
+    words = "--router-replay R3 --ring-mb 1 --rollout-n 512 --max-response-length 150 --test-freq 0"
+    done = run_script("train_async.py", "--model", model, *words.split(), "--output-dir", tmp_path, ranks=2, check=False)
     assert done.returncode == 1 and done.stderr.count("error: ") == 1
     assert re.search(r"error: --ring-mb 1: a group .* Give --ring-mb \d+", done.stderr)
     assert not [*tmp_path.glob("*/metrics.jsonl")]
