@@ -29,8 +29,8 @@ from types import ModuleType
 import torch
 
 from rl import flag_needs, flags
-from rl.checkpoint import manifest as manifest_
 from rl.checkpoint import resume
+from rl.checkpoint.manifest import MANIFEST, STEPS, damage
 from rl.data.prompts import DataArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
@@ -137,9 +137,9 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
     first = wanted
     while first - 1 in steps:
         first -= 1
-    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(manifest_.STEPS)}
+    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(STEPS)}
     for step in sorted((step for step in saved if first - 1 <= step < wanted), reverse=True):
-        if manifest_.damage(saved[step]) is None:
+        if damage(saved[step]) is None:
             return saved[step], step + 1
     if first > 1:
         raise UserError(
@@ -242,7 +242,7 @@ def compare(ours: Path, theirs: Path, step: int) -> str:
     """A line on whether both runs' checkpoints of the step hold the same weights."""
     weights = []
     for run_dir in (ours, theirs):
-        manifest = run_dir / f"step_{step:06d}" / manifest_.MANIFEST
+        manifest = run_dir / f"step_{step:06d}" / MANIFEST
         files = json.loads(manifest.read_text())["files"] if manifest.exists() else {}
         weights.append({name: of for name, of in files.items() if name.endswith(".safetensors") and "/" not in name})
     if not weights[1]:

@@ -112,8 +112,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("ref"):
             batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: each rank has its own responses' tokens, and rl/learning/division.py what is of
-    # the batch.
+    # Rollout correction, rewards, advantages: token tensors are this rank's; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
         correct_rollout(args, batch)

@@ -5,7 +5,7 @@
 
 Random weights in the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; bf16 compute, fp32 master weights and AdamW.
 - learner: `learn` of train_sync.py, one optimizer step of four micro-batches of 8,192 packed tokens (eight sequences of 1,024
-  in each); MFU counts no recomputation (rl/algorithm/metrics.py).
+  in each); MFU counts no recomputation (rl/learning/flops.py).
 - engine, vllm: 256 requests of 256 tokens (prompts of 128), end tokens ignored.
 - sleep: seconds that vLLM takes to sleep, to wake and to take new weights, and the memory that sleeping gives back.
 - values: mean difference of vLLM's log-probs from transformers', at temperatures 1 and 0.6, after a publish.

@@ -11,7 +11,7 @@ from rl.algorithm.fates import Fates
 from rl.algorithm.health import Health
 from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.algorithm.source_counts import SourceCounts
-from rl.checkpoint import resume as checkpoint
+from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.generation.generator import Generator
@@ -65,7 +65,7 @@ class TrainingRun:
         identity = Identity(args, job.script, job.path, job.prompts)
         if samples:
             samples.introduce(identity)
-        resumed = checkpoint.resume(args, identity, learner, job.total_steps)
+        resumed = resume(args, identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
         if resumed.step:
             self._take_back(resumed)
@@ -101,7 +101,7 @@ class TrainingRun:
             flags = identity.record["flags"] | {"ppo_max_token_len_per_gpu": learner.micro_batch_tokens}
             self.recorder.begin(self.record.dir, identity.record | {"flags": flags} | more)
 
-    def _take_back(self, resumed: checkpoint.Resumed) -> None:
+    def _take_back(self, resumed: Resumed) -> None:
         """What the checkpoint holds besides the learner."""
         for name, part in self.parts.items():
             part.restore(resumed.state[name])

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.errors import UserError
-from rl.learning import division as shares
 from rl.learning.batch import Batch, MicroBatch, micro_batches
 from rl.learning.division import Division, pack
 from rl.model.attention import SHORT, Packed
@@ -60,7 +59,9 @@ def test_pack_keeps_the_responses_to_a_prompt_together():
 def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
     """For the nodes, which ask who trains what, for the batch, which is made of its own, and for the step."""
     planned, whole = [], Batch.of(groups := [make_group(ticket, range(1, 9)) for ticket in range(7)])
-    monkeypatch.setattr(shares, "pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest))
+    monkeypatch.setattr(
+        "rl.learning.division.pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest)
+    )
     for rank in range(3):
         ranks = Ranks(rank, 3, rank, torch.device("cpu"))
         division = Division(3, 20, ranks)

@@ -20,11 +20,8 @@ def without_vllm(monkeypatch):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    from rl.generation import vllm
-
     stub = types.SimpleNamespace(vllm=types.SimpleNamespace(__version__="0.32.0"))
     monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", stub)
-    monkeypatch.setattr(vllm, "engine", stub, raising=False)
 
 
 def test_auto_says_what_it_takes_and_why(without_vllm, capsys):

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from rl.model import grouped_experts
-from rl.model import grouped_experts as grouped_experts_
 from rl.ranks import device
 
 
@@ -169,8 +168,8 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_used(kernel, fault, monkeypatc
     monkeypatch.setattr(device, "kind", lambda: "npu")
     monkeypatch.setattr(torch, "device", lambda *_, real=torch.device: real("cpu"))
     with pytest.warns(UserWarning, match="npu_grouped_matmul is not used"):
-        assert grouped_experts_.experts_implementation() == "eager"
+        assert grouped_experts.experts_implementation() == "eager"
     assert grouped_experts.NAME not in ALL_EXPERTS_FUNCTIONS._local_mapping
     kernel(npu_grouped_matmul)
     grouped_experts.use.cache_clear()
-    assert grouped_experts_.experts_implementation() == grouped_experts.NAME
+    assert grouped_experts.experts_implementation() == grouped_experts.NAME

@@ -223,7 +223,7 @@ def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int
 
 def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) -> float:
     """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of this many patches, counted
-    as rl/algorithm/metrics.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
+    as rl/learning/flops.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
     patch sees. Layers with windows (Qwen2.5-VL) see their window."""
     v = config.vision_config
     merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)

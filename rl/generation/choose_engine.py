@@ -42,9 +42,9 @@ def choose_engine(wanted: str, device: torch.device) -> str:
         chosen, why = "transformers", "the device is a CPU"
     else:
         try:
-            import rl.generation.vllm.engine
+            from rl.generation.vllm.engine import vllm
 
-            chosen, why = "vllm", f"version {rl.generation.vllm.engine.vllm.__version__} is installed"
+            chosen, why = "vllm", f"version {vllm.__version__} is installed"
         except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
             if wanted == "vllm":
                 remedy = (

@@ -107,9 +107,7 @@ class Output:
     log_probs: list[float]
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
-    routes: np.ndarray | None = (
-        None  # [prompt + n - 1, L, K], uint8 or uint16, as they were while sampling (rl/model/router.py)
-    )
+    routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as they were while sampling (model/router.py)
 
 
 class Engine(Protocol):

@@ -17,6 +17,8 @@ from rl.ranks import device
 from rl.ranks.device import is_accelerator
 
 LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without torch's grouped products
+NAME = "grouped_mm"  # transformers takes known names only
+CLOSE = 0.02  # relative error, as the two round differently in bf16
 
 
 def experts_implementation() -> str | None:
@@ -24,10 +26,6 @@ def experts_implementation() -> str | None:
     if device.kind() not in LOOPED_EXPERTS_KINDS:
         return None
     return NAME if use(device.kind()) else "eager"
-
-
-NAME = "grouped_mm"  # transformers takes known names only
-CLOSE = 0.02  # relative error, as the two round differently in bf16
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""The model that training starts from: the --model flag's directory or hub name, its config, tokenizer and weights.
+"""The model that training starts from: the --model flag's directory or hub name, its config and its tokenizer.
 
 What would train wrongly or crash late is refused here, in a message that says what to do. `check_model` looks at config and
-tokenizer before any weight is read; `load_weights` refuses a model of which the files hold only a part. Whether the model's
-forward pass is what this project computes is measured in rl/model/forward_check.py.
+tokenizer before any weight is read; rl/model/loading.py reads the weights, and refuses files that hold only a part. Whether the
+model's forward pass is what this project computes is measured in rl/model/forward_check.py.
 """
 
 from __future__ import annotations

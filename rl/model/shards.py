@@ -1,4 +1,10 @@
-"""Which part of a tensor this rank holds: all of it where it learns alone, else the shard that FSDP has left it (a DTensor)."""
+"""The part of a tensor that this rank holds, and whole parameters out of the shards of all ranks.
+
+A rank that learns alone holds all of a tensor, else the shard that FSDP has left it (a DTensor). Whole ones come a bucket at a
+time in one collective, cast before they travel: DTensor's own `full_tensor` is a collective for each parameter, in the
+precision that is trained. Over a slow network the first costs a round trip each, the second twice the bytes that generators in
+bf16 need.
+"""
 
 import json
 import math

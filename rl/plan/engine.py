@@ -12,7 +12,7 @@ from rl.plan.service_times import EngineTimes
 
 
 class Group:
-    """A ticket's responses: what the schedule asks of a group (rl/learning/batch.py), and what the simulation counts."""
+    """A ticket's responses: what the schedule asks of a group (rl/samples/group.py), and what the simulation counts."""
 
     __slots__ = ("has_signal", "left", "lengths", "oldest", "partial", "prompt", "scored_at", "ticket", "versions")
 

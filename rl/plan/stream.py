@@ -1,6 +1,6 @@
 """train_async.py in simulated time: generators, learners and publishes on a virtual clock.
 
-The schedule is not imitated: tickets, staleness, publishes and drops are rl/samples/schedule.py's own Tickets and SampleBuffer
+The schedule is not imitated: tickets, staleness, publishes and drops are rl/samples' own Tickets and SampleBuffer
 over a store that is a dict.
 """
 

@@ -1,4 +1,4 @@
-"""Tells whether two runs were made by the same code, whether or not it was committed."""
+"""Which code made a run: its git commit, and a digest that tells two states of the code apart, committed or not."""
 
 import hashlib
 import importlib.util

@@ -1,8 +1,8 @@
 """Messages between the ranks of a job, the weights aside: generators through their node's ring, learners through the store.
 
 Inbox and Outbox are the ends of the ring: whole groups, validation rows, reports of where a generator's time went, and a last
-word. One byte says which; groups are framed by rl/learning/batch.py, everything else is JSON. The control block is what the
-first learner tells all generators.
+word. One byte says which; groups are framed by rl/samples/group.py, everything else is JSON. What the
+first learner sends to all generators is in the control block (rl/samples/control.py).
 """
 
 import json

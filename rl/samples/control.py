@@ -1,4 +1,4 @@
-"""The control block: what the learners' first rank tells all generators of a node, in shared memory."""
+"""The control block: what the learners' first rank announces to all generators, through the store."""
 
 import json
 import threading

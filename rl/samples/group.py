@@ -24,9 +24,7 @@ class Response:
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
     error: str | None = None  # why it could not be scored
     mask: np.ndarray | None = None  # [n] bool, the tokens that are trained; None trains them all
-    routes: np.ndarray | None = (
-        None  # [n - 1, L, K] uint8 or uint16, the experts of all but the last token (rl/model/router.py)
-    )
+    routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ each other one the responses that are trained there, with their prompts: a node 
     outlined -> gather -> Group, whole or an outline -> to_trainers -> Group with the responses that are trained here
 
 Numbers of an outline's tokens cannot be taken for real ones: ids are -1, log-probs NaN. On one node all are whole, and nothing
-here does anything.
+here does anything. `to_trainers` is in rl/learning/delivery.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The async schedule: which ticket may start when, and which groups are trained next.
+"""Which prompts make a step, and the async schedule: which ticket may start when.
 
 A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
 start under the weights of version v only if
@@ -6,7 +6,8 @@ start under the weights of version v only if
     k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * trigger_parameter_sync_step
 
 where a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
-flags). Threshold 0 with period 1 is on-policy, 1 is one step off.
+flags). Threshold 0 with period 1 is on-policy, 1 is one step off. Left out: drawing tickets (rl/samples/tickets.py), and which
+groups are trained next (rl/samples/buffer.py).
 """
 
 from collections.abc import Sequence

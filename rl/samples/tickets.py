@@ -1,4 +1,8 @@
-"""Tickets drawn ahead by a thread: a generator far from the store starts them without waiting for a round trip."""
+"""Tickets: drawn from the store's counter, started where the schedule allows it, counted.
+
+`Draws` asks the store each time. `DrawAhead` has a thread ask: a generator far from the store does not wait for a round trip.
+Left out: the bound of staleness (rl/samples/schedule.py), and what becomes of the groups (rl/samples/buffer.py).
+"""
 
 import json
 import threading

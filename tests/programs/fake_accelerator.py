@@ -30,8 +30,7 @@ from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
-from rl.learning import compact_adamw, token_budget
-from rl.learning import division as shares
+from rl.learning import compact_adamw, division, token_budget
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
@@ -117,7 +116,7 @@ def learn(
     flags = {"dtype": "float32"} | flags
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
-    shares.A_PASS = 0  # tokens
+    division.A_PASS = 0  # tokens
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     with FakeDevice():
@@ -125,8 +124,8 @@ def learn(
         model = Learner(path, args, place, 10, with_reference=args.needs_reference)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
-        division = Division.of(args, model)
-        batch = with_images(path, groups, division, model.ranks) if images else Batch.of(groups, division)
+        divided = Division.of(args, model)
+        batch = with_images(path, groups, divided, model.ranks) if images else Batch.of(groups, divided)
         metrics = script.learn(args, model, KLControl(args), batch, Timers())
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)

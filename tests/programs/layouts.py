@@ -24,7 +24,7 @@ from test_vision import dataset
 import train_sync
 from rl.algorithm.kl_control import KLControl
 from rl.data.prompts import PromptOrder
-from rl.learning import division as shares
+from rl.learning import division
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
@@ -91,7 +91,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
 
 def main(ranks) -> None:
     out, what = sys.argv[1], json.loads(sys.argv[2])
-    found, shares.A_PASS = {}, 0
+    found, division.A_PASS = {}, 0
     if what["attention"] != "cpu":
         kernels.give_to_cpu(what["attention"])
     for layout, (model, flags) in what["layouts"].items():
