@@ -1,6 +1,6 @@
 """Words of TRL, and of another script of ours, for our flags: what the message for an unknown flag says.
 
-Left out: verl's, which rl/from_verl translates.
+The table in docs/from-verl.md says more of each. Left out: verl's, which rl/from_verl translates.
 """
 
 from collections.abc import Iterable
@@ -16,15 +16,14 @@ HERE = {  # unknown flag -> what it is here
     "--warmup-steps": "--lr-warmup-steps",
     "--max-grad-norm": "--grad-clip",
     "--bf16": "--dtype bfloat16",
-    "--fp16": "--dtype bfloat16",
     "--num-generations": "--rollout-n",
     "--num-iterations": "--ppo-epochs",
     "--max-completion-length": "--max-response-length",
     "--beta": "--use-kl-loss --kl-loss-coef",
     "--epsilon": "--clip-ratio-low and --clip-ratio-high",
     "--epsilon-high": "--clip-ratio-high",
-    "--delta": "--clip-ratio-c",
-    "--loss-type": "--loss-mode, --adv-estimator and --loss-agg-mode",
+    "--delta": "--clip-ratio-c, where the advantage is negative alone",
+    "--loss-type": "--loss-agg-mode, --adv-estimator or --loss-mode",
     "--importance-sampling-level": "--loss-mode gspo for sequences",
     "--scale-rewards": "--adv-estimator dr_grpo for none",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",
@@ -41,7 +40,7 @@ HERE = {  # unknown flag -> what it is here
     "--use-vllm": "--engine vllm",
     "--vllm-gpu-memory-utilization": "--gpu-memory-utilization",
     "--vllm-tensor-parallel-size": "--rollout-tp",
-    "--vllm-importance-sampling-correction": "--rollout-correction token_tis",
+    "--vllm-importance-sampling-correction": "--rollout-is token or sequence",
     "--vllm-enable-sleep-mode": "--free-cache-engine",
     "--use-peft": "not here: adapters are not trained",
 }
