@@ -3,8 +3,8 @@ metrics.jsonl that has its share.
 
     python benchmarks/joining.py        # writes benchmarks/results/joining.{json,md}
 
-Machines of tests/nodes.py, all on this one: one learns, one generates from the start, and on a third a member joins again and
-again, and leaves by SIGTERM.
+Machines of tests/tools/nodes.py, all on this one: one learns, one generates from the start, and on a third a member joins
+again and again, and leaves by SIGTERM.
 """
 
 import signal
@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 from common import ROOT, logged, over, setting, table, words, write
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
 from nodes import Network
 
 

@@ -1,4 +1,4 @@
-"""Nodes far apart, on slow links, and what travels between them: jobs on machines of tests/nodes.py, all on this one.
+"""Nodes far apart, on slow links, and what travels between them: jobs on machines of tests/tools/nodes.py, all on this one.
 
     python benchmarks/nodes.py        # writes benchmarks/results/nodes.{json,md}
 
@@ -20,7 +20,7 @@ from typing import Literal
 import tyro
 from common import RESULTS, ROOT, logged, over, ratios, setting, table, words, write
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
 from nodes import Network
 
 TOKEN_BYTES, RESPONSE_BYTES = 12, 60  # of a record: token, log-prob and version; the rest of a response

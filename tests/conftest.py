@@ -80,7 +80,7 @@ def gsm8k() -> Path:
     return GSM8K
 
 
-IMPORTED = {  # by the processes that fork runs (tests/forks.py)
+IMPORTED = {  # by the processes that fork runs (tests/tools/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
     "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
@@ -88,8 +88,8 @@ IMPORTED["plain"] += ["rl.data.demo", "datasets", "matplotlib.figure", "torch.di
 
 
 class Forks:
-    """The processes that fork runs (tests/forks.py), one set for all workers. Each is started when a run first asks for it, by
-    the process that outlives all workers and has an environment that no test has changed."""
+    """The processes that fork runs (tests/tools/forks.py), one set for all workers. Each is started when a run first asks for
+    it, by the process that outlives all workers and has an environment that no test has changed."""
 
     def __init__(self):
         self.directory = tempfile.mkdtemp(prefix="rl-tests-")
@@ -114,7 +114,7 @@ class Forks:
                 self._start(listener, self._waiting.pop(listener))
 
     def _start(self, listener: socket.socket, modules: list[str]) -> None:
-        command = [sys.executable, ROOT / "tests" / "forks.py", str(listener.fileno()), *modules]
+        command = [sys.executable, ROOT / "tests" / "tools" / "forks.py", str(listener.fileno()), *modules]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
         started = subprocess.Popen(command, cwd=ROOT, env=self._environment, start_new_session=True, **pipes)
         self._processes.append(started)

@@ -3,7 +3,7 @@
 python fake_accelerator.py '{"models": {"qwen3": PATH}, "cases": [NAME, ...], "mutants": [[FILE, NUMBER, [NAME, ...]], ...]}'
 
 Prints a line of JSON: case -> "" or its error. A mutant, "FILE NUMBER", is our code without one place that puts something on a
-device (tests/mutants.py): the first error of the cases named.
+device (tests/tools/mutants.py): the first error of the cases named.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from mutants import mutate
 from tiny_vlm import picture, prompt_with_images, prompts_by_number

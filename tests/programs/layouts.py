@@ -1,4 +1,4 @@
-"""Started by tests/layouts.py: `learn` of train_sync.py on the same batches, for each layout of ranks and each loss.
+"""Started by tests/tools/layouts.py: `learn` of train_sync.py on the same batches, for each layout of ranks and each loss.
 
 torchrun ... layouts.py OUT JSON
 {"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind,
@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import kernels
 from helpers import make_group, whole
 from test_vision import dataset

@@ -20,7 +20,7 @@ from torch.distributed import Work
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from programs.memory import Peak
 from tiny_vlm import prompts_by_number

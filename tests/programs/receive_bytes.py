@@ -1,5 +1,5 @@
-"""Started under torchrun on machines of tests/nodes.py: the learner publishes, and the first generator of each node prints what
-came in over its node's link meanwhile.
+"""Started under torchrun on machines of tests/tools/nodes.py: the learner publishes, and the first generator of each node
+prints what came in over its node's link meanwhile.
 
     torchrun ... receive_bytes.py MODEL VERSIONS GENERATORS       GENERATORS: of this node
 """

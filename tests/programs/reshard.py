@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import whole
 
 from rl.checkpoint import resume, saver

@@ -1,0 +1,444 @@
+"""Nothing is lost: runs that are stopped, killed and damaged in every way go on as if nothing had happened."""
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kills
+import numpy as np
+import pytest
+from helpers import ROOT, command, environment, make_group, run_script
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl.checkpoint import manifest, resume
+from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
+from rl.samples.group import join_records
+
+FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
+MEASURED = (
+    "timing_s/",
+    "perf/",
+    "ledger/",
+    "time",
+    "publish/",
+    "ring/",
+    "fully_async/trainer/idle",
+    "fully_async/rollouter/idle",
+    "fully_async/rollouter/held",
+)
+
+
+def go(script: str, out: Path, *flags, ranks: int | None = 1, check: bool = True, **options):
+    return run_script(script, "--output-dir", out, "--experiment-name", "run", *flags, ranks=ranks, check=check, **options)
+
+
+def rows(run: Path) -> list[dict]:
+    """What was logged, less what was measured with a clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def weights(run: Path, step: int = 20) -> dict[str, bytes]:
+    tensors = load_file(run / f"step_{step:06d}" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def take_back(run: Path, target: Path, step: int = 10) -> Path:
+    """A copy of the run as a kill after the checkpoint of that step would have left it; returns its directory."""
+    shutil.copytree(run, target / "run")
+    for later in target.glob("run/step_*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    return target / "run"
+
+
+def same(run: Path, other: Path) -> None:
+    assert rows(run) == rows(other) and len(rows(run)) >= 20
+    assert weights(run) == weights(other)
+    assert (run / "tickets.jsonl").read_text() == (other / "tickets.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def sync(demo_model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sync")
+    go("train_sync.py", out, *FLAGS, ranks=None)
+    return out / "run"
+
+
+@pytest.mark.slow
+def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
+    words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run")
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    stopped = max(row["step"] for row in rows(tmp_path / "run"))
+    assert process.returncode == 143 and 3 <= stopped < 20
+    assert f"SIGTERM: stopped after step {stopped}; it goes on from {tmp_path}/run/step_{stopped:06d}" in told
+    resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
+    assert f"goes on after step {stopped} of 20" in resumed.stdout
+    same(tmp_path / "run", sync)
+
+
+def test_sync_on_2_ranks_goes_on_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
+    go("train_sync.py", tmp_path / "whole", *FLAGS, ranks=2)
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
+    go("train_sync.py", tmp_path / "resumed", *FLAGS, ranks=2)
+    same(run, tmp_path / "whole" / "run")
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "fewer")
+    go("train_sync.py", tmp_path / "fewer", *FLAGS, ranks=1)
+    both = [next(row for row in rows(r) if row["step"] == 11) for r in (run, tmp_path / "whole" / "run")]
+    assert both[0]["critic/score/mean"] == both[1]["critic/score/mean"]  # the same weights gave the same responses
+    assert both[0]["actor/grad_norm"] == pytest.approx(both[1]["actor/grad_norm"], rel=1e-4)
+
+
+def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
+    go("train_one_step_off.py", tmp_path / "whole", *FLAGS, ranks=2)
+    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
+    go("train_one_step_off.py", tmp_path / "resumed", *FLAGS, ranks=2)
+    whole = tmp_path / "whole" / "run"
+    for row in (both := [rows(run), rows(whole)])[0] + both[
+        1
+    ]:  # the step at whose end a validation has come hangs on the clock
+        for name in [name for name in row if name.startswith(("val-", "training/validated"))]:
+            del row[name]
+    assert both[0] == both[1] and weights(run) == weights(whole)
+    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
+
+
+STREAM = ["--total-training-steps", "12", "--test-freq", "0", "--max-ckpt-to-keep", "0", "--staleness-threshold", "12"]
+STREAM += ["--max-num-seqs", "128", "--max-response-length", "32", "--ignore-eos"]  # 16 prompts at once: two steps' worth
+
+
+@pytest.fixture(scope="module")
+def stream(demo_model, tmp_path_factory) -> Path:
+    """A run of train_async.py with more under way than the next step trains, and no bound that lets the generator wait."""
+    out = tmp_path_factory.mktemp("stream")
+    go("train_async.py", out, *STREAM, "--save-freq", "2", ranks=2)
+    return out / "run"
+
+
+def pieces(path: Path) -> dict[int, list]:
+    """Responses by ticket, of what waited and what was under way at a checkpoint."""
+    names = (manifest.GROUPS, manifest.UNFINISHED)
+    groups = [group for name in names for group in resume.read_groups(path / manifest.TRAINING / name)]
+    return {group.ticket: group.responses for group in groups}
+
+
+def under_way(tickets: dict[int, list]) -> bool:
+    return any(r.finish_reason == "unfinished" and len(r.token_ids) for responses in tickets.values() for r in responses)
+
+
+def test_responses_under_way_go_on_in_a_real_run(stream, tmp_path):
+    """On one generator more than before, too."""
+    stopped = next((step for step in (2, 4, 6, 8) if under_way(pieces(stream / f"step_{step:06d}"))), None)
+    assert stopped, "nothing was under way at any checkpoint: the test would show nothing"
+    run = take_back(stream, tmp_path, stopped)
+    before = pieces(run / f"step_{stopped:06d}")
+    done = go("train_async.py", tmp_path, *STREAM, "--save-freq", "1", "--generators", "2", ranks=3)
+    assert f"goes on after step {stopped} of 12" in done.stdout and " 0 dropped" in done.stdout
+    seen = 0
+    for step in range(stopped + 1, 12):
+        for ticket, responses in pieces(run / f"step_{step:06d}").items():
+            for old, new in zip(before.get(ticket, ()), responses, strict=False):
+                n = len(old.token_ids)
+                assert np.array_equal(new.token_ids[:n], old.token_ids)
+                assert np.array_equal(new.log_probs[:n], old.log_probs) and np.array_equal(new.versions[:n], old.versions)
+                seen += bool(n) and old.finish_reason == "unfinished"
+    assert seen, "no response that was under way was seen again"
+    lines = (run / "tickets.jsonl").read_text().splitlines()
+    assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
+
+
+def test_a_response_that_goes_on_elsewhere_is_the_same(models):
+    """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""
+    requests = [Request((0, i), [3, 4, 5, 6], SamplingParams(max_tokens=12, ignore_eos=True), seed=i) for i in range(4)]
+    whole = run_engine(models["qwen3"], requests)
+    for steps in range(11):
+        engine = new_engine(models["qwen3"])
+        for request in requests:
+            engine.add(request)
+        for _ in range(steps):
+            assert not engine.step()
+        so_far = {output.id: output for output in engine.unfinished()}
+        assert {len(output.token_ids) for output in so_far.values()} == {steps + bool(steps)}, "the first step samples two"
+        again = [dataclasses.replace(r, so_far=so_far[r.id] if steps else None) for r in requests]
+        for output in run_engine(
+            models["qwen3"], [*again, Request("other", [7], SamplingParams(max_tokens=3), seed=9)]
+        ).values():
+            if output.id != "other":
+                assert output.token_ids == whole[output.id].token_ids
+                assert output.log_probs == pytest.approx(whole[output.id].log_probs, abs=1e-5)
+                assert output.log_probs[: len(so_far[output.id].token_ids)] == so_far[output.id].log_probs
+                assert output.versions == so_far[output.id].versions + [5] * (12 - len(so_far[output.id].token_ids))
+
+
+def new_engine(path: str) -> TransformersEngine:
+    engine = TransformersEngine(path, max_length=32, max_num_seqs=8)
+    engine.update(engine.model.named_parameters(), version=5)
+    return engine
+
+
+def run_engine(path: str, requests: list[Request]) -> dict:
+    engine, out = new_engine(path), {}
+    for request in requests:
+        engine.add(request)
+    while engine.num_unfinished:
+        out |= {output.id: output for output in engine.step()}
+    return out
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("script", "number", "fresh"),
+    [("train_async.py", 6, False), pytest.param("train_one_step_off.py", 2, True, marks=pytest.mark.slow)],
+)
+def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
+    """tests/tools/kills.py by hand: more of them, all as a user starts them."""
+    seed = random.randrange(10**6)
+    print(f"--seed {seed}")
+    monkeypatch.setenv("SPARE_RANKS", str(2 * number))
+    run = kills.main(kills.Args(script, kills=number, steps_between=4, seed=seed), command(ranks=2, fresh=fresh))
+    shutil.rmtree(run.parent)
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tmp_path):
+    run, names = (
+        tmp_path / "run",
+        sorted(p.relative_to(sync / "step_000020") for p in sync.glob("step_000020/**/*") if p.is_file()),
+    )
+    assert {"manifest.json", "model.safetensors", "training/state.json", "config.json"} <= set(map(str, names))
+    shutil.copytree(sync, run)
+    assert resume.newest(run) == run / "step_000020"
+    for name in names:
+        file = run / "step_000020" / name
+        kept = file.read_bytes()
+        for harm in (flip, truncate, Path.unlink):
+            if not kept and harm != Path.unlink:
+                continue  # an empty file has nothing to flip
+            harm(file)
+            assert name.name in manifest.damage(run / "step_000020"), (name, harm)
+            assert resume.newest(run) == run / "step_000010"
+            with pytest.raises(UserError, match=r"manifest\.json is missing|the checkpoint is damaged"):
+                manifest.check_path(run / "step_000020")
+            file.write_bytes(kept)
+    assert manifest.damage(run / "step_000020") is None
+
+
+@pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
+def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name):
+    """The name says after which step it was written."""
+    for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
+        path.mkdir()
+        manifest.write_manifest(path, {})
+        assert manifest.damage(path) is None
+        if is_right:
+            assert manifest.check_path(path) == path
+            continue
+        with pytest.raises(UserError, match="a checkpoint's name is step_ and six digits") as refused:
+            manifest.check_path(path)
+        assert str(path) in str(refused.value)
+        assert ("rename it to step_000020." in str(refused.value)) == ("." in name)
+
+
+def copy_of(run: Path, out: Path) -> Path:
+    shutil.copytree(run, out / "run", symlinks=True)
+    return out / "run"
+
+
+def refused(out: Path, *flags) -> str:
+    """The message with which the run in `out` is not gone on with."""
+    done = go("train_sync.py", out, *FLAGS, *flags, ranks=None, check=False)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
+    run = take_back(sync, tmp_path)
+    message = refused(tmp_path, "--lr", "0.1", "--rollout-n", "4", "--train-max-samples", "77")
+    for line in (
+        "--lr: was 0.0001, is 0.1",
+        "--rollout-n: was 8, is 4",
+        "--train-max-samples: was -1, is 77",
+        "--resume-anyway",
+    ):
+        assert line in message
+    assert "was written with --seed 0, now it is 1" in refused(tmp_path, "--seed", "1", "--resume-anyway")
+    message = refused(tmp_path, "--total-training-steps", "2")
+    assert "trained 10 steps already, more than the 2 asked for" in message
+    message = refused(tmp_path / "none", "--resume-mode", tmp_path / "nowhere")
+    assert "no checkpoint is there (manifest.json is missing)" in message
+    fewer = tmp_path / "fewer"
+    shutil.copytree(demo_model, fewer)
+    config = json.loads((fewer / "config.json").read_text())
+    layers, config["num_hidden_layers"] = config["num_hidden_layers"], config["num_hidden_layers"] - 1
+    config.pop("layer_types", None)
+    (fewer / "config.json").write_text(json.dumps(config))
+    tensors = load_file(fewer / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f".layers.{layers - 1}." not in name}
+    save_file(kept, fewer / "model.safetensors", {"format": "pt"})
+    assert "the content of --model: was demo (" in refused(tmp_path, "--model", fewer)
+    message = refused(tmp_path, "--model", fewer, "--resume-anyway")
+    assert "does not fit the model" in message and f"layers.{layers - 1}." in message and "no such tensor" in message
+    assert rows(run) == rows(sync), "a run that is refused is left as it was"
+
+
+def test_with_resume_anyway_it_goes_on_and_says_what_is_another(sync, tmp_path):
+    run = take_back(sync, tmp_path)
+    (run / "config.json").unlink()
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n{"a": 1}\n\xff\xfe\n{"step": 11, "cu')
+    done = go(
+        "train_sync.py",
+        tmp_path,
+        "--total-training-steps",
+        "11",
+        "--test-freq",
+        "0",
+        "--lr",
+        "0.01",
+        "--resume-anyway",
+        ranks=None,
+    )
+    assert "as another run:\n  --lr: was 0.0001, is 0.01\n" in done.stderr
+    assert f"{run}/config.json is missing or damaged; the run goes on" in done.stderr
+    assert "goes on after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
+    assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
+
+
+def test_damage_is_never_answered_with_a_new_beginning(sync, tmp_path):
+    run = copy_of(sync, tmp_path)
+    truncate(run / "step_000020" / "training" / "state.json")
+    done = go("train_sync.py", tmp_path, *FLAGS)
+    assert "step_000020 is damaged: training/state.json" in done.stderr and "steps after 10 are trained again" in done.stderr
+    assert "goes on after step 10 of 20" in done.stdout
+    for step in run.glob("step_*"):
+        if step.is_dir() and not step.name.endswith("superseded"):
+            truncate(step / "manifest.json")
+    message = refused(tmp_path)
+    assert "every checkpoint of the run is damaged (step_000020, step_000010; the warnings say how)" in message
+    assert message.count("warning: checkpoint ") == 2 and rows(run) == rows(sync)
+
+
+def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
+    for path in (sync / "step_000020", sync / "best"):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
+        assert model.config.vocab_size >= len(tokenizer)
+    best = json.loads((sync / "best" / "best.json").read_text())
+    scores = {
+        row["training/validated_step"]: row["val-core/demo/acc/mean@1"]
+        for row in rows(sync)
+        if "val-core/demo/acc/mean@1" in row
+    }
+    assert best == {"step": 20, "score": scores[20]}, "of the saved steps 10 and 20, only 20 was validated"
+    assert weights(sync) == {n: t.numpy().tobytes() for n, t in load_file(sync / "best" / "model.safetensors").items()}
+
+
+def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model, tmp_path):
+    """A limit on the size of files makes writing fail as a full disk does."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
+    flags = [
+        "--total-training-steps",
+        "3",
+        "--save-freq",
+        "1",
+        "--test-freq",
+        "0",
+        "--output-dir",
+        tmp_path,
+        "--experiment-name",
+        "run",
+    ]
+    command = list(map(str, [sys.executable, "train_sync.py", *flags]))
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    for step in (1, 2, 3):
+        assert f"warning: the checkpoint of step {step} could not be written: " in done.stderr
+    assert "error: --output-dir" in done.stderr and "the last checkpoint, of step 3, could not be written" in done.stderr
+    assert len(rows(tmp_path / "run")) == 3 and not list(tmp_path.glob("run/step_*"))
+
+
+def test_nothing_unpickles():
+    """What is read from disk and wire is JSON, raw arrays and safetensors."""
+    sources = [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")]
+    for word in ("pickle.load", "torch.load(", "_object_list(", "gather_object(", "allow_pickle=True", "yaml.load("):
+        assert not [path.name for path in sources if word in path.read_text()], word
+
+
+def test_groups_survive_the_file(tmp_path):
+    groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
+    file = tmp_path / "groups"
+    file.write_bytes(join_records([group.to_bytes() for group in groups]))
+    assert [g.to_bytes() for g in resume.read_groups(file)] == [g.to_bytes() for g in groups]
+
+
+DIES_ONCE = """
+import os, signal
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    log = Path(__file__).with_name("calls")
+    with open(log, "ab") as file:
+        file.write(b".")
+    died = Path(__file__).with_name("died")
+    if log.stat().st_size > 14 and not died.exists():  # in the fourth step of four responses
+        died.touch()
+        guard = Path(f"/proc/{os.getppid()}/stat").read_text()  # stands between the rank and this process
+        os.kill(int(guard.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.parametrize("name", ["a/b/c", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nested/name"))])
+def test_a_restarted_job_finds_its_own_run_whatever_its_name(name, tmp_path):
+    """With --resume-mode disable too: a job is one run, however often torchrun starts its ranks."""
+    (tmp_path / "reward.py").write_text(DIES_ONCE)
+    flags = ["--total-training-steps", 5, "--save-freq", 1, "--test-freq", 0, "--train-batch-size", 2, "--rollout-n", 2]
+    flags += ["--experiment-name", name, "--resume-mode", "disable", "--reward", f"{tmp_path / 'reward.py'}:score"]
+    (tmp_path / "runs" / name).mkdir(parents=True)  # of an earlier run: this one is name-2
+    (tmp_path / "runs" / name / "config.json").write_text("{}")
+    line = ["--max-restarts", 1, "--monitor-interval", 0.1, "train_sync.py", *flags, "--output-dir", tmp_path / "runs"]
+    run_script(*line, ranks=1, env={"SPARE_RANKS": "1"})
+    run = tmp_path / "runs" / f"{name}-2"
+    assert (tmp_path / "died").exists() and not (tmp_path / "runs" / f"{name}-3").exists()
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5] and len([*run.glob("config_from_*.json")]) == 1
+
+
+def test_a_restarted_job_finds_the_run_that_it_went_on_with(tmp_path, monkeypatch):
+    """--resume-mode PATH leads out of --output-dir: after a restart the run's newest checkpoint counts, not that path again."""
+    run = tmp_path / "elsewhere" / "x"
+    for step in (2, 4):
+        (run / f"step_{step:06d}").mkdir(parents=True)
+    (run / "config_from_000003.json").write_text(json.dumps({"job": "mine"}))
+    monkeypatch.setattr(resume.launch, "restarts", lambda: 1)
+    monkeypatch.setattr(resume.launch, "job", lambda: "mine")
+    args = resume.CheckpointArgs(resume_mode=str(run / "step_000002"))
+    found, steps, is_asked = resume._find(args, tmp_path / "runs", None)
+    assert (found, steps[0].name, is_asked) == (run, "step_000004", False)

@@ -1,0 +1,526 @@
+"""rl.from_verl: verl's commands become ours, and no key is lost on the way."""
+
+import io
+import os
+import random
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from test_examples import SCRIPTS, VERL, number, parse
+
+from rl import flags
+from rl.errors import UserError
+from rl.from_verl import document, keys, translate, verl_run
+from rl.from_verl.__main__ import main, read_text, report
+from rl.from_verl.command import parse_value, read_script, read_words
+from rl.from_verl.table import OTHER_DEFAULTS, ROWS
+
+RUNS = {  # verl's command -> the recipe of the same run
+    "1_grpo_0.5b_fully_async": "grpo_qwen2.5_0.5b_gsm8k_async",
+    "2_grpo_0.5b_sync": "grpo_qwen2.5_0.5b_gsm8k_sync",
+    "3_grpo_3b_one_step_off": "grpo_qwen2.5_3b_gsm8k_one_step_off",
+    "4_grpo_vl_8b_fully_async": "grpo_qwen3_vl_8b_geo3k_async",
+    "4_grpo_vl_8b_fully_async_proposed": "grpo_qwen3_vl_8b_geo3k_async_proposed",
+    "5_dapo_30b_a3b_fully_async": "dapo_qwen3_30b_a3b_async",
+    "6_gspo_3b_sync": "gspo_qwen2.5_3b_gsm8k",
+    "7_gspo_30b_a3b_sync": "gspo_qwen3_30b_a3b",
+}
+# Where files lie and what a run is called is the recipe's own affair.
+OWN = {"train_files", "val_files", "output_dir", "project_name", "experiment_name", "logger", "seed"}
+
+
+def verl(name: str) -> Path:
+    return ROOT / "tests" / "fixtures" / "verl" / f"{name}.sh"
+
+
+def ours(*words: str, script: str = "main_ppo"):
+    """The translation of a command of so many words."""
+    return translate.translate(read_words(["python3", "-m", f"verl.{script}", *words]))
+
+
+def effective(args) -> dict:
+    """The flags as the script takes them: presets and words of one meaning resolved."""
+    values = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in OWN}
+    values |= {"rollout_is": args.weight_level, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
+    values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None, "rollout_correction": None}
+    values |= {"old_is_rollout": args.old_is_rollout}
+    values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss_mode, args.loss_mode)
+    return values | {"use_rollout_log_probs": None, "clip_ratio_c": None}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_verls_command_and_the_recipe_of_the_same_run_are_one(name, tmp_path):
+    found = translate.translate(read_script(verl(name).read_text()))
+    launcher, module, recipe = parse(ROOT / "examples" / f"{RUNS[name]}.sh", "npu", tmp_path)
+    assert SCRIPTS[found.script] is module and not found.refusal
+    assert effective(translate.parse(found)) == effective(recipe)
+    for flag in ("--nnodes", "--nproc-per-node"):
+        assert number(found.launcher, flag) == number(launcher, flag)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_key_of_verls_runs_is_unknown_or_without_a_word(name):
+    command = read_script(verl(name).read_text())
+    found = translate.translate(command)
+    assert found.verdicts.keys() == command.values.keys() and len(command.values) > 30
+    assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED, keys.NOT_HERE}
+    assert all(why for kind, why in found.verdicts.values() if kind != keys.TRANSLATED)
+    printed = report(command)
+    for key, (kind, _) in found.verdicts.items():
+        assert kind == keys.TRANSLATED or f"#   {key}=" in printed
+
+
+def test_the_printed_command_is_one_for_a_shell(tmp_path):
+    """What bash hands to torchrun is what was meant; all else are comments."""
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    command = read_words(["-m", "verl.trainer.main_ppo", "data.train_files=['a b.parquet','$c.parquet']", "foo=1"])
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", report(command)], env=env, capture_output=True, text=True, check=True)
+    words = done.stdout.split("\0")
+    found = translate.translate(command)
+    assert words[:-1] == found.launcher[1:] + found.words()
+    assert words[words.index("--train-files") + 1 :][:2] == ["a b.parquet", "$c.parquet"]
+
+
+WORDS = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3", "+trainer.logger=['console','wandb']", "no.such=1"]
+SCRIPT = "N=3\npython3 -m verl.trainer.main_ppo " + " ".join(WORDS).replace("n=3", "n=$N")
+
+
+@pytest.mark.parametrize("given", ["one word", "many words", "file", "standard input"])
+def test_the_command_line_takes_it_in_every_form(given, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    forms = {
+        "one word": ["\n ".join(WORDS)],
+        "many words": ["python3", "-m", "verl.trainer.main_ppo", *WORDS],
+        "file": ["--file", str(tmp_path / "run.sh")],
+        "standard input": [],
+    }
+    monkeypatch.setattr(sys, "argv", ["from_verl", *forms[given]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(SCRIPT))
+    main()
+    printed = capsys.readouterr().out
+    assert "train_sync.py" in printed and "--rollout-n 3" in printed and "--logger console wandb" in printed
+    assert "#   no.such=1" in printed
+
+
+@pytest.mark.parametrize("given", [[], [""], [" \n"]])
+def test_nothing_is_not_translated(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["from_verl", *given])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith("error: nothing to translate")
+
+
+def test_the_module_starts_and_its_errors_are_one_line():
+    start = [sys.executable, "-m", "rl.from_verl", "--file", "no such file"]
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: --file no such file") and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def test_a_script_is_read_but_not_run(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("here")
+    script = f"""
+        set -euo pipefail
+        export PATH=/usr/bin:$PATH
+        rm -rf {victim}; /bin/rm -rf {victim}; command rm {victim}; > {victim}; echo gone >> {victim}
+        exec > {victim}
+        cd /; source /etc/profile; kill -9 $$
+        pip install nothing; python3 prepare.py --out {victim}; mkdir -p {tmp_path}/made
+        exec nohup python3 -m verl.trainer.main_ppo data.max_prompt_length=$((1024 * 2)) 2>&1 | tee {victim}
+    """
+    assert read_script(script).values == {"data.max_prompt_length": 2048}
+    assert victim.read_text() == "here" and not (tmp_path / "made").exists()
+
+
+def test_bash_decides_what_variables_conditions_and_arrays_mean(monkeypatch):
+    monkeypatch.setenv("FROM_OUTSIDE", "7")
+    script = """
+        MODE=async; A=${A:-5}; ARGS=(data.a=${A} 'data.b="x y"'); Q="data.c=1 \\
+            data.d=$((A + 1))"
+        if [ "$MODE" = async ]; then E=True; else E=False; fi
+        for role in actor ref; do ARGS+=(x.$role=1); done
+        ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main --config-path=config \\
+            --config-name 'fully_async_ppo_trainer.yaml' "${ARGS[@]}" $Q data.e=$E \\
+            +data.f=$FROM_OUTSIDE ++data.g='["p","q"]' ~data.h name=$(basename a/b.txt .txt) # a remark
+    """
+    command = read_script(script)
+    assert command.module.endswith("fully_async_main") and command.config_name == "fully_async_ppo_trainer.yaml"
+    assert command.values == {
+        "data.a": 5, "data.b": "x y", "x.actor": 1, "x.ref": 1, "data.c": 1, "data.d": 6, "data.e": True, "data.f": 7,
+        "data.g": ["p", "q"], "name": "b",
+    }  # fmt: skip
+    assert command.deleted == ["data.h"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1), ("1e-6", 1e-6), ("0.", 0.0), ("-1", -1), ("true", True), ("False", False), ("null", None), ("None", None),
+        ("'a,b'", "a,b"), ('"1"', "1"), ("[]", []), ("[1, 'x,y', [2]]", [1, "x,y", [2]]), ("0.6_1.6", "0.6_1.6"), ("", ""),
+        ("~/data/x.parquet", "~/data/x.parquet"),
+    ],
+)  # fmt: skip
+def test_values_are_hydras(text, value):
+    got = parse_value(text)
+    assert got == value and type(got) is type(value)
+
+
+def test_what_cannot_be_read_is_said(monkeypatch):
+    with pytest.raises(UserError, match="no start of verl"):
+        read_script("echo hello; python3 train.py a.b=1")
+    with pytest.raises(UserError, match="bash cannot read it"):
+        read_script("python3 -m verl.trainer.main_ppo 'a=1")
+    monkeypatch.setattr("rl.from_verl.command.SECONDS_TO_READ", 1)
+    with pytest.raises(UserError, match="did not come to the end"):
+        read_script("while true; do :; done")
+
+
+def test_no_word_is_lost_whatever_it_is():
+    found = ours("data.max_prompt_length=", "stray", "~data.shuffle", "trainer.project_name=${oc.env:X}", "a.b.c=1", "++a.d=2",
+                 "data.train_batch_size=many")  # fmt: skip
+    assert {key: kind for key, (kind, _) in found.verdicts.items()} == {
+        "data.max_prompt_length": "not here", "stray": "unknown", "data.shuffle": "not here",
+        "trainer.project_name": "not here", "a.b.c": "unknown", "a.d": "unknown",
+        "data.train_batch_size": "not here",
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_the_document_is_made_from_the_table():
+    assert document.PAGE.read_text() == document.page(), "run python -m rl.from_verl --table"
+
+
+def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
+    existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
+    shown = {flag for row in ROWS for flag in row.flags.split(", ") if flag}
+    assert shown - existing == set()
+    names = {names[0] for row in ROWS for names in row.names}
+    assert {key for defaults in OTHER_DEFAULTS.values() for key in defaults} <= names
+    every = [name for row in ROWS for names in row.names for name in names]
+    assert len(every) == len(set(every)), "a key stands in one row"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_key_of_a_missing_feature_is_told_from_one_that_asks_for_nothing(script):
+    module = {"train_sync.py": "main_ppo", "train_async.py": "fully_async_main"}.get(script, "one_step_off_policy.main_ppo")
+    of = "actor_rollout_ref."
+    asking = [
+        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora_rank=32",
+        "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "ref.router_replay.mode=R2",
+        "rollout.name=sglang", "rollout.val_kwargs.top_k=20", "rollout.dtype=float16", "actor.optim.lr_scheduler_type=wsd",
+    ]  # fmt: skip
+    harmless = [
+        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora_rank=0",
+        "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "ref.router_replay.mode=disabled",
+    ]  # fmt: skip
+    assert {why[0] for why in ours(*(of + key for key in asking), script=module).verdicts.values()} == {"not here"}
+    assert {why[0] for why in ours(*(of + key for key in harmless), script=module).verdicts.values()} == {"not needed"}
+
+
+# ------------------------------------------------------------------------------------------------ meanings
+
+
+def shown(found) -> dict[str, object]:
+    return {flag.removeprefix("--"): value for flag, value in found.flags.items()}
+
+
+def test_what_the_command_leaves_out_is_verls_default_not_ours():
+    got = translate.parse(ours("algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.model.path=x"))
+    expected = {
+        "train_batch_size": 1024, "ppo_mini_batch_size": 256, "rollout_n": 1, "max_prompt_length": 512, "lr": 1e-6,
+        "max_response_length": 512, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "weight_decay": 0.01,
+        "dtype": "bfloat16", "gradient_checkpointing": True, "rollout_tp": 2, "test_freq": 0, "total_epochs": 30,
+        "loss_agg_mode": "token-mean",
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "val_before_train": True, "shuffle": True,
+    }  # fmt: skip
+    assert {name: getattr(got, name) for name in expected} == expected
+
+
+def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused():
+    found = ours("actor_rollout_ref.model.path=x")
+    assert "critic" in found.refusal and "REFUSED TODAY" in report(
+        read_words(["-m", "verl.trainer.main_ppo", "data.shuffle=True"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "flags_"),
+    [
+        ("data.train_batch_size=64 A.actor.ppo_mini_batch_size=16 A.actor.optim.lr_warmup_steps=10", {"lr-warmup-steps": 10}),
+        ("trainer.total_training_steps=200 A.actor.optim.lr_warmup_steps_ratio=0.1 A.actor.ppo_mini_batch_size=1024",
+         {"lr-warmup-steps": 20, "total-training-steps": 200}),
+        ("A.actor.use_dynamic_bsz=False A.actor.ppo_micro_batch_size_per_gpu=4", {"ppo-max-token-len-per-gpu": 4096}),
+        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600", {"ppo-max-token-len-per-gpu": 1024}),
+        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600 A.actor.ulysses_sequence_parallel_size=2",
+         {"sequence-parallel": 2, "ppo-max-token-len-per-gpu": 600}),
+        ("A.actor.ppo_micro_batch_size_per_gpu=3 A.actor.fsdp_config.ulysses_sequence_parallel_size=4",
+         {"sequence-parallel": 4, "ppo-max-token-len-per-gpu": 768}),
+        ("A.actor.clip_ratio=0.3", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.3}),
+        ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
+        ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),
+        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=token-mean", {"loss-agg-mode": "token-mean"}),
+        ("A.actor.policy_loss.loss_mode=gspo", {"loss-agg-mode": "token-mean"}),
+        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=seq-mean-token-mean",
+         {"loss-agg-mode": "seq-mean-token-mean"}),
+        ("A.actor.policy_loss.loss_mode=sapo", {"loss-agg-mode": "seq-mean-token-mean"}),
+        ("A.actor.policy_loss.loss_mode=dppo_tv", {"clip-ratio-c": 3.0}),
+        ("A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_c=10000", {"clip-ratio-c": 10000}),
+        ("A.actor.use_dynamic_bsz=False", {"ppo-max-token-len-per-gpu": None}),
+        ("trainer.nnodes=1", {"logger": ["console", "wandb"]}),
+        ("trainer.logger=console", {"logger": ["console"]}),
+        ("A.actor.policy_loss.loss_mode=kl_cov", {"loss-args": ["ratio=0.0002", "coef=0.1"]}),
+        ("A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2", {"loss-args": ["tau_pos=1.0", "tau_neg=1.2"]}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl",
+         {"use-kl-in-reward": True, "kl-coef": 0.01, "kl-penalty": "low_var_kl"}),
+        ("trainer.save_freq=-1 trainer.test_freq=-1", {"save-freq": 0, "test-freq": 0}),
+        ("trainer.save_freq=5", {"save-freq": 5, "max-ckpt-to-keep": 0}),
+        ("A.rollout.val_kwargs.do_sample=False A.rollout.val_kwargs.temperature=1.0", {"val-temperature": 0}),
+        ("A.rollout.top_k=0", {"top-k": -1}),
+        ("custom_reward_function.path=rl/rewards/verifiers.py custom_reward_function.name=gsm8k",
+         {"reward": "rl/rewards/verifiers.py:gsm8k"}),
+        ("reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128",
+         {"overlong-buffer-len": 128}),
+        ("A.actor.router_replay.mode=R3 A.rollout.enable_rollout_routing_replay=True", {"router-replay": "R3"}),
+        ("A.actor.router_replay.mode=R2", {"router-replay": "R2"}),
+        ("+A.actor.megatron.override_transformer_config.moe_router_dtype=fp32", {"moe-router-dtype": "float32"}),
+        ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
+        ("A.actor.fsdp_config.dtype=fp32", {"rollout-dtype": "bfloat16"}),
+        ("algorithm.rollout_correction.bypass_mode=True", {"use-rollout-log-probs": True}),
+        ("A.actor.fsdp_config.optimizer_offload=True", {"optimizer-offload": True, "param-offload": None}),
+        ("A.actor.fsdp_config.optimizer_offload=True A.actor.fsdp_config.param_offload=True",
+         {"optimizer-offload": None, "param-offload": True}),
+        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
+         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0", {"optimizer-offload": True}),
+        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
+         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0", {"optimizer-offload": None}),
+        ("A.model.enable_activation_offload=True", {"activation-offload": True, "gradient-checkpointing": True}),
+        ("A.model.enable_activation_offload=True A.model.enable_gradient_checkpointing=False", {"activation-offload": None}),
+        ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
+        ("+A.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", {"grad-dtype": "bfloat16"}),
+        ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
+        ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-correction": "sequence_tis_geometric_rs"}),
+        ("async.rollout_correction=token_tis", {"rollout-correction": "token_tis"}),
+        ("async_training.rollout_correction=decoupled_geo_rs_seq_tis()", {"rollout-correction": "sequence_tis_geometric_rs"}),
+        ("algorithm.rollout_correction=token_tis algorithm.rollout_correction.rollout_is_threshold=3.0",
+         {"rollout-correction": "token_tis", "rollout-is-threshold": 3.0}),
+        ("A.actor.policy_loss.loss_mode=sapo A.actor.policy_loss.tau_pos=2.0", {"loss-args": ["tau_pos=2.0", "tau_neg=1.05"]}),
+        ("A.actor.optim.decay_type=cosine A.actor.optim.min_lr_factor=0.1",
+         {"lr-scheduler-type": "cosine", "min-lr-ratio": 0.1}),
+        ("A.actor.use_kl_loss=True A.ref.fsdp_config.offload_policy=True", {"ref-offload": True}),
+        ("A.actor.veomni.param_offload=True A.actor.veomni.ulysses_parallel_size=2",
+         {"param-offload": True, "sequence-parallel": 2}),
+        ("A.actor.torchtitan.optimizer_offload=True A.actor.torchtitan.expert_parallel_size=2",
+         {"optimizer-offload": True, "expert-parallel": 2}),
+        ("trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=0.5", {"over-sample": 0.5}),
+    ],
+)  # fmt: skip
+def test_values_keep_their_meaning(words, flags_):
+    found = ours("algorithm.adv_estimator=grpo", "A.rollout.n=4".replace("A.", "actor_rollout_ref."),
+                 *words.replace("A.", "actor_rollout_ref.").split())  # fmt: skip
+    assert {name: shown(found).get(name) for name in flags_} == flags_
+    assert not found.refusal
+
+
+SPLIT = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm.adv_estimator=rloo trainer.project_name=verl_examples",
+        "algorithm.adv_estimator=rloo \\\n  data.train_files=/home/me/verl/data/train.parquet",
+        "algorithm.adv_estimator=rloo custom_reward_function.path='my verl/main_ppo.py'  # as in verl.trainer",
+    ],
+)
+def test_words_alone_may_speak_of_verl(text):
+    assert shown(translate.translate(read_text(text)))["adv-estimator"] == "rloo"
+
+
+V1 = (
+    *SPLIT, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1", "trainer.n_gpus_per_node=4",
+    "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=100",
+    "trainer.test_freq=5", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "flags_"),
+    [
+        # verl's defaults: 4 updates a step, one batch ahead, at most 8 versions in a response
+        ((), {"trigger-parameter-sync-step": 4, "staleness-threshold": 1.0, "max-staleness": 7, "stale": "drop"}),
+        (("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.num_warmup_batches=1.5"),
+         {"trigger-parameter-sync-step": 2, "staleness-threshold": 1.5}),
+        (("trainer.v1.sampler.max_off_policy_threshold=3", "trainer.v1.sampler.max_off_policy_strategy=wait"),
+         {"max-staleness": 2, "stale": "wait"}),
+        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "stale": None}),
+        # what it counts in publishes
+        ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
+        ((), {"generators": 4, "partial-rollout": "recompute", "ppo-mini-batch-size": 16}),
+    ],
+)  # fmt: skip
+def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
+    found = ours(*V1, *words, script="trainer.main_ppo")
+    assert found.script == "train_async.py" and not found.refusal
+    got = shown(found) | {"trainer": None}
+    defaults = {"staleness-threshold": 1.0, "stale": "drop"} if "max-staleness" in got else {"staleness-threshold": 1.0}
+    assert {name: got.get(name, defaults.get(name)) for name in flags_} == flags_
+
+
+def test_verls_newer_trainer_is_synchronous_by_default():
+    keys_ = ("trainer.use_v1=True", "trainer.v1.trainer_mode=sync", "trainer.v1.sampler.max_off_policy_threshold=8")
+    found = ours("algorithm.adv_estimator=grpo", *keys_, "trainer.v1.sampler.sync_refill_failed_groups=True")
+    assert found.script == "train_sync.py" and {kind for kind, _ in found.verdicts.values()} <= {"translated", "not needed"}
+    old = ours("trainer.use_v1=False", "trainer.v1.trainer_mode=separate_async", script="trainer.main_ppo")
+    assert old.script == "train_sync.py"
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc", "score", "seq_reward"])
+def test_groups_are_filtered_by_the_score_without_the_penalty_on_length(metric):
+    of = "algorithm.filter_groups."
+    words = ("algorithm.adv_estimator=grpo", of + "enable=True", f"{of}metric={metric}", of + "max_num_gen_batches=3")
+    overlong = (
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=9",
+    )
+    assert ours(*words).verdicts[of + "metric"][0] == "translated", "no false alarm"
+    differs = metric in ("reward", "seq_reward")
+    assert ours(*words, *overlong).verdicts[of + "metric"][0] == ("not here" if differs else "translated")
+    by_default = ours(words[0], words[1], *overlong)
+    assert any("the penalty on length in it" in note for note in by_default.notes), "verl's default is the reward"
+
+
+KEYS_OF_0_9_1 = """async_training.use_dynamic_resource_scheduling=False async_training.dynamic_schedule_policy=default
+async_training.concurrent_samples_per_replica=16 A.rollout.standalone_gpu_memory_utilization=null
+A.rollout.router_config_path=null A.actor.veomni.moe_implementation=fused
+A.ref.veomni.attn_implementation=flash_attention_2 A.actor.torchtitan.attn_type=flex
+A.ref.torchtitan.tensor_parallel_size=1 A.actor.optim.muon_momentum=0.95 A.actor.optim.lr_min=0.0 A.actor.optim.eps=1e-08
+A.actor.megatron.use_megatron_fsdp=False A.actor.megatron.pad_to_length_bucket=512 A.ref.fsdp_config.seed=42 A.ref.optim.lr=1e-3
+trainer.checkpoint_callback_class=null trainer.v1.sampler.sync_refill_failed_groups=False trainer.v1.sync={}
+trainer.v1.separate_async.hybrid_rollout.enable_switch=False trainer.v1.sampler.custom_sampler.path=null"""
+
+
+def test_the_defaults_of_verl_0_9_1_ask_for_nothing_that_is_missing():
+    found = ours("algorithm.adv_estimator=grpo", *KEYS_OF_0_9_1.replace("A.", "actor_rollout_ref.").split())
+    assert {key: why for key, why in found.verdicts.items() if why[0] not in ("translated", "not needed")} == {}
+
+
+def test_a_batch_of_fewer_prompts_than_ranks_says_what_to_give():
+    of = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    small = ours(*of, "data.train_batch_size=6", "trainer.n_gpus_per_node=8")
+    (note,) = [note for note in small.notes if "less than a prompt" in note]
+    assert "--nproc-per-node 6" in note and "--train-batch-size 8" in note and "--train-batch-size" in small.refusal
+    for words in (
+        ("data.train_batch_size=6", "trainer.n_gpus_per_node=6"),
+        ("data.train_batch_size=8", "trainer.n_gpus_per_node=8"),
+    ):
+        assert not ours(*of, *words).refusal and not any("less than a prompt" in note for note in ours(*of, *words).notes)
+
+
+def test_fully_async_counts_in_publishes_and_prompts():
+    """verl's own defaults there: a publish every 4 steps, one mini-batch a step, 100 prompts."""
+    words = (
+        "trainer.test_freq=5",
+        "trainer.save_freq=10",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=10",
+        "rollout.nnodes=1",
+    )
+    found = ours(*SPLIT, *words, "rollout.total_rollout_steps=5000", script="fully_async_main")
+    got = shown(found)
+    assert (got["test-freq"], got["save-freq"], got["total-rollout-steps"], got["total-epochs"]) == (20, 40, 5000, 30)
+    assert (got["trigger-parameter-sync-step"], got["staleness-threshold"], got["partial-rollout"]) == (4, 0.1, "recompute")
+    assert found.script == "train_async.py" and not found.refusal
+    assert shown(ours(*SPLIT, *words, script="fully_async_main"))["total-rollout-steps"] == 100
+
+
+@pytest.mark.parametrize(
+    ("learn", "generate", "nodes", "ranks", "generators"),
+    [((1, 1), (1, 1), 1, 2, 1), ((1, 4), (1, 4), 1, 8, 4), ((1, 8), (1, 8), 2, 8, 4), ((1, 16), (1, 16), 2, 16, 8),
+     ((2, 8), (2, 8), 4, 8, 4), ((1, 6), (1, 2), 1, 8, 2)],
+)  # fmt: skip
+def test_devices_become_ranks_and_generators(learn, generate, nodes, ranks, generators):
+    words = [f"trainer.nnodes={learn[0]}", f"trainer.n_gpus_per_node={learn[1]}", f"rollout.nnodes={generate[0]}"]
+    found = ours(*SPLIT, *words, f"rollout.n_gpus_per_node={generate[1]}", script="one_step_off_policy.main_ppo")
+    assert found.script == "train_one_step_off.py"
+    launched = number(found.launcher, "--nnodes"), number(found.launcher, "--nproc-per-node"), found.flags["--generators"]
+    assert launched == (nodes, ranks, generators)
+
+
+def test_what_does_not_divide_is_said():
+    words = ("trainer.n_gpus_per_node=12", "rollout.nnodes=1", "rollout.n_gpus_per_node=5")
+    found = ours(*SPLIT, *words, script="one_step_off_policy.main_ppo")
+    assert found.verdicts["rollout.n_gpus_per_node"][0] == "not here"
+
+
+def test_the_script_follows_from_the_keys_where_no_program_is_named():
+    assert translate.translate(read_text("async_training.staleness_threshold=0.5")).script == verl_run.ASYNC
+    assert translate.translate(read_text("actor_rollout_ref.hybrid_engine=False")).script == verl_run.ONE_STEP_OFF
+    assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == verl_run.SYNC
+
+
+def test_a_key_under_two_names_with_two_values_is_told():
+    found = ours(*SPLIT, "rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes=2", script="one_step_off_policy.main_ppo")
+    assert any("two names of one setting" in note for note in found.notes)
+    assert any("the last one counts" in note for note in ours("data.shuffle=True", "data.shuffle=False").notes)
+
+
+def test_a_configuration_of_ones_own_is_told():
+    command = read_words(["-m", "verl.trainer.main_ppo", "--config-path=mine", "--config-name=mine.yaml", *SPLIT])
+    assert any("mine" in note for note in translate.translate(command).notes)
+
+
+def test_a_script_may_use_other_tools_of_verl_too():
+    script = "python3 -m verl.model_merger merge --backend fsdp\npython3 -m verl.trainer.main_ppo data.max_prompt_length=7"
+    assert read_script(script).values == {"data.max_prompt_length": 7}
+
+
+def test_ratios_of_a_run_whose_length_the_data_decide_are_not_guessed():
+    key = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
+    found = ours(f"{key}=0.05", "trainer.total_epochs=3")
+    assert found.verdicts[key][0] == "not here" and "0.05 times" in found.verdicts[key][1]
+
+
+def test_every_flag_that_is_printed_is_read_back(tmp_path):
+    """Booleans, lists and numbers survive the command line of each script."""
+    words = ("data.shuffle=False", "trainer.logger=['console','tensorboard']", "actor_rollout_ref.rollout.temperature=0.7")
+    for script, module in (("train_sync.py", "main_ppo"), ("train_async.py", "fully_async_main")):
+        found = ours(*SPLIT, *words, "rollout.total_rollout_steps=1000", script=module)
+        args = flags.read(SCRIPTS[script].Args, args=found.words()[1:])
+        assert (args.shuffle, args.logger, args.temperature) == (False, ("console", "tensorboard"), 0.7)
+
+
+def test_all_of_verls_runs_are_here():
+    assert set(RUNS.values()) == set(VERL)
+
+
+ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
+
+
+def test_odd_values_are_told_and_never_a_traceback(monkeypatch):
+    """Every key of the table with every value, in groups at random: a command comes out, and a word on each key."""
+    monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
+    names = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
+    words = [f"{name}={value}" for name in names for value in ODD]
+    random.Random(0).shuffle(words)
+    for group in (words[i : i + 8] for i in range(0, len(words), 8)):
+        given = {word.partition("=")[0] for word in group}
+        for script in ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo"):
+            found = ours(*group, script=script)
+            assert found.verdicts.keys() == given and found.command()

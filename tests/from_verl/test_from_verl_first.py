@@ -1,0 +1,203 @@
+"""The commands of the documents that this project was made from (fixtures/verl/first): their scripts, devices, variables."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from rl.from_verl import translate
+from rl.from_verl.__main__ import read, report
+from rl.from_verl.command import read_script, read_words
+
+FIRST = ROOT / "tests" / "fixtures" / "verl" / "first"
+ONE_STEP_OFF = (FIRST / "001_one_step_off.sh").read_text()
+SYNC, ONE, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
+# fmt: off
+COMMANDS = {  # script, nodes, ranks of a node, generators of a node, words of a note
+    "000_async": (ASYNC, 1, 2, 1, None),
+    "000_sync": (SYNC, 1, 2, None, None),
+    "001_one_step_off": (ONE, 1, 8, 4, "4 of the 8 devices"),
+    "002_vlm": (ASYNC, 2, 16, 8, "2 nodes of 8 generators and 8 learners each"),
+    "003_dapo": (ASYNC, 4, 16, 8, "4 nodes of 8 generators and 8 learners each"),
+    "004_async_vllm": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
+    "004_engineworker": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
+    "004_qwen25_3b": (SYNC, 1, 16, None, "total_training_steps 500 decides"),
+    "004_qwen3_30b": (SYNC, 2, 8, None, "verl 0.9.1 aggregates gspo as loss_agg_mode says, token-mean"),
+}
+# fmt: on
+
+
+def layout(found) -> tuple:
+    """(script, nodes, ranks of a node, generators of a node)."""
+    launch = dict(zip(found.launcher, found.launcher[1:], strict=False))
+    return found.script, int(launch.get("--nnodes", 1)), int(launch["--nproc-per-node"]), found.flags.get("--generators")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_becomes_the_right_script_on_the_right_devices(name):
+    *expected, note = COMMANDS[name]
+    found = translate.translate(read_script((FIRST / f"{name}.sh").read_text()))
+    assert layout(found) == tuple(expected) and not found.refusal
+    assert note is None or any(note in line for line in found.notes), found.notes
+    assert not [key for key, (verdict, _) in found.verdicts.items() if verdict == "unknown"]
+
+
+def test_every_command_is_tested():
+    assert {path.stem for path in FIRST.glob("*.sh")} == set(COMMANDS)
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("changed", "expected", "note"),
+    [
+        ({"recipe.async.async_main_ppo": "recipe.one_step_off_policy.main_ppo"}, (ONE, 1, 8, 4), "4 of the 8"),
+        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo"}, (ONE, 1, 8, 4), "because of hybrid_engine=False"),
+        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": ""}, (ONE, 1, 8, 4),
+         "because of actor_rollout_ref.rollout.n_gpus"),
+        ({"actor_rollout_ref.hybrid_engine=False": "", "actor_rollout_ref.rollout.n_gpus=4": ""}, (ONE, 2, 8, 4),
+         "of its name"),
+        ({"recipe.async.async_main_ppo": "my.own_trainer.main_ppo_async"}, (ONE, 1, 8, 4), "hybrid_engine=False"),
+        ({"python3 -m recipe.async.async_main_ppo": "python3 recipe/async/async_main_ppo.py"}, (ONE, 1, 8, 4), "4 of the 8"),
+        ({"rollout.n_gpus=4": "rollout.n_gpus=2"}, (ONE, 1, 8, 2), "2 of the 8 devices"),
+        ({"trainer.nnodes=1": "trainer.nnodes=2", "rollout.n_gpus=4": "rollout.n_gpus=12"}, (ONE, 2, 8, 6), "12 of the 16"),
+        # a pool of its own, and the trainer has what is left
+        ({"rollout.n_gpus=4": "rollout.n_gpus=4 rollout.nnodes=1", "n_gpus_per_node=8": "n_gpus_per_node=4"}, (ONE, 1, 8, 4),
+         ""),
+        ({"actor_rollout_ref.rollout.n_gpus=4": "rollout.n_gpus_per_node=2 rollout.nnodes=1",
+          "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=6"}, (ONE, 1, 8, 2), ""),
+        # all of the trainer's devices cannot generate: these are further ones
+        ({"trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=4"}, (ONE, 1, 8, 4), ""),
+        ({"trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=8 async_training.staleness_threshold=0.5"}, (ASYNC, 1, 8, 4),
+         "because of async_training.staleness_threshold"),
+        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": "",
+          "actor_rollout_ref.rollout.n_gpus=4": ""}, (SYNC, 1, 8, None), ""),
+        # main_ppo's own configuration has this key: without nodes it means nothing
+        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": "",
+          "actor_rollout_ref.rollout.n_gpus=4": "actor_rollout_ref.rollout.n_gpus_per_node=4"}, (SYNC, 1, 8, None), ""),
+    ],
+)  # fmt: skip
+def test_variations_of_the_one_step_off_command(changed, expected, note):
+    text = ONE_STEP_OFF
+    for old, new in changed.items():
+        assert old in text
+        text = text.replace(old, new)
+    found = translate.translate(read_script(text))
+    assert layout(found) == expected
+    assert any(note in line for line in found.notes) or not note, found.notes
+# fmt: on
+
+
+def test_its_keys_alone_are_enough():
+    given = [f"{key}={value}" for key, value in read_script(ONE_STEP_OFF).values.items()]
+    found = translate.translate(read_words(given))
+    assert layout(found) == (ONE, 1, 8, 4) and any(
+        "The command is taken for verl's one_step_off_policy" in n for n in found.notes
+    )
+
+
+@pytest.mark.parametrize("before", [[], ["bash"]])
+def test_a_path_is_read_as_a_file_and_takes_the_scripts_own_words(before, tmp_path):
+    path = FIRST / "001_one_step_off.sh"
+    command = read([*before, str(path), "data.seed=5", "trainer.total_epochs=2"], None)
+    assert command.values["data.seed"] == 5 and command.values["trainer.total_epochs"] == 2
+    assert len(command.values) == len(read([], path).values) + 1
+
+
+def test_a_path_that_is_not_there_is_said():
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.from_verl", "no/such/run.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: --file no/such/run.sh") and done.stderr.count("\n") == 1
+
+
+def test_without_torch_it_ends_in_one_line(tmp_path):
+    """torch and transformers are hidden by modules that are not found."""
+    hide = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))\n"
+    run = f"{hide}sys.argv = ['x', 'data.seed=1']; from rl.from_verl.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "torch" in done.stderr and "pip install" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+def section(text: str) -> dict[str, str]:
+    """Name -> line, of the section on the environment."""
+    printed = report(read_script(text)).splitlines()
+    start = next(i for i, line in enumerate(printed) if line.startswith("# the environment"))
+    lines = []
+    for line in printed[start + 1 :]:
+        if not line.startswith("#   "):
+            break
+        lines.append(line.removeprefix("#   "))
+    return {line.partition("=")[0]: line for line in lines}
+
+
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.seed=1"
+
+
+VARIABLES = {
+    "VLLM_USE_V1=1": "not needed",
+    "VLLM_ATTENTION_BACKEND=XFORMERS": "not needed",
+    "VLLM_ASCEND_ENABLE_NZ=0": "not needed",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "harmful, unset it",
+    "ASCEND_LAUNCH_BLOCKING=1": "harmful, unset it",
+    "PYTHONPATH=/opt/Megatron-LM": "not needed",
+    "HCCL_CONNECT_TIMEOUT=1500": "needed here too",
+    "HCCL_HOST_SOCKET_PORT_RANGE=auto": "needed here too",
+    "NCCL_SOCKET_IFNAME=eth0": "needed here too",
+    "TOKENIZERS_PARALLELISM=true": "not needed",
+    "HYDRA_FULL_ERROR=1": "not needed",
+    "RAY_DEDUP_LOGS=0": "not needed",
+    "HF_ENDPOINT=https://mirror": "needed here too",
+    "WANDB_MODE=offline": "needed here too",
+    "MY_OWN_THING=1": "not known here",
+}
+OTHER_VALUES = {
+    "VLLM_ASCEND_ENABLE_NZ=1": "harmful, unset it",
+    "ASCEND_LAUNCH_BLOCKING=0": "not needed",
+}
+WAYS = {  # a script that gives its command these variables
+    "export": lambda given: "".join(f"export {one}\n" for one in given) + VERL,
+    "before the command": lambda given: f"{' '.join(given)} {VERL}",
+    "env": lambda given: f"env {' '.join(given)} {VERL}",
+    "set -a": lambda given: "X=1\nset -a\n" + "\n".join(given) + f"\n{VERL}",
+    "docker": lambda given: f"docker run {' '.join(f'-e {one}' for one in given)} image bash -c '{VERL}'",
+    "bash -c": lambda given: f"bash -c '{' '.join(given)} {VERL}'",
+    "ray": lambda given: f"{VERL} {' '.join(f'+ray_kwargs.ray_init.runtime_env.env_vars.{one}' for one in given)}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variables", [VARIABLES, OTHER_VALUES])
+def test_an_exported_variable_has_a_line(way, variables):
+    text = WAYS[way](variables)
+    lines = section(text)
+    for exported, verdict in variables.items():
+        line = lines[exported.partition("=")[0]]
+        assert line.startswith(f"{exported}: {verdict}"), (text, line)
+
+
+def test_what_was_there_before_and_what_is_not_exported_have_none(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert section(f"N=1; export HF_HOME=/x\nNCCL_ALGO=Ring true\n{VERL}").keys() == {"HF_HOME"}
+    assert "the environment" not in report(read_script(VERL))
+
+
+def test_a_key_to_an_account_is_not_printed():
+    printed = report(read_script(f"export WANDB_API_KEY=0123abc HF_TOKEN=hf_secret\n{VERL}"))
+    assert "0123abc" not in printed and "hf_secret" not in printed and "WANDB_API_KEY=..." in printed
+
+
+def test_files_that_set_variables_are_named_and_not_read(tmp_path):
+    (tmp_path / "env.sh").write_text("export CUDA_LAUNCH_BLOCKING=1\n")
+    text = f"source {tmp_path}/env.sh\n. /usr/local/Ascend/set_env.sh\nray job submit --runtime-env=my.yaml -- {VERL}"
+    printed = report(read_script(text))
+    assert f"{tmp_path}/env.sh: not read" in printed and "my.yaml: not read" in printed and "CUDA_LAUNCH" not in printed
+    assert "set_env.sh: not read; its variables need the same look. CANN's are needed here too" in printed
+
+
+def test_a_variable_that_the_script_itself_reads_is_no_riddle():
+    assert "the script itself reads it" in section(f"export NNODES=2\n{VERL} trainer.nnodes=$NNODES")["NNODES"]

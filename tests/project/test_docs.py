@@ -1,0 +1,72 @@
+"""The documents: links lead somewhere, every page is in the index, and the tests that are promised exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them out of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w.-]+\.md)\)", index)) | {
+        "README.md"
+    }
+
+
+def test_every_room_has_one_place_in_the_design():
+    """Under its folder's heading."""
+    tools = {"plan", "report", "doctor", "from_verl"}
+    rooms = {file.relative_to(ROOT / "rl") for file in (ROOT / "rl").rglob("*.py") if file.name != "__init__.py"}
+    rooms = {str(room) for room in rooms if room.parts[0] not in {*tools, "replay"}}
+    named = []
+    for section in (ROOT / "docs" / "design.md").read_text().split("\n### ")[1:]:
+        folder = re.match(r"`rl/(\w*)/?`", section)
+        if folder:
+            prefix = f"{folder[1]}/" if folder[1] else ""
+            named += [prefix + name for name in re.findall(r"`([\w/]+\.py)`", section.partition("\n")[2])]
+    assert sorted(named) == sorted(rooms)
+
+
+def test_the_lines_of_each_folder_are_those_that_the_design_says():
+    """To a tenth: a number that is further off misleads, and one that is exact changes with every commit."""
+    rows = re.findall(r"^\| `rl/(?:(\w+)/)?`[^|]*\| ([\d,]+) \|", (ROOT / "docs" / "design.md").read_text(), re.M)
+    said = {folder: int(lines.replace(",", "")) for folder, lines in rows}
+    lines = dict.fromkeys({path.name for path in (ROOT / "rl").iterdir() if path.is_dir() and path.name != "__pycache__"}, 0)
+    lines[""] = 0
+    for file in (ROOT / "rl").rglob("*.py"):
+        (*folders, _) = file.relative_to(ROOT / "rl").parts
+        lines[folders[0] if folders else ""] += len(file.read_text().splitlines())
+    assert said.keys() == lines.keys()
+    assert said == {folder: pytest.approx(count, rel=0.1) for folder, count in lines.items()}
+
+
+def test_the_tests_that_are_promised_exist():
+    """A name is of a file, which may have a star, or of a test in it: tests/transport/test_ring.py::test_name."""
+    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
+    assert len(named) > 20
+    for name in named:
+        pattern, _, test = name.partition("::")
+        files = list(ROOT.glob(pattern))
+        assert files, name
+        assert not test or any(f"def {test}(" in file.read_text() for file in files), name

@@ -1,0 +1,88 @@
+"""Which folder of rl/ may import which: a line of LAYERS imports from the lines above it, and never from its own."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+LAYERS = [
+    ["errors", "printable"],
+    ["ranges"],
+    ["ranks"],
+    ["transport"],
+    ["split"],
+    ["hub"],
+    ["data", "rewards"],
+    ["flag_needs", "flag_words"],
+    ["flags"],
+    ["model"],
+    ["record"],
+    ["samples"],
+    ["generation", "learning"],
+    ["algorithm", "weights"],
+    ["checkpoint", "replay"],
+    ["setup"],
+    ["training_run"],
+    ["report"],
+    ["plan"],
+    ["from_verl", "doctor"],
+]
+LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+MOST_FILES = 16  # in a folder, __init__.py aside
+TOOLS = {"plan"}  # not read for a run
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The rooms of rl/ that the file imports, within functions and for annotations, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "rl":
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("rl."))
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """(room, file) of all of rl/."""
+    for file in sorted((ROOT / "rl").rglob("*.py")):
+        room = file.relative_to(ROOT / "rl").with_suffix("").parts[0]
+        if room != "__init__":
+            yield room, file
+
+
+def test_no_import_runs_upwards():
+    upwards = [
+        f"{file.relative_to(ROOT)} imports rl.{other}"
+        for room, file in files()
+        for other in imported(file)
+        if other not in ("__version__", room) and LEVELS[other] >= LEVELS[room]
+    ]
+    assert not upwards
+
+
+def test_every_room_has_its_line():
+    assert {room for room, _ in files()} == LEVELS.keys()
+
+
+def test_tests_lie_in_the_folders_of_what_they_test():
+    """Beside those: of losses.py, of whole scripts as a user starts them, and of the project itself."""
+    folders = {file.parent.name for file in (ROOT / "tests").rglob("test_*.py")}
+    assert folders <= {*LEVELS, "losses", "scripts", "project"}
+
+
+def test_losses_import_nothing_of_ours():
+    assert not [*imported(ROOT / "losses.py")]
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for _, file in files()}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_has_a_sign_and_few_files(folder):
+    """The sign is a docstring and no code: a scoring process imports a folder without importing torch."""
+    sign = folder / "__init__.py"
+    if folder != ROOT / "rl":
+        tree = ast.parse(sign.read_text())
+        assert ast.get_docstring(tree) and len(tree.body) == 1
+    if folder.name not in TOOLS:
+        assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES

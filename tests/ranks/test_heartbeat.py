@@ -1,0 +1,105 @@
+"""Ranks and nodes that fall silent without a word are named, and the job ends on every node."""
+
+import json
+import re
+import socket
+import threading
+import time
+
+import pytest
+from test_nodes import run_nodes
+from torch.distributed import HashStore
+
+from rl.ranks import failures, heartbeat
+from rl.ranks.heartbeat import ENDED, ROUNDS, Signs
+
+HOST = re.escape(socket.gethostname())
+TIME = r"[\d:]{8}"
+STOPPED = {  # what is stopped, and what the other node says of it
+    "node 1": rf"node 2, {HOST}: no sign of life of all its ranks for 4 s; rank 2 was last heard of at {TIME}, in .*; rank 3 ",
+    "node 0": f"node 1, {HOST}, has not answered for 4 s; rank 0 was last heard of at {TIME}, in ",
+    "rank 3": f"node 2, {HOST}: no sign of life of rank 3 for 4 s; rank 3 was last heard of at {TIME}, in ",
+    "rank 0": f"node 1, {HOST}: no sign of life of rank 0 for 4 s; rank 0 was last heard of at {TIME}, in ",
+}
+
+
+@pytest.mark.slow  # tests/ranks/test_nodes.py has a node that ends in the plain run
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("what", "told"), STOPPED.items())
+def test_who_falls_silent_is_named_and_every_node_ends(what, told):
+    consoles = run_nodes([(2, ["tests/programs/silent_ranks.py", *what.split()])] * 2)
+    victim = int(what == "node 1" or what == "rank 3")
+    codes = [code for code, _ in consoles]
+    assert codes[victim] == 1 and codes[1 - victim] in ((1, 137, -9) if what == "node 0" else (1,)), consoles
+    assert "the other node has ended\n" in consoles[victim][1], "it did not end by itself"
+    for number, (_, console) in enumerate(consoles):
+        if number != victim or "rank" in what:
+            # A rank that loses its connections before it has looked often enough stops because of what the other node says.
+            said = re.findall(rf"^\[{HOST} rank \d\] (?:error|rank \d stops): {told}.*--node-timeout", console, re.M)
+            assert len(said) == len(re.findall(r"\] (?:error|rank \d stops|rank \d failed):", console)) == 1, console
+
+
+def signs(store, **of):
+    for rank, sign in of.items():
+        store.set(f"pulse/{rank.removeprefix('r')}", json.dumps([sign, f"learner {rank}", "the wait"]))
+
+
+def test_only_too_many_looks_at_the_same_sign_are_silence():
+    """Whatever the clock says: who looks may have been stopped itself. Who has not begun or has ended is not missed."""
+    store, watched = HashStore(), Signs([1, 2, 3, 4])
+    signs(store, r1=0, r2=ENDED, r3=5)
+    looks = []
+    for number in range(ROUNDS + 2):
+        signs(store, r3=number // 3)
+        looks.append(watched.look(store))
+    assert looks == [[]] * (ROUNDS + 1) + [[1]]
+    assert re.fullmatch(f"; learner r1 was last heard of at {TIME}, in the wait", watched.told(1)) and watched.told(4) == ""
+    signs(store, r1=1)
+    assert watched.look(store) == [], "it was only slow"
+
+
+def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch, capsys):
+    """They ended because of it, and left the cause: they are silent for good when it looks again."""
+    store = HashStore()
+    monkeypatch.setattr(failures, "_open_store", lambda: store)
+    monkeypatch.setattr(heartbeat.watchdog, "speaking", threading.Lock())
+    monkeypatch.setattr(heartbeat.watchdog, "end_silent", lambda pids: None)
+    monkeypatch.setattr(heartbeat.Heartbeat, "_guard", lambda self: None)  # it would end this process in earnest afterwards
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), threading.Event().wait()))
+    failures.record("node 1, a: no sign of life of rank 0 for 0.2 s (--node-timeout)")
+    signs(store, r1=7)
+    heartbeat.Heartbeat("rank 0", 0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store)
+    assert ended.wait(60)
+    assert capsys.readouterr().err.startswith("error: node 1, a: no sign of life of rank 0")
+
+
+class Silent(HashStore):
+    """A store that stops to answer, and to fail: its machine has lost power."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = True
+
+    def check(self, keys):
+        while not self.answers:
+            time.sleep(0.1)
+        return super().check(keys)
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch):
+    ended = []
+    monkeypatch.setattr(heartbeat, "TICK", 0.02)
+    monkeypatch.setattr(heartbeat.Heartbeat, "_end", lambda self, verdict, **_: ended.append(verdict))
+    nodes = [heartbeat.launch.Node(f"host{i}", i, 1, 0) for i in range(2)]
+    store = Silent()
+    watched = heartbeat.Heartbeat("rank 1", 1, nodes, 0.2, store)
+    time.sleep(0.5)
+    assert not ended and watched.rounds > 1, "there is no sign of rank 0 yet: it may not have begun"
+    store.answers = False
+    for _ in range(100):
+        time.sleep(0.1 if not ended else 0)
+    assert ended == ["node 1, host0, has not answered for 0.2 s (--node-timeout)"]
+    store.answers = True
+    watched.finish()
+    assert json.loads(store.get("pulse/1"))[0] == ENDED

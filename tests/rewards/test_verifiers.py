@@ -1,0 +1,122 @@
+"""The built-in verifiers against responses that a human has judged (fixtures/graders.jsonl): how models write answers, right
+and wrong ones, by data source and kind."""
+
+import json
+
+import pytest
+from helpers import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.rewards.answers import canonical, number, quantity
+from rl.rewards.verifiers import BUILT_IN, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
+
+ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
+
+
+def accuracy(source: str, text: str, truth: str) -> float:
+    value = BUILT_IN[verifier_name(source)](source, text, truth)
+    return value["acc"] if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['source']}-{row['kind']}-{row['truth']}")
+def test_judged_responses(row):
+    judged = [(text, 1.0) for text in row["right"]] + [(text, 0.0) for text in row["wrong"]]
+    missed = [
+        (text[-100:], f"should be {score}") for text, score in judged if accuracy(row["source"], text, row["truth"]) != score
+    ]
+    assert not missed, f"ground truth {row['truth']}"
+
+
+def test_the_table_covers_every_verifier_with_right_and_wrong_responses():
+    judged = {BUILT_IN[verifier_name(row["source"])] for row in ROWS if row["right"] and row["wrong"]}
+    assert judged == set(BUILT_IN.values()) - {exact} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
+
+
+def test_verls_name_math_is_verls_grader():
+    """verl serves "math" with DAPO's grader: +1 and -1, and "Answer: " counts before a box."""
+    assert BUILT_IN[verifier_name("math")] is BUILT_IN[verifier_name("math_dapo")] is math_dapo
+    assert (
+        BUILT_IN["math"]("math", "Answer: 4", "4")["score"] == 1 and BUILT_IN["math"]("math", "Answer: 5", "4")["score"] == -1
+    )
+    assert BUILT_IN["math"]("math", "Answer: 5\n\\boxed{4}", "4")["score"] == -1
+
+
+def test_scales():
+    assert math_dapo("", "Answer: 4", "4") == {"score": 1, "acc": 1} and math_dapo("", "4", "4") == {"score": -1, "acc": 0}
+    assert geo3k("", r"<think>a</think> so \boxed{5}.", "5")["score"] == pytest.approx(1.0)
+    assert geo3k("", r"so \boxed{5}.", "5")["score"] == pytest.approx(0.9)
+    assert geo3k("", r"<think>a</think> so \boxed{6}.", "5")["score"] == pytest.approx(0.1)
+    assert geo3k("", "5", "5")["score"] == 0
+    assert exact("demo", " 46 ", "46") == 1 and exact("demo", "4 6", "46") == 0
+    assert gsm8k("", "#### 7", "72", format_score=0.1) == 0.1 and gsm8k("", "7", "72", format_score=0.1) == 0
+    assert gsm8k("", "#### 72 or 7", "72", format_score=0.1) == 0, "two numbers are not the format"
+
+
+@pytest.mark.parametrize("truth", ["72", 72, 72.0, "70 + 2 = <<70+2=72>>72 in all.\n#### 72", "#### 72", "so\n#### 72.0\n"])
+def test_a_ground_truth_may_be_a_number_or_a_whole_answer_of_gsm8k(truth):
+    """Otherwise every response scores 0 and no metric says why."""
+    assert gsm8k("", "#### 72", truth) == gsm8k_flexible("", "It is 72", truth) == 1
+    assert gsm8k("", "#### 70", truth) == gsm8k_flexible("", "It is 2", truth) == 0
+
+
+GEOMETRY = [  # response, whether its answer is 5 and whether it has the format, by hand from verl's geo3k.py
+    ("<think>a</think>\\boxed{5}", 1, 1),
+    ("<think></think>\\boxed{5}", 1, 1),
+    ("<think>two\nlines</think>\n\nSo\n$$\\boxed{5}$$\nwhich was asked.\n", 1, 1),
+    ("<think>first \\boxed{4}</think> then \\boxed{5}", 1, 1),
+    ("<think>a</think> b <think>c</think> \\boxed{5}", 1, 1),
+    ("<think>a</think> \\boxed{6}", 0, 1),
+    ("<think>a</think> \\boxed{5} or rather \\boxed{6}", 0, 1),
+    ("<think>a</think> \\boxed{}", 0, 1),
+    ("\\boxed{5}", 1, 0),
+    (" <think>a</think> \\boxed{5}", 1, 0),  # the pattern begins at the first character
+    ("\n<think>a</think> \\boxed{5}", 1, 0),
+    ("Well. <think>a</think> \\boxed{5}", 1, 0),
+    ("a</think> \\boxed{5}", 1, 0),  # of a chat template that opens <think> itself
+    ("<think>a \\boxed{5}", 1, 0),
+    ("<think>\\boxed{5}</think> so it is five", 1, 0),  # the box stands within
+    ("</think>\\boxed{5}<think>", 1, 0),
+    ("<Think>a</Think> \\boxed{5}", 1, 0),
+    ("<think>a</think> \\boxed {5}", 1, 0),
+    ("<think>a</think> \\fbox{5}", 1, 0),
+    ("<think>a</think> 5", 0, 0),
+    ("<think>a</think> \\boxed{5", 0, 0),
+    ("", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "right", "formed"), GEOMETRY)
+def test_geometry_is_scored_as_in_verl(text, right, formed):
+    value = BUILT_IN[verifier_name("hiyouga/geometry3k")]("hiyouga/geometry3k", text, "5")
+    assert value == {"score": pytest.approx(0.9 * right + 0.1 * formed), "acc": right, "format": formed}
+
+
+def test_ground_truths_may_be_numbers():
+    assert gsm8k("", "#### 18", 18) == gsm8k_flexible("", "18", 18) == 1
+    assert accuracy("lighteval/MATH", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1
+
+
+PIECES = [
+    *"0123456789.,-+$%#{}()[]\\ \n=eExa/^_*:",
+    r"\boxed{",
+    r"\frac",
+    r"\text{",
+    "Answer:",
+    "####",
+    "½",
+    "²",
+    "√",
+    "\u2212",
+]
+
+
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_no_text_is_too_odd(text):
+    """The cheap verifiers run in the rank itself: an exception would end the run."""
+    for response in (text, f"#### {text}"):
+        assert gsm8k("", response, "5") in (0, 1) and gsm8k_flexible("", response, "5") in (0, 1)
+    plain = canonical(text)
+    number(plain), quantity(plain)
+    assert canonical(plain) is not None

@@ -1,0 +1,191 @@
+"""A process that has imported what every rank imports, and forks the tests' runs: a rank then starts in a moment, not in the
+six seconds of its imports. A fork runs the script from its first line, under torchrun's own agent if there are ranks.
+
+    python tests/tools/forks.py LISTENER MODULE ...   file descriptor of a listening socket; what to import at the first request
+
+forked.py asks: three file descriptors and a line of JSON, the arguments of `job`, on a connection of its own; the
+answers are the process's number and its exit code. Hanging up ends the run; the end of stdin ends this process. Forks share the
+seed of hash() and have all modules from the start: where that could matter, tests start processes as a user does (fresh=True).
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+
+import nodes
+
+set_by_imports: dict[str, str] = {}  # environment variables
+
+
+class Rank:
+    """A child, forked while this process has no threads, that begins when it is told with what: to torchrun a Popen."""
+
+    def __init__(self):
+        order, self._orders = os.pipe()
+        self.pid, self.returncode = os.fork(), None
+        if not self.pid:
+            with open(order) as orders:
+                arguments, environment = json.loads(orders.readline())
+            os.setsid()
+            os.environ.update(environment)
+            bear_mark(f"-{environment['LOCAL_RANK']}")
+            leave(run_script, arguments)
+        os.close(order)
+
+    def begin(self, arguments: list[str], environment: dict[str, str]) -> "Rank":
+        with open(self._orders, "w") as orders:
+            orders.write(json.dumps([arguments, environment]) + "\n")
+        return self
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def leave(act, *arguments) -> None:
+    """Acts, and ends this process with the exit code that Python would have."""
+    code = 0
+    try:
+        act(*arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def bear_mark(further: str = "") -> None:
+    """By name: the environment that /proc shows of a fork is that of this file's process."""
+    if mark := os.environ.get("MARK"):
+        with open("/proc/self/comm", "w") as name:
+            name.write(mark[:8] + further)
+
+
+def run_script(arguments: list[str]) -> None:
+    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_torchrun(ranks: int, arguments: list[str]) -> None:
+    waiting = [Rank() for _ in range(ranks + int(os.environ.get("SPARE_RANKS", 0)))]  # spare ones for torchrun's restarts
+    import torch
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    # arguments: python -u script ...
+    SubprocessHandler._popen = lambda _, arguments, environment: waiting.pop().begin(arguments[2:], environment)
+    torch.multiprocessing._set_thread_name = lambda _: None  # torchrun would take the mark off
+    alone = [] if "--nnodes" in arguments else ["--standalone"]
+    run.main([*alone, "--nproc-per-node", str(ranks), *arguments])
+
+
+def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ranks: int, directory: str) -> None:
+    os.setsid()
+    os.chdir(directory)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started the tests in the background
+    os.environ.clear()
+    os.environ.update(set_by_imports | environment)
+    bear_mark()
+    for number, pipe in enumerate(pipes):
+        os.dup2(pipe, number)
+        os.close(pipe)
+    sys.stdout.reconfigure(line_buffering=True)
+    if ranks:
+        run_torchrun(ranks, arguments)
+    else:
+        run_script(arguments)
+
+
+def serve(connection: socket.socket) -> None:
+    _, pipes, _, _ = socket.recv_fds(connection, 1, 3)
+    request = json.loads(connection.makefile().readline())
+    if node := request["environment"].get("NODE"):  # a process on the machine where the run is to be (tests/tools/nodes.py)
+        nodes.enter(int(node))
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        leave(lambda: job(pipes, **request))
+    for pipe in pipes:
+        os.close(pipe)
+    ended = os.pidfd_open(pid)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{pid}\n".encode())
+    ready, _, _ = select.select([connection, ended], [], [])
+    if ended not in ready:  # nobody waits any more
+        os.kill(pid, signal.SIGTERM)
+        select.select([ended], [], [], 10)
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # ranks that never began
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def warm_up(scripts: list[str]) -> None:
+    """Does once what every run does first, and what Python, transformers and torch keep of it: the flags, a model's forward
+    pass, the names in its files. On one thread and without a backward pass, which would start threads: forks have none."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from rl import flags
+    from rl.ranks import device
+
+    for script in scripts:
+        flags.read(sys.modules[script].Args, args=[])
+    device.kind.cache_clear()  # which a run may choose for itself
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=32, **sizes))
+        model(input_ids=torch.ones(2, 8, dtype=torch.long))
+        get_model_conversion_mapping(model)
+
+
+def import_all(modules: list[str]) -> None:
+    before = dict(os.environ)
+    for name in modules:
+        importlib.import_module(name)
+    warm_up([name for name in modules if name.startswith("train_")])
+    set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+
+
+def main(listener: socket.socket, modules: list[str]) -> None:
+    ready = False
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if not ready:
+            import_all(modules)
+            ready = True
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not os.fork():
+            listener.close()
+            leave(serve, connection)
+        connection.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

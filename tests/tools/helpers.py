@@ -1,0 +1,239 @@
+"""What the tests share: tiny random models, records, and ways to run a script as a user would.
+
+torch and transformers are imported where they are used: xdist's controller loads this file too, and runs no test.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rl.data import demo_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=256,
+    initializer_range=0.2,  # large enough that log-probs differ from token to token
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+)
+MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+
+
+def config(name: str, **more):
+    import transformers
+
+    return getattr(transformers, name)(**SMALL, **more)
+
+
+CONFIGS = {
+    "qwen2-tied": lambda: config("Qwen2Config", tie_word_embeddings=True),
+    "qwen2-untied": lambda: config("Qwen2Config", tie_word_embeddings=False),
+    "qwen3": lambda: config("Qwen3Config", head_dim=16, tie_word_embeddings=False),
+    "moe": lambda: config("Qwen3MoeConfig", head_dim=16, tie_word_embeddings=False, **MOE),
+}
+
+
+def save_model(kind: str, path: Path) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]()).save_pretrained(path)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+
+def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
+    """A prompt of so many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
+    import numpy as np
+
+    from rl.samples.group import Group, Response
+
+    rng = rng or np.random.default_rng(ticket)
+    responses = [
+        Response(
+            token_ids=rng.integers(2, 32, n).astype(np.int32),
+            log_probs=-rng.random(n).astype(np.float32),
+            versions=rng.integers(0, 3, n).astype(np.int32),
+            finish_reason="length" if i % 2 else "stop",
+            score=None if i in unscored else float(i if score is None else score),
+            extra={"acc": float(i)},
+            error="timeout: no score after 10 s" if i in unscored else None,
+            mask=rng.random(n) < 0.5 if masked and i % 2 else None,
+        )
+        for i, n in enumerate(sizes)
+    ]
+    return Group(ticket, rng.integers(2, 32, prompt).astype(np.int32), "demo", responses)
+
+
+# --------------------------------------------------------------------------------------------------- running scripts
+
+
+def whole(tensor):
+    """All of a tensor that ranks may share. A collective where they do."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def environment(**more: str) -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
+    return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
+
+
+@contextlib.contextmanager
+def no_time_limit() -> Iterator[None]:
+    """Stop the running test's clock: pytest-timeout's is this timer. What tests share is paid for by none of them."""
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def demo(name: str) -> str:
+    """Return the directory of "demo", "demo-vl" or "demo-moe". Make the model first if this machine does not have it yet."""
+    where = demo_cache.directory(name, demo_cache.VERSIONS[name])
+    if not demo_cache.is_made(where):
+        make = f"from rl.data.{name.replace('-', '_')} import model_dir; model_dir()"
+        with no_time_limit():
+            subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
+    return str(where)
+
+
+def demo_trained_by(arguments: Sequence[str]) -> str | None:
+    """Return the name of the demo model that a script with these arguments trains, None if it trains another model."""
+    if not any(Path(argument).suffix == ".py" for argument in arguments):
+        return None
+    model = "demo"  # every script's default
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument == "--model":
+            model = following
+        elif argument.startswith("--model="):
+            model = argument.removeprefix("--model=")
+    return model if model in demo_cache.VERSIONS else None
+
+
+def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
+    """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
+    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank. Makes the
+    demo model that the script trains: the script's own time limit is not for that."""
+    arguments = list(map(str, arguments))
+    if name := demo_trained_by(arguments):
+        demo(name)
+    if not fresh:
+        return [sys.executable, "-S", "tests/tools/forked.py", imported, str(ranks or 0), *arguments]
+    alone = [] if "--nnodes" in arguments else ["--standalone"]
+    torchrun = ["-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, *arguments]
+
+
+def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, **how):
+    """Runs a script to its end, as `command` says; returns the finished process with its output as text."""
+    env = environment(**(env or {}))
+    done = subprocess.run(command(*arguments, **how), cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
+    if check and done.returncode:
+        raise AssertionError(
+            f"exit code {done.returncode}\n--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-6000:]}"
+        )
+    return done
+
+
+def start(*arguments, env: dict[str, str] | None = None, **how) -> tuple[subprocess.Popen, str]:
+    """Starts a script, stderr into stdout; returns the process and the mark by which `left_over` knows all its processes."""
+    mark = uuid.uuid4().hex[:8]
+    env = environment(MARK=mark, PYTHONUNBUFFERED="1", **(env or {}))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(command(*arguments, **how), cwd=ROOT, env=env, **pipes), mark
+
+
+def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
+    """Living processes that carry the mark, in their environment or, forks of tests/tools/forks.py, in their name: number,
+    name, command line, environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, line = ((process / name).read_bytes().decode(errors="replace") for name in ("environ", "cmdline"))
+            state, name = (process / "stat").read_text().rpartition(")")[2].split()[0], (process / "comm").read_text().strip()
+        except OSError:  # gone, or not ours
+            continue
+        if state != "Z" and (name.startswith(mark) or f"MARK={mark}" in environ.split("\0")):
+            yield int(process.name), name, line.replace("\0", " "), environ
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of living processes that carry the mark."""
+    return [line for _, _, line, _ in marked(mark)]
+
+
+def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:
+    """Runs a training script as run_script does; returns (metrics by step, the run's directory, the finished process)."""
+    done = run_script(script, "--output-dir", out, *flags, **how)
+    (run,) = out.iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}, run, done
+
+
+def weights(run: Path) -> dict:
+    """The tensors of a run's only export, by name."""
+    from safetensors.torch import load_file
+
+    (export,) = run.glob("step_*")
+    return load_file(export / "model.safetensors")
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    """The same, to be compared bit for bit."""
+    return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Fail what is within once this process has spent that much of the processor: on a busy machine that is the same work."""
+
+    def stop(*_):
+        raise AssertionError(f"more than {seconds} s of CPU time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def is_documented(name: str) -> bool:
+    """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def greedy_answers(directory: str | Path, prompts: Sequence[list[dict]]) -> list[str]:
+    """What the text model there answers to conversations, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory, padding_side="left"),
+    )
+    texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(output, skip_special_tokens=True)

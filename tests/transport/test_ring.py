@@ -1,0 +1,574 @@
+"""The ring beside a model of it, and with real processes that are killed. Every child has an alarm, so that nothing hangs."""
+
+import collections
+import contextlib
+import fcntl
+import mmap
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.transport import ring as ring_module
+from rl.transport.ring import RecordDamaged, RecordTooLarge, Ring, RingTimeout
+
+LIMIT = 60  # seconds that any child may live
+NOISE = random.Random(0).randbytes(1 << 20)
+
+
+@pytest.fixture
+def ring():
+    made = Ring.create(1 << 20)
+    yield made
+    made.close()
+
+
+def start(run, *arguments) -> int:
+    """Runs the function in a forked child and returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's own would only raise
+        signal.alarm(LIMIT)
+        run(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def finish(*pids: int) -> None:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0] * len(codes), codes
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it ended before it was killed"
+
+
+def pipe_byte(fd: int) -> bytes:
+    """Waits for a byte of a child's."""
+    assert select.select([fd], [], [], LIMIT)[0], "a child did not get there"
+    return os.read(fd, 1)
+
+
+def in_a_small_process(test):
+    """For tests that fork hundreds of times: each fork of pytest, with torch loaded, takes many times as long."""
+
+    def run() -> None:
+        command = [sys.executable, "-c", f"import test_ring; test_ring.{test.__name__}.plain()"]
+        environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path(ring_module.__file__).parents[2]}"}
+        done = subprocess.run(command, env=environment, timeout=4 * LIMIT, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run.plain, run.__doc__ = test, test.__doc__
+    return run
+
+
+def body(writer: int, number: int, size: int) -> bytes:
+    """What a record says: who wrote it, its number, and bytes that follow from these."""
+    head = struct.pack("<QQ", writer, number)
+    at = (writer * 31 + number * 7919) % (len(NOISE) - size)
+    return head + NOISE[at : at + size]
+
+
+def parse(data: memoryview) -> tuple[int, int]:
+    writer, number = struct.unpack_from("<QQ", data)
+    assert data == body(writer, number, len(data) - 16), f"record {number} of writer {writer} is torn"
+    return writer, number
+
+
+def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
+    """Takes what there is, until nothing comes for so many seconds."""
+    out = []
+    while True:
+        try:
+            with ring.get(timeout) as data:
+                out.append(bytes(data))
+        except RingTimeout:
+            return out
+
+
+# ------------------------------------------------------------------------------------------------------------ one process
+
+
+@settings(max_examples=120)
+@given(st.data())
+def test_it_does_what_a_queue_does(data):
+    """Random puts, gets and readers that leave, some of them in the middle of a record, beside a deque. Small, so that it wraps
+    all the time."""
+    writers = [Ring.create(8192)]
+    writers.append(Ring.attach(writers[0].address))
+    reader, unread, number = Ring.attach(writers[0].address), collections.deque(), 0
+    for action, size, which in data.draw(
+        st.lists(st.tuples(st.sampled_from("pppggrx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
+    ):
+        if action == "p":
+            content = NOISE[number : number + size]
+            cut, number = size // 3, number + 1
+            used = round(reader.occupancy * reader.capacity)
+            try:
+                writers[which].put(content[:cut], np.frombuffer(content[cut:], np.uint8), timeout=0)
+                unread.append(content)
+            except RingTimeout:
+                assert used + 2 * (size + 128) > reader.capacity, "full, but there was room"
+        elif action == "x":
+            reader.close()
+            reader = Ring.attach(writers[0].address)
+        elif not unread:
+            with pytest.raises(RingTimeout), reader.get(timeout=0):
+                pass
+        else:
+            with contextlib.suppress(ZeroDivisionError), reader.get(timeout=0) as record:
+                assert record == unread[0]
+                if action == "r":
+                    raise ZeroDivisionError("a block that raises leaves the record where it is")
+                unread.popleft()
+    assert drain(reader) == list(unread)
+    assert reader.occupancy == 0
+    for end in (*writers, reader):
+        end.close()
+
+
+def test_parts_of_any_kind(ring):
+    ring.put(b"ab", np.arange(6, dtype=np.float32).reshape(2, 3), np.empty((0, 4)), bytearray(b"c"), memoryview(b""))
+    with ring.get() as data:
+        assert data == b"ab" + np.arange(6, dtype=np.float32).tobytes() + b"c"
+        assert data.readonly
+    ring.put()
+    with ring.get() as data:
+        assert len(data) == 0
+
+
+def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is(ring):
+    with pytest.raises(RecordTooLarge, match=f"{ring.max_record:,}"):
+        ring.put(bytes(ring.max_record), b"x")
+    assert drain(ring) == [], "nothing was written"
+    for size in (ring.max_record, 100, ring.max_record - 1000, ring.max_record, 300_000, ring.max_record):
+        ring.put(NOISE[:size], timeout=0)
+        assert drain(ring) == [NOISE[:size]]
+
+
+def test_full_and_empty(ring):
+    with pytest.raises(RingTimeout, match=r"no record in 0.05 s; 0% of 1 MiB"), ring.get(timeout=0.05):
+        pass
+    ring.put(NOISE[: ring.max_record])
+    ring.put(NOISE[: ring.max_record])
+    assert ring.occupancy == 1
+    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% of 1 MiB in use by 2 records"):
+        ring.put(b"x", timeout=0.05)
+    assert ring.counts == {"written": 2, "taken": 0, "damaged": 0}
+    assert len(drain(ring)) == 2
+    assert ring.counts == {"written": 2, "taken": 2, "damaged": 0} and ring.occupancy == 0
+    ring.put(b"x", timeout=0)
+
+
+def test_a_record_keeps_its_space_while_it_is_looked_at(ring):
+    ring.put(NOISE[:400_000])
+    written = 0
+    with ring.get() as data:
+        with pytest.raises(RingTimeout):
+            for _ in range(20):
+                ring.put(NOISE[7:300_007], timeout=0)
+                written += 1
+        assert written and data == NOISE[:400_000]
+    with pytest.raises(ValueError, match="released"):
+        bytes(data)
+    ring.put(NOISE[7:300_007], timeout=0)
+
+
+def test_no_more_memory_is_touched_than_was_on_its_way_at_once():
+    """Ten times the ring's capacity goes through it, in turns of records that are put and taken."""
+    ring, chance, passed = Ring.create(64 << 20), random.Random(3), 0
+    while passed < 10 * ring.capacity:
+        turn = [NOISE[: chance.randrange(1 << 19)] for _ in range(chance.randrange(1, 4))]
+        for content in turn:
+            ring.put(content, timeout=0)
+        assert drain(ring) == turn
+        passed += sum(map(len, turn))
+    assert ring.counts["damaged"] == 0
+    assert os.fstat(ring.fd).st_blocks * 512 <= 3 << 19 | 1 << 14, "pages of the memfd that are in memory"
+    ring.close()
+
+
+@pytest.mark.parametrize("look", [lambda data: data[5:], np.asarray, lambda data: np.frombuffer(data[8:], np.float32, 4)])
+def test_nothing_that_looks_at_a_record_may_outlive_its_block(ring, look):
+    ring.put(NOISE[:4096])
+    with pytest.raises(BufferError), ring.get() as data:
+        view = look(data)
+    assert ring.counts["taken"] == 0
+    del view
+    assert drain(ring) == [NOISE[:4096]], "it stayed where it was"
+
+
+def test_eleven_thousand_damaged_records_are_refused_and_all_others_delivered():
+    """Random bytes change in headers, fillers and data: damaged records are never handed out, all others are."""
+    chance, ring, damaged, refused = random.Random(1), Ring.create(1 << 18), 0, 0
+    while damaged < 11_000:
+        sizes = [chance.choice((0, 1, 40, 700, 9000)) for _ in range(8)]
+        intact, spoilt = [], 0
+        for i, size in enumerate(sizes):
+            before = ring._words[ring_module.HEAD]
+            ring.put(body(damaged, i, size), timeout=0)
+            begin = ring._words[ring_module.HEAD] - ring_module._footprint(size + 16)
+            if before != begin and chance.random() < 0.5:
+                ring._bytes[ring._at(before) + chance.randrange(24)] ^= chance.randrange(1, 256)
+            if chance.random() < 0.3:
+                intact.append((damaged, i))
+                continue
+            spoilt += 1
+            for _ in range(chance.choice((1, 1, 1, 5))):
+                at = ring._at(begin) + (chance.randrange(32) if chance.random() < 0.4 else 64 + chance.randrange(size + 16))
+                old = ring._bytes[at]
+                ring._bytes[at] = (old + chance.randrange(1, 128)) % 256
+        seen = []
+        while ring.occupancy:
+            try:
+                with ring.get(timeout=0) as data:
+                    seen.append(parse(data))
+            except RecordDamaged:
+                refused += 1
+        assert seen == intact
+        damaged += spoilt
+    assert ring.counts["damaged"] == refused
+    ring.put(b"it goes on")
+    assert drain(ring) == [b"it goes on"]
+    ring.close()
+
+
+def test_two_rings_have_nothing_in_common_and_belong_to_their_owner(ring):
+    other = Ring.create(1 << 16)
+    ring.put(b"mine")
+    assert drain(Ring.attach(other.address)) == []
+    assert os.fstat(ring.fd).st_mode & 0o777 == 0o600
+    assert os.fstat(ring.fd).st_nlink == 0, "it has a name"
+    assert os.readlink(f"/proc/self/fd/{ring.fd}") != os.readlink(f"/proc/self/fd/{other.fd}")
+    address = other.address
+    other.close()
+    other.close()
+    with pytest.raises(OSError):
+        Ring.attach(address)
+    with pytest.raises(OSError, match="no longer this ring"):
+        Ring.attach(ring.address.partition("#")[0] + "#0000000000000000")
+
+
+# ----------------------------------------------------------------------------------------------------- several processes
+
+
+def test_records_of_several_writers_arrive_once_and_in_each_writers_order(ring):
+    def write(writer: int, largest: int) -> None:
+        end, chance = Ring.attach(ring.address), random.Random(writer)
+        for number in range(2000):
+            end.put(body(writer, number, chance.randrange(largest)), timeout=LIMIT)
+
+    writers = [start(write, i, 3000 if i else 100_000) for i in range(3)]
+    seen = collections.defaultdict(list)
+    for _ in range(6000):
+        with ring.get(timeout=LIMIT) as data:
+            writer, number = parse(data)
+            seen[writer].append(number)
+    finish(*writers)
+    assert seen == {writer: list(range(2000)) for writer in range(3)}
+    assert ring.counts == {"written": 6000, "taken": 6000, "damaged": 0} and ring.occupancy == 0
+
+
+@pytest.mark.slow
+def test_soak_of_a_million_records():
+    ring, count = Ring.create(8 << 20), 1_000_000
+
+    def write() -> None:
+        end = Ring.attach(ring.address)
+        for number in range(count):
+            end.put(NOISE[number & 0xFFFF : (number & 0xFFFF) + 8 + (number & 127)], number.to_bytes(8, "little"))
+
+    writer = start(write)
+    for number in range(count):
+        with ring.get(timeout=LIMIT) as data:
+            expected = NOISE[number & 0xFFFF : (number & 0xFFFF) + 8 + (number & 127)]
+            assert data == expected + number.to_bytes(8, "little")
+    finish(writer)
+    assert ring.counts == {"written": count, "taken": count, "damaged": 0} and ring.occupancy == 0
+    ring.close()
+
+
+class Clock:
+    """Time that passes in naps alone, and their number: each costs a core some ten microseconds."""
+
+    def __init__(self):
+        self.now, self.naps = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.naps = self.now + seconds, self.naps + 1
+
+
+def test_a_wait_does_not_burn_a_core(ring, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(ring_module, "time", clock)
+    with pytest.raises(RingTimeout), ring.get(timeout=1):
+        pass
+    assert 1 <= clock.now < 1.1 and clock.naps < 1000
+    ring.put(NOISE[: ring.max_record])
+    ring.put(NOISE[: ring.max_record])
+    before = clock.naps
+    with pytest.raises(RingTimeout):
+        ring.put(b"x", timeout=1)
+    assert 0 < clock.naps - before < 1000
+
+
+# ------------------------------------------------------------------------------------------------------------------ kills
+
+
+def test_there_is_one_reader_and_another_takes_over_when_it_dies(ring):
+    """A reader is killed in the middle of a record: the next one gets that record again."""
+    seen, write = os.pipe()
+
+    def read() -> None:
+        with Ring.attach(ring.address).get() as data:
+            os.write(write, bytes(data[:1]))
+            time.sleep(LIMIT)
+
+    ring.put(b"first")
+    ring.put(b"second")
+    pid = start(read)
+    assert pipe_byte(seen) == b"f"
+    with pytest.raises(RingTimeout, match="another process reads this ring"), ring.get(timeout=0.05):
+        pass
+    kill(pid)
+    with ring.get(timeout=5) as data:
+        assert data == b"first"
+    assert drain(ring) == [b"second"]
+
+
+def test_a_writer_killed_with_the_lock_in_its_hand_holds_nobody_up(ring):
+    seen, write = os.pipe()
+
+    def hold() -> None:
+        assert ring_module._try_lock(Ring.attach(ring.address).fd, ring_module.WRITING)
+        os.write(write, b"!")
+        time.sleep(LIMIT)
+
+    pid = start(hold)
+    pipe_byte(seen)
+    with pytest.raises(RingTimeout):
+        ring.put(b"x", timeout=0.05)
+    kill(pid)
+    ring.put(b"x", timeout=5)
+    assert drain(ring) == [b"x"]
+
+
+@contextlib.contextmanager
+def killed_at_step(step: int):
+    """Kills this process before the given bytecode instruction of what runs inside."""
+    left = step
+
+    def trace(frame, event, _):
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    yield
+    sys.settrace(None)
+
+
+def kill_at_every_step(ring: Ring, run, check) -> int:
+    """Runs run(its own end of the ring) in children killed before its first, second, third ... instruction, until one comes to
+    its end. check(whether it did) after each."""
+    for step in range(10_000):
+
+        def child(step=step) -> None:
+            end = Ring.attach(ring.address)
+            with killed_at_step(step):
+                run(end)
+
+        pid = start(child)
+        _, status = os.waitpid(pid, 0)
+        check(finished := status == 0)
+        if finished:
+            return step
+        assert status == signal.SIGKILL
+    raise AssertionError("it never came to its end")
+
+
+def kill_a_writer_at_every_instruction(unread: list[bytes]) -> None:
+    """Each time from the same state: two records have been taken, and these are still in the ring."""
+    ring, content, outcomes = Ring.create(8192), NOISE[:3000], set()
+
+    def prepare() -> None:
+        for record in [NOISE[:1000], NOISE[:3000], *unread]:
+            ring.put(record, timeout=0)  # nothing that the dead one held is in the way
+        for _ in range(2):
+            with ring.get(timeout=0):
+                pass
+
+    def check(finished: bool) -> None:
+        found = drain(ring)
+        assert found in (unread, [*unread, content]) and (len(found) > len(unread) or not finished)
+        outcomes.add(len(found) - len(unread))
+        assert ring.occupancy == 0
+        prepare()
+
+    prepare()
+    assert kill_at_every_step(ring, lambda end: end.put(content, timeout=1), check) > 100
+    assert outcomes == {0, 1}
+
+
+@in_a_small_process
+def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
+    """Just before a wrap, so that a filler is written too."""
+    kill_a_writer_at_every_instruction([NOISE[5:2005]])
+
+
+@in_a_small_process
+def test_a_writer_killed_at_every_instruction_of_beginning_at_the_start_again():
+    kill_a_writer_at_every_instruction([])
+
+
+@in_a_small_process
+def test_a_reader_killed_at_every_instruction_loses_nothing():
+    """A reader is killed until it has taken two of three records, the second one behind a filler: the next one gets what the
+    dead one had not handled, and at most one record that it had."""
+    ring, contents, handled = Ring.create(16384), [NOISE[i : 3000 + i] for i in range(3)], mmap.mmap(-1, 1)
+    outcomes = set()
+
+    def run(end: Ring) -> None:
+        for content in contents[:2]:
+            with end.get(timeout=1) as data:
+                assert data == content
+                handled[0] += 1
+
+    def check(_) -> None:
+        other = Ring.attach(ring.address)
+        found = drain(other)
+        other.close()  # or the next one would not be the reader
+        assert found == contents[len(contents) - len(found) :], "in order, up to the last"
+        assert handled[0] - 1 <= len(contents) - len(found) <= handled[0]
+        assert ring.occupancy == 0
+        outcomes.add(len(found))
+        handled[0] = 0
+        prepare()
+
+    def prepare() -> None:
+        for content in [NOISE[:3000]] * 4 + contents[:1]:
+            ring.put(content, timeout=0)
+        with contextlib.closing(Ring.attach(ring.address)) as other:
+            for _ in range(4):
+                with other.get(timeout=0):
+                    pass
+        for content in contents[1:]:
+            ring.put(content, timeout=0)
+        assert ring.occupancy > 3 * ring_module._footprint(3000) / ring.capacity, "there is a filler"
+
+    prepare()
+    assert kill_at_every_step(ring, run, check) > 100
+    assert outcomes == {1, 2, 3}
+
+
+@in_a_small_process
+def test_hundreds_of_random_kills():
+    """Three writers and a reader, killed and replaced at random: what was committed is delivered, intact, and the space comes
+    back."""
+    chance, ring = random.Random(2), Ring.create(256 << 10)
+    log, kills = os.memfd_create("log"), 600
+    fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)  # one write at a time, whole
+    returned = memoryview(mmap.mmap(-1, 8 * 2 * kills)).cast("Q")  # by writer: how many puts have returned
+
+    def write(writer: int) -> None:
+        end, sizes = Ring.attach(ring.address), random.Random(writer)
+        for number in range(1 << 40):
+            end.put(body(writer, number, sizes.choice((50, 3000, 100_000))), timeout=LIMIT)
+            returned[writer] = number + 1
+
+    def read() -> None:
+        end = Ring.attach(ring.address)
+        while True:
+            with end.get(timeout=LIMIT) as data:
+                os.write(log, struct.pack("<QQ", *parse(data)))
+
+    names = iter(range(2 * kills))
+    jobs = [lambda: start(write, next(names))] * 3 + [lambda: start(read)]
+    running = [job() for job in jobs]
+    for _ in range(kills):
+        time.sleep(chance.random() * 0.008)
+        i = chance.randrange(len(jobs))
+        kill(running[i])
+        running[i] = jobs[i]()
+    kill(*running)
+    writers = next(names)
+    for record in drain(ring):
+        os.write(log, struct.pack("<QQ", *parse(record)))
+    seen = collections.Counter(struct.iter_unpack("<QQ", os.pread(log, 1 << 30, 0)))
+    for writer in range(writers):
+        committed = returned[writer]
+        mine = {number for who, number in seen if who == writer}
+        assert mine in (set(range(committed)), set(range(committed + 1))), (writer, committed)
+    assert len(seen) > 2000 and seen.total() - len(seen) <= kills, "a killed reader's record comes twice, at most"
+    assert ring.occupancy == 0 and ring.counts["damaged"] == 0
+    ring.put(NOISE[: ring.max_record], timeout=5)
+    assert drain(ring) == [NOISE[: ring.max_record]]
+
+
+def test_nothing_is_left_when_everyone_is_killed():
+    back, out = os.pipe()
+    seen, write = os.pipe()
+
+    def attached(address: str, act) -> None:
+        end = Ring.attach(address)
+        act(end)
+        os.write(write, b"!")
+        time.sleep(LIMIT)
+
+    def group() -> None:
+        os.setpgid(0, 0)
+        made = Ring.create(1 << 20)
+        start(attached, made.address, lambda end: end.put(b"x"))
+        start(attached, made.address, lambda end: end.get().__enter__())
+        pipe_byte(seen), pipe_byte(seen)
+        os.write(out, f"{made.address} {os.readlink(f'/proc/self/fd/{made.fd}')}".encode())
+        time.sleep(LIMIT)
+
+    pid = start(group)
+    assert select.select([back], [], [], LIMIT)[0]
+    address, name = os.read(back, 1000).decode().split(" ", 1)
+    assert name.startswith("/memfd:rl-ring-") and users_of(name)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 60
+    while users_of(name) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not users_of(name)
+    assert not [file for file in os.listdir("/dev/shm") if "rl-ring" in file]
+    with pytest.raises(OSError):
+        Ring.attach(address)
+
+
+def users_of(name: str) -> list[str]:
+    """Processes that have this file mapped."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            found += [pid] if name.removesuffix(" (deleted)") in maps.read() else []
+    return found
