@@ -18,6 +18,8 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
 import json
 from dataclasses import dataclass
 
+from torch import Tensor
+
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
@@ -29,8 +31,9 @@ from rl.algorithm.token_choice import choose_tokens
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
 from rl.learning import delivery, forward_only
-from rl.learning.batch import Batch, MicroBatch, micro_batches
-from rl.learning.learner import FirstLogProbs, Learner, LossMeans
+from rl.learning.batch import Batch, Tokens, micro_batches
+from rl.learning.learner import Learner
+from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
@@ -77,83 +80,81 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
 
 
-def actor_loss(args: Args, batch: Batch, micro: MicroBatch, log_prob, entropy, denominator: float):
-    """One micro-batch's loss, from its log_prob and entropy, [n] each: its shares of the terms of the global mini-batch's loss
-    and of their sum "loss"; what else to report, per token; and the tokens' mask [n]."""
-    advantage, mask, seq = batch.select(micro, "advantage", "mask", "seq")  # [n] each
-    # None were computed where this update's own policy is the old one: the ratio is 1, and its gradient that of log_prob.
-    old = log_prob.detach() if batch.old_log_prob is None else batch.select(micro, "old_log_prob")[0]
-    extra = dict(zip(args.loss_inputs, batch.select(micro, *args.loss_inputs), strict=True))
+def actor_loss(
+    args: Args, t: Tokens, log_prob: Tensor, entropy: Tensor, denominator: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The loss of one micro-batch, with its tokens' log_prob [n] and entropy [n] under the policy. Returns terms and stats.
+    terms: its shares of the terms of the global mini-batch's loss and of their sum "loss". stats: what else to report, [n]."""
+    # Where this update's own policy is the old one, the ratio is 1 and its gradient that of log_prob.
+    old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
-    token_loss, stats = policy_loss(log_prob, old, advantage, mask, seq, **args.loss_knobs, **extra)
-    if not policy_loss.has_ratio:  # what older weights, or the step's earlier updates, sampled is weighed all the same
-        token_loss = token_loss * losses.importance_weight(log_prob, old, mask)
-    if batch.is_weight is not None:
-        token_loss = token_loss * batch.select(micro, "is_weight")[0]
+    inputs = {name: getattr(t, name) for name in args.loss_inputs}
+    token_loss, stats = policy_loss(log_prob, old, t.advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
+    if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
+        token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
+    if t.is_weight is not None:
+        token_loss = token_loss * t.is_weight
     stats["ppo_kl"] = old - log_prob.detach()
 
-    def share(x):  # [n] -> its share of the mini-batch's aggregate
-        return losses.aggregate(x, mask, seq, args.aggregation, denominator)
+    def aggregate(x: Tensor) -> Tensor:  # [n] -> the micro-batch's share of the mini-batch's aggregate
+        return losses.aggregate(x, t.mask, t.seq, args.aggregation, denominator)
 
-    terms = {"pg_loss": share(token_loss), "entropy": share(entropy)}
+    terms = {"pg_loss": aggregate(token_loss), "entropy": aggregate(entropy)}
     loss = terms["pg_loss"]
     if args.entropy_coeff:
         loss = loss - args.entropy_coeff * terms["entropy"]
     if args.use_kl_loss:
-        (ref,) = batch.select(micro, "ref_log_prob")
-        terms["kl_loss"] = share(losses.kl_penalty(log_prob, ref, mask, args.kl_loss_type))
+        terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type))
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
-    return terms | {"loss": loss}, stats, mask
+    return terms | {"loss": loss}, stats
 
 
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
-    """Trains on the batch: one optimizer step a mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    """Trains on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Returns metrics."""
     minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
+    targets = batch.targets  # what follows fills it in, from top to bottom
 
     # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.
     recompute = args.recompute_old_log_probs(len(updates))
     with timer("old_log_prob"):
         if recompute:
-            batch.actor_log_prob = learner.log_probs_of("policy", batch, micros)
-        batch.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else batch.actor_log_prob
+            targets.actor_log_prob = learner.log_probs_of("policy", batch, micros)
+        targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
     if args.needs_reference:
         with timer("ref"):
-            batch.ref_log_prob = learner.log_probs_of("reference", batch, micros)
+            targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
 
-    # Rollout correction, rewards, advantages: token tensors are this rank's; rl/algorithm/whole_batch.py reduces over ranks.
+    # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
-        correct_rollout(args, batch)
-        batch.reward = batch.token_reward()
+        targets.is_weight, targets.rejected = correct_rollout(args, batch)
+        targets.reward = batch.token_reward()
         if args.use_kl_in_reward:
-            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
-            batch.reward = batch.reward - kl_control.coef * kl
+            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_penalty)
+            targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
-        batch.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
-        choose_tokens(args, batch, minis)
+        targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
+        targets.chosen = choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
 
-    # One optimizer step a mini-batch, its gradient gathered from this rank's micro-batches.
+    # The updates. The gradient of a mini-batch is gathered from this rank's micro-batches.
     with timer("update_actor"):
-        means, norms, first = LossMeans(learner.ranks), [], FirstLogProbs(batch)
-        for update, (mini, its_micros) in enumerate(updates):
+        means = LossMeans(batch, learner.ranks)
+        for mini, its_micros in updates:
             denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
+                t = batch.at(micro)
                 log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-                terms, stats, mask = actor_loss(args, batch, micro, log_prob, entropy, denominator)
+                terms, stats = actor_loss(args, t, log_prob, entropy, denominator)
                 terms["loss"].backward()
-                means.add(terms, stats, mask)
-                if update == 0:
-                    first.add(micro, log_prob)
-            metrics |= learner.step()
-            norms.append(metrics["actor/grad_norm"])
-        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+                means.add(t, log_prob, terms, stats)
+            means.end_update(learner.step())
         if not recompute:  # generator and learner are compared all the same
-            batch.actor_log_prob = first.values
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks("actor", len(updates))
+            targets.actor_log_prob = means.first_log_prob
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:

@@ -123,8 +123,8 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         return Batch.of(groups, division)
 
     def rewards_and_advantages(batch: Batch) -> None:
-        batch.reward = batch.token_reward()
-        batch.advantage = whole_batch.advantage(losses.ADVANTAGES["grpo"], batch)
+        batch.targets.reward = batch.token_reward()
+        batch.targets.advantage = whole_batch.advantage(losses.ADVANTAGES["grpo"], batch)
 
     def planned(batch: Batch) -> list[list[Micro]]:
         of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group)
@@ -142,9 +142,10 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
             seconds = {part: [] for part in PARTS}
         division = Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks, args.packs_flat_apart)
         batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
-        batch.actor_log_prob = batch.rollout_log_prob * 1.001
-        batch.old_log_prob = batch.actor_log_prob
-        timed("rollout correction", lambda batch=batch: correct_rollout(args, batch))
+        batch.targets.actor_log_prob = batch.rollout_log_prob * 1.001
+        batch.targets.old_log_prob = batch.targets.actor_log_prob
+        targets = batch.targets
+        targets.is_weight, targets.rejected = timed("rollout correction", functools.partial(correct_rollout, args, batch))
         timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
         mark = functools.partial(forward_only.mark, args, batch, planned(batch))
         timed("forward alone", mark)
@@ -153,7 +154,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         timed("batch_metrics", lambda batch=batch: batch_metrics(batch))
         timed("staleness", lambda batch=batch: staleness_metrics(batch, 3))
         tokens, own = int(batch.lengths.sum()), len(batch.token)
-        del batch, mark
+        del batch, targets, mark
     peak = memory("VmHWM") - before
     return {
         "tokens": tokens,

@@ -26,10 +26,10 @@ class Fates:
     @staticmethod
     def of(batch: Batch) -> "Fates":
         """A collective of the learners."""
-        after = batch.mask if batch.is_weight is None else batch.mask & (batch.is_weight != 0)
-        before = batch.mask if batch.rejected is None else batch.mask | batch.rejected
-        signal = torch.tensor([float((after & (batch.advantage != 0)).any())])
-        counts = torch.stack([batch.by_response(before), batch.by_response(after)])
+        weight = batch.targets.is_weight
+        after = batch.trained if weight is None else batch.trained & (weight != 0)
+        signal = torch.tensor([float((after & (batch.targets.advantage != 0)).any())])
+        counts = torch.stack([batch.by_response(batch.mask), batch.by_response(after)])
         return Fates(*batch.over_ranks(counts), has_signal=bool(batch.over_ranks(signal) > 0))
 
     @property

@@ -31,7 +31,7 @@ def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
-    out |= summarize("critic/rewards", batch.over_ranks(batch.by_response(batch.reward)))
+    out |= summarize("critic/rewards", batch.over_ranks(batch.by_response(batch.targets.reward)))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
@@ -44,7 +44,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def _advantage_metrics(batch: Batch) -> dict[str, float]:
     """critic/advantages/* over the trained tokens; NaN without any."""
     own = [0, 0.0, -math.inf, math.inf]  # how many, their sum, the largest and the smallest
-    for mask, advantage in zip(batch.mask.split(PIECE), batch.advantage.split(PIECE), strict=True):
+    for mask, advantage in zip(batch.trained.split(PIECE), batch.targets.advantage.split(PIECE), strict=True):
         trained = advantage if mask.all() else advantage[mask]
         if len(trained):
             low, high = torch.aminmax(trained)

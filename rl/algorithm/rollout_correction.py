@@ -5,6 +5,7 @@ are weighed or left out by how far the two are apart. Left out: what is reported
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -82,31 +83,28 @@ class RolloutCorrectionArgs:
             raise UserError(f"--rollout-rs, --rollout-rs-threshold: {error}.") from None
 
 
-def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> None:
-    """Sets the batch's is_weight, and takes rejected tokens out of its mask. Piece by piece, since every response has its own,
-    but for weights that are normalised over the batch."""
-    if not args.corrects_rollout:
-        return
+def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(weight of each token, whether it is rejected), [N]; None where nothing is weighed or rejected. Piece by piece, since
+    every response has its own, but for weights that are normalised over the batch."""
+    weight, rejected, actor_log_prob = None, None, batch.targets.actor_log_prob
     low, high = args.weight_bounds
     weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
     if args.weight_level:
-        batch.is_weight = torch.empty_like(batch.actor_log_prob)
+        weight = torch.empty_like(actor_log_prob)
     if args.rejection_criteria:
-        batch.rejected = torch.empty_like(batch.mask)
+        rejected = torch.empty_like(batch.mask)
     if args.weight_level and args.rollout_is_batch_normalize:
-        inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask)
-        weights = lambda *of_batch: losses.rollout_is_weights(*of_batch, **weigh)  # noqa: E731
-        batch.is_weight = whole_batch.on_whole(batch, weights, *inputs)
-    for piece in pieces(batch.seq):
-        inputs = (batch.actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
+        inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
+        weight = whole_batch.on_whole(batch, partial(losses.rollout_is_weights, **weigh), *inputs)
+    for piece in pieces(batch.seq) if args.corrects_rollout else ():
+        inputs = (actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
         seq = batch.seq[piece] - batch.seq[piece][:1]
         if args.weight_level and not args.rollout_is_batch_normalize:
-            batch.is_weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
+            weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
         if args.rejection_criteria:
             kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)
-            batch.rejected[piece] = batch.mask[piece] & ~kept
-    if args.rejection_criteria:
-        batch.mask = batch.mask & ~batch.rejected
+            rejected[piece] = batch.mask[piece] & ~kept
+    return weight, rejected
 
 
 def parse_threshold(text: str) -> Bounds:

@@ -21,9 +21,11 @@ def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, floa
     rollout_is_* are of the weights that --rollout-is token would apply. training/rollout_probs_diff_*: of the trained tokens,
     the difference of the two probabilities."""
     totals = _Totals(args.weight_level or "token", args.weight_bounds)
+    targets = batch.targets
     for piece in pieces(batch.seq):
-        learner, rejected = batch.actor_log_prob[piece], None if batch.rejected is None else batch.rejected[piece]
-        known = (batch.mask[piece] if rejected is None else batch.mask[piece] | rejected) & ~learner.isnan()
+        learner = targets.actor_log_prob[piece]
+        rejected = None if targets.rejected is None else targets.rejected[piece]
+        known = batch.mask[piece] & ~learner.isnan()
         totals.add(learner, batch.rollout_log_prob[piece], known, batch.seq[piece], rejected)
     if batch.ranks:
         totals = _Totals.together(totals.level, totals.bounds, batch.of_each_rank(totals.state()))

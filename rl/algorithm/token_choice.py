@@ -8,12 +8,13 @@ from rl.algorithm.args import AlgorithmArgs
 from rl.learning.batch import Batch
 
 
-def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> None:
-    """Sets the batch's `chosen`, for the losses that single out tokens. minis: the responses [b] of each mini-batch. What is
-    drawn depends on the batch alone: it is the same on every rank, whatever the micro-batches, and after a resume."""
+def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> torch.Tensor | None:
+    """[N] bool, the tokens that the loss singles out; None for a loss that does not. minis: the responses [b] of each
+    mini-batch. What is drawn depends on the batch alone: it is the same on every rank, whatever the micro-batches, and after a
+    resume."""
     loss = losses.POLICY_LOSSES[args.loss_mode]
     if loss.chooses is None:
-        return
+        return None
     options = dict(args.choice_knobs)
     if "generator" in loss.choice_inputs:
         total = int(batch.over_ranks(batch.token.sum()))
@@ -26,4 +27,4 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
             chosen[tokens] = loss.chooses(old[tokens], advantage[tokens], mask[tokens], **options)
         return chosen
 
-    batch.chosen = whole_batch.on_whole(batch, choose, batch.old_log_prob, batch.advantage, batch.mask)
+    return whole_batch.on_whole(batch, choose, batch.targets.old_log_prob, batch.targets.advantage, batch.trained)

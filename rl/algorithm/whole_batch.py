@@ -24,8 +24,8 @@ def mean_of_responses(x: Tensor, batch: "Batch") -> float:
     """Mean over the whole batch's responses of x [N], of each its mean over its trained tokens; 0 if none has any."""
     import losses  # late: a replay says which
 
-    (means,) = losses.sequence_means(batch.mask, batch.seq, x.double())
-    own = means[losses.trained_sequences(batch.mask, batch.seq)]
+    (means,) = losses.sequence_means(batch.trained, batch.seq, x.double())
+    own = means[losses.trained_sequences(batch.trained, batch.seq)]
     total, count = batch.over_ranks(torch.tensor([float(own.sum()), len(own)], dtype=torch.float64)).tolist()
     return total / max(1.0, count)
 
@@ -35,7 +35,7 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
     import losses  # late: a replay says which
 
     tokens = batch.span(mini)
-    mask, seq = batch.mask[tokens], batch.seq[tokens]
+    mask, seq = batch.trained[tokens], batch.seq[tokens]
     own = losses.denominator(mask, seq, mode, len(mini), budget)
     if not (batch.ranks and mode in ADDITIVE):
         return own
@@ -45,8 +45,8 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
 def groups_of_one(batch: "Batch") -> int:
     """The groups of which one response alone is trained: there is one, or the others could not be scored or were rejected."""
     counts = torch.bincount(batch.group)
-    if batch.rejected is not None:
-        counts = torch.bincount(batch.group[batch.over_ranks(batch.by_response(batch.mask)) > 0])
+    if batch.targets.rejected is not None:
+        counts = torch.bincount(batch.group[batch.over_ranks(batch.by_response(batch.trained)) > 0])
     return int((counts == 1).sum())
 
 
@@ -54,15 +54,16 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
     """The estimator's advantages [N]. inputs: its keywords; tensors among them are [B]."""
     import losses  # late: a replay says which
 
+    reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
-        return estimator(batch.reward, batch.mask, batch.seq, batch.group, **inputs)
+        return estimator(reward, mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":
-        return on_whole(batch, lambda r, m, seq: estimator(r, m, seq, batch.group, **inputs), batch.reward, batch.mask)
+        return on_whole(batch, lambda r, m, seq: estimator(r, m, seq, batch.group, **inputs), reward, mask)
     # One token stands for each response: its total, trained if any of its tokens is.
-    totals, trained = (batch.over_ranks(batch.by_response(x)) for x in (batch.reward, batch.mask))
-    of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(batch.reward.dtype)
+    totals, trained = (batch.over_ranks(batch.by_response(x)) for x in (reward, mask))
+    of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(reward.dtype)
     advantages = losses.to_tokens(of_response, batch.seq)
-    return advantages if batch.mask.all() else torch.where(batch.mask, advantages, 0.0)
+    return advantages if mask.all() else torch.where(mask, advantages, 0.0)
 
 
 def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """How groups become what a learner computes on.
 
 `Batch` is the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
-end to end. `MicroBatch` is what one forward pass takes: whole sequences, packed without padding. Left out: `Group`, which a
+end to end; its `Targets` are what `learn` computes of them. `MicroBatch` is what one forward pass takes: whole sequences,
+packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch. Left out: `Group`, which a
 generator sends (rl/samples/group.py).
 """
 
@@ -40,6 +41,20 @@ def of_flat_groups(groups: Iterable[Group]) -> list[bool]:
 
 
 @dataclass
+class Targets:
+    """What the loss of a batch is computed from, in the order in which `learn` finds it: CPU tensors [N], as the batch's."""
+
+    actor_log_prob: torch.Tensor | None = None  # float32, of the policy that starts the step; NaN where it is not known
+    old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
+    ref_log_prob: torch.Tensor | None = None  # float32
+    is_weight: torch.Tensor | None = None  # float32, rollout correction
+    rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
+    reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
+    advantage: torch.Tensor | None = None  # float32
+    chosen: torch.Tensor | None = None  # bool, tokens that clip_cov and kl_cov single out
+
+
+@dataclass
 class Batch:
     """B responses; CPU tensors.
 
@@ -60,7 +75,7 @@ class Batch:
     truncated: torch.Tensor  # [B] bool, the response ran into its budget
     token: torch.Tensor  # [N] int32
     seq: torch.Tensor  # [N] long, the response each token belongs to
-    mask: torch.Tensor  # [N] bool, tokens that are trained
+    mask: torch.Tensor  # [N] bool, tokens that the policy sampled and that may be trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
     here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
@@ -68,18 +83,11 @@ class Batch:
     flat: list[bool] | None = None  # B, whether the group is; None where they are not packed apart
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
-    old_log_prob: torch.Tensor | None = None  # [N] float32, what the ratio is over; None where it is the update's own policy
-    actor_log_prob: torch.Tensor | None = None  # [N] float32, of the policy that starts the step; NaN where it is not known
-    ref_log_prob: torch.Tensor | None = None  # [N] float32
-    reward: torch.Tensor = None  # [N] float32, the score on the last token, less KL penalties
-    advantage: torch.Tensor = None  # [N] float32
-    is_weight: torch.Tensor | None = None  # [N] float32, rollout correction
-    rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
-    chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
     images: BatchImages | None = None  # of its prompts, for a model that takes images
     failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-error zero)
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
+    targets: Targets = field(default_factory=Targets)
 
     @staticmethod
     def of(groups: list[Group], division: Division | None = None) -> Batch:
@@ -138,6 +146,11 @@ class Batch:
     def ranks(self) -> Ranks | None:
         """That hold the others' tokens; None where all are here."""
         return self.division and self.division.ranks
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """[N] bool: the tokens of the mask that the rollout correction leaves in the loss."""
+        return self.mask if self.targets.rejected is None else self.mask & ~self.targets.rejected
 
     @property
     def starts(self) -> torch.Tensor:
@@ -213,9 +226,9 @@ class Batch:
         """What the model's forward takes of a packed row's images; nothing of a model without images."""
         return self.images.inputs(lengths, after, groups, device) if self.images else {}
 
-    def select(self, micro: MicroBatch, *names: str) -> list[torch.Tensor]:
-        """The named [N] fields at the micro-batch's tokens, [n] each, on its device."""
-        return [moved(getattr(self, name)[micro.index], device=micro.labels.device) for name in names]
+    def at(self, micro: MicroBatch) -> Tokens:
+        """The batch and its targets at the micro-batch's tokens."""
+        return Tokens(self, micro)
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
@@ -278,6 +291,30 @@ class MicroBatch:
         )
         labels, routes = batch.token[index].long(), row_of_routes(batch, responses)
         return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
+
+
+class Tokens:
+    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: each [n], on the micro-batch's device, where
+    it is moved when it is first asked for. None where `learn` has not computed it."""
+
+    mask: torch.Tensor  # bool, the tokens that are trained
+    seq: torch.Tensor  # long, the response that each token belongs to: its number in the batch
+    rollout_log_prob: torch.Tensor
+    advantage: torch.Tensor
+    old_log_prob: torch.Tensor | None
+    ref_log_prob: torch.Tensor | None
+    is_weight: torch.Tensor | None
+
+    def __init__(self, batch: Batch, micro: MicroBatch):
+        self._batch, self.micro = batch, micro
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        targets = self._batch.targets
+        of = targets if hasattr(targets, name) else self._batch
+        whole = self._batch.trained if name == "mask" else getattr(of, name)
+        here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
+        setattr(self, name, here)
+        return here
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:

@@ -27,7 +27,8 @@ def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
     if not args.skips_backward:
         return
     in_front = [micro for of_mini in micros for micro in of_mini[:-1]]
-    trained = [int((batch.mask[m.index] & (batch.advantage[m.index] != 0)).count_nonzero()) for m in in_front]
+    trains = batch.trained & (batch.targets.advantage != 0)
+    trained = [int(trains[micro.index].count_nonzero()) for micro in in_front]
     for micro, tokens in zip(in_front, all_reduce_sum(torch.tensor(trained)).tolist(), strict=True):
         micro.forward_only = tokens == 0
 

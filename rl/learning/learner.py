@@ -42,7 +42,7 @@ from rl.model.sequence_parallel import gather_log_probs, share_sequences
 from rl.model.shards import Shards, local
 from rl.ranges import Range
 from rl.ranks.device import default_dtype, is_accelerator, memory_gb, peak_flops
-from rl.ranks.dist import Ranks, all_reduce_sum
+from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
 UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
@@ -361,51 +361,3 @@ class Learner:
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
-
-
-class LossMeans:
-    """A step's report on its loss, whatever the micro-batches and ranks: sums are kept, and divided at the end. The loss's
-    terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        self.terms: dict[str, torch.Tensor] = {}
-        self.stats: dict[str, torch.Tensor] = {}
-        self.tokens = torch.zeros((), dtype=torch.float64)
-
-    def add(self, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """terms: name -> scalar, a micro-batch's share; stats: name -> [n]; mask [n]. Every rank adds the same names."""
-        self.tokens = self.tokens + mask.sum()
-        for name, value in terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
-        for name, value in stats.items():
-            total = torch.where(mask, value.detach(), 0.0).sum().double()
-            self.stats[name] = self.stats.get(name, 0.0) + total
-
-    def over_ranks(self, prefix: str, updates: int) -> dict[str, float]:
-        """prefix/<name> -> mean. A collective."""
-        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the one wait for the device
-        tokens, *sums = all_reduce_sum(own, self._ranks.data_group)
-        over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)
-        names = [*self.terms, *self.stats]
-        return {f"{prefix}/{name}": float(total) / n for name, total, n in zip(names, sums, over, strict=True)}
-
-
-class FirstLogProbs:
-    """The log-probs that a step's first update computes: those of the policy that starts the step."""
-
-    def __init__(self, batch: Batch):
-        self._tokens = len(batch.token)
-        self._computed: list[tuple[torch.Tensor, torch.Tensor]] = []  # (index, log-probs on the device) of each micro-batch
-
-    def add(self, micro: MicroBatch, log_prob: torch.Tensor) -> None:
-        """log_prob [n], on any device."""
-        self._computed.append((micro.index, log_prob.detach()))
-
-    @property
-    def values(self) -> torch.Tensor:
-        """[N] on the CPU; NaN for tokens of later updates."""
-        out = torch.full((self._tokens,), torch.nan)
-        for index, log_prob in self._computed:
-            out[index] = log_prob.cpu()
-        return out

@@ -74,7 +74,7 @@ def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shal
             bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
             assert not bad and metrics["actor/skipped_steps"] == 0, (flags, bad)
         assert torch.isfinite(after).all() and not torch.equal(before, after), flags
-        taught = [bool(batch.advantage.any()) for _, batch in out]
+        taught = [bool(batch.targets.advantage.any()) for _, batch in out]
         assert any(m["actor/grad_norm"] > 0 for m, _ in out) or not any(taught), flags
         steps += taught
     assert sum(steps) > 0.5 * len(steps), "most batches had something to learn"
@@ -84,7 +84,9 @@ def test_remax_compares_with_the_greedy_response(trainer):
     (_, batch), *_ = trainer.steps(2, adv_estimator="remax")
     assert set(batch.baseline.tolist()) <= {0.0, 1.0}
     expected = (batch.score - batch.baseline)[batch.seq]
-    assert torch.equal(batch.advantage, expected) and len(batch.score) == 16, "the greedy response itself is not trained"
+    assert torch.equal(batch.targets.advantage, expected) and len(batch.score) == 16, (
+        "the greedy response itself is not trained"
+    )
     assert all(len(set(batch.baseline[batch.group == g].tolist())) == 1 for g in range(4))
 
 
@@ -120,9 +122,9 @@ def test_kl_in_the_reward(trainer):
     trainer.steps(3, lr=1e-3)
     flags = {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
-    kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, "k3")
+    kl = losses.kl_penalty(batch.targets.old_log_prob, batch.targets.ref_log_prob, batch.mask, "k3")
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(whole_batch.mean_of_responses(kl, batch)) and kl.mean() > 0
-    assert torch.allclose(batch.reward, batch.token_reward() - 0.5 * kl)
+    assert torch.allclose(batch.targets.reward, batch.token_reward() - 0.5 * kl)
     assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
     flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-12, "horizon": 16}
     coefs = [m["actor/reward_kl_penalty_coeff"] for m, _ in trainer.steps(3, **flags)]
@@ -140,7 +142,7 @@ def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer,
         means = []
         for part in (batch.group < 2, batch.group >= 2):
             tokens = part[batch.seq]
-            loss, seq = (-batch.advantage[tokens]).tolist(), batch.seq[tokens].tolist()  # the ratio is 1
+            loss, seq = (-batch.targets.advantage[tokens]).tolist(), batch.seq[tokens].tolist()  # the ratio is 1
             means.append(slow.aggregate(loss, [True] * len(loss), seq, mode, 8, trainer.args.max_response_length))
         if any(means):
             break
@@ -160,16 +162,16 @@ def test_rollout_correction(trainer):
         batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())
-        inputs = (batch.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
+        inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
         if args.weight_level:
             low, high = args.weight_bounds
             expected = losses.rollout_is_weights(*inputs, level=args.weight_level, low=low, high=high)
-            assert torch.equal(batch.is_weight, expected) and batch.is_weight.std() > 0
+            assert torch.equal(batch.targets.is_weight, expected) and batch.targets.is_weight.std() > 0
         if args.rejection_criteria:
-            assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.mask.all()
+            assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.trained.all()
         else:
-            assert batch.mask.all()
+            assert batch.trained.all()
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -188,10 +190,10 @@ def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkey
         results.append((metrics, batch, dict(learner.weights())))
     (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
     known = (batch.group < 4 // updates)[batch.seq]
-    assert known.any() and torch.equal(batch.actor_log_prob.isnan(), ~known)
-    assert torch.equal(batch.actor_log_prob[known], batch_with.actor_log_prob[known])
+    assert known.any() and torch.equal(batch.targets.actor_log_prob.isnan(), ~known)
+    assert torch.equal(batch.targets.actor_log_prob[known], batch_with.targets.actor_log_prob[known])
     if updates == 1:
-        assert metrics == metrics_with and batch.old_log_prob is None
+        assert metrics == metrics_with and batch.targets.old_log_prob is None
     else:
         assert metrics.keys() == metrics_with.keys() and 0 < metrics["training/rollout_probs_diff_max"] < 1e-4
     assert all(torch.equal(weight, weights_with[name]) for name, weight in weights.items())
@@ -254,7 +256,7 @@ def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, fl
         ids = torch.cat([torch.tensor(prompt).long(), batch.token[mine]])
         log_probs = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         log_prob = log_probs.gather(1, batch.token[mine, None])[:, 0]
-        weight, advantage = (log_prob.detach() - batch.rollout_log_prob[mine]).exp(), batch.advantage[mine]
+        weight, advantage = (log_prob.detach() - batch.rollout_log_prob[mine]).exp(), batch.targets.advantage[mine]
         flat = (advantage > 0) & (weight > 1.28) | (advantage < 0) & ((weight < 0.8) | (weight > 3))
         loss, clipped = loss - (weight * advantage * log_prob)[~flat].sum() / len(batch.token), clipped + int(flat.sum())
     loss.backward()

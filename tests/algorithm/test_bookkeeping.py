@@ -34,9 +34,9 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
     """Five groups of four responses, some tokens masked, with log-probs of a learner that differ."""
     rng = np.random.default_rng(seed)
     batch = Batch.of([make_group(t, rng.integers(1, 30, 4), rng=rng, masked=True) for t in range(5)])
-    batch.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
-    batch.reward = batch.token_reward()
-    batch.advantage = losses.grpo(batch.reward, batch.mask, batch.seq, batch.group)
+    batch.targets.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
+    batch.targets.reward = batch.token_reward()
+    batch.targets.advantage = losses.grpo(batch.targets.reward, batch.mask, batch.seq, batch.group)
     return batch, train_sync.Args(**flags)
 
 
@@ -70,30 +70,32 @@ def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize)
     flags = {"rollout_is": level, "rollout_is_batch_normalize": normalize}
     flags |= {"rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": "0.05,0.5_2.0"}
     batch, args = make_batch(**flags)
-    inputs = (batch.actor_log_prob, batch.rollout_log_prob, batch.mask.clone(), batch.seq)
+    inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask.clone(), batch.seq)
     weights = losses.rollout_is_weights(*inputs, level=level, normalize=normalize)
     kept = losses.rollout_rejection_mask(*inputs, criteria=parse_criteria(args.rollout_rs, args.rollout_rs_threshold))
-    correct_rollout(args, batch)
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     assert (
-        torch.equal(batch.is_weight, weights) and torch.equal(batch.mask, kept) and 0 < int(kept.sum()) < int(inputs[2].sum())
+        torch.equal(batch.targets.is_weight, weights)
+        and torch.equal(batch.trained, kept)
+        and 0 < int(kept.sum()) < int(inputs[2].sum())
     )
-    assert torch.equal(batch.rejected, inputs[2] & ~kept)
+    assert torch.equal(batch.targets.rejected, inputs[2] & ~kept)
 
 
 def test_differences_and_advantages_are_of_the_trained_tokens(piece):
     batch, args = make_batch(rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
-    correct_rollout(args, batch)
-    batch.actor_log_prob[3] = torch.nan  # of a later update: not known
-    trained = [i for i, m in enumerate(batch.mask.tolist()) if m]
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
+    batch.targets.actor_log_prob[3] = torch.nan  # of a later update: not known
+    trained = [i for i, m in enumerate(batch.trained.tolist()) if m]
     found = metrics.batch_metrics(batch) | rollout_metrics(args, batch)
-    p, q = batch.actor_log_prob.double().exp().tolist(), batch.rollout_log_prob.double().exp().tolist()
+    p, q = batch.targets.actor_log_prob.double().exp().tolist(), batch.rollout_log_prob.double().exp().tolist()
     apart = [abs(p[i] - q[i]) for i in trained if i != 3]
     expected = {"mean": statistics.mean(apart), "max": max(apart), "std": statistics.stdev(apart)}
     assert {name: found[f"training/rollout_probs_diff_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)
-    advantages = [batch.advantage.tolist()[i] for i in trained]
+    advantages = [batch.targets.advantage.tolist()[i] for i in trained]
     assert found["critic/advantages/mean"] == pytest.approx(statistics.mean(advantages), abs=1e-12)
     assert (found["critic/advantages/min"], found["critic/advantages/max"]) == (min(advantages), max(advantages))
-    rewards = [sum(batch.reward[batch.seq == i].tolist()) for i in range(len(batch.lengths))]
+    rewards = [sum(batch.targets.reward[batch.seq == i].tolist()) for i in range(len(batch.lengths))]
     assert found["critic/rewards/mean"] == pytest.approx(statistics.mean(rewards))
 
 

@@ -21,7 +21,7 @@ def group(ticket: int, scores: list[float], reason: str = "stop") -> Group:
 
 def batch(*groups: Group, signal: bool = True) -> Batch:
     made = Batch.of(list(groups))
-    made.advantage = torch.full((len(made.token),), float(signal))
+    made.targets.advantage = torch.full((len(made.token),), float(signal))
     return made
 
 
@@ -95,8 +95,7 @@ def test_each_kind_is_counted(kind, count, case):
 
 
 def rejected(responses: list[int], of: Batch) -> Batch:
-    of.rejected = torch.isin(of.seq, torch.tensor(responses))
-    of.mask = of.mask & ~of.rejected
+    of.targets.rejected = torch.isin(of.seq, torch.tensor(responses))
     return of
 
 
@@ -134,12 +133,12 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
         lost += [number + i for i in of_group]
         number += sum(score is not None for score in scores)
     gone = torch.isin(made.seq, torch.tensor(lost, dtype=torch.long))
-    made.advantage = torch.zeros(len(made.token))
+    made.targets.advantage = torch.zeros(len(made.token))
     if weights:
-        made.is_weight = (~gone).float()
-        made.advantage[gone] = 1.0  # of tokens that the loss does not count
+        made.targets.is_weight = (~gone).float()
+        made.targets.advantage[gone] = 1.0  # of tokens that the loss does not count
     else:
-        made.rejected, made.mask = gone, ~gone
+        made.targets.rejected = gone
     return made
 
 

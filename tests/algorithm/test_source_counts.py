@@ -102,7 +102,7 @@ def test_there_are_no_more_metrics_than_for_a_few_sources(sources):
     names = [f"s{min(ticket, sources - 1)}" for ticket in range(40)]
     groups = [type(g)(g.ticket, g.prompt_ids, name, g.responses) for g, name in zip(groups, names, strict=True)]
     batch = Batch.of(groups)
-    batch.advantage = torch.ones(len(batch.token))
+    batch.targets.advantage = torch.ones(len(batch.token))
     counts = SourceCounts(Prompts(sources), lambda ticket: (0, min(ticket, sources - 1)), responses=2)
     found = counted({n: v for n, v in counts.of_step(batch, Fates.of(batch), {"stale": [0, 3], "filtered": [39]}).items()})
     assert len(found) == min(sources, MOST) and (OTHERS in found) == (sources > MOST)
@@ -117,10 +117,9 @@ def test_there_are_no_more_metrics_than_for_a_few_sources(sources):
 
 def test_a_response_with_one_trained_token_is_trained_and_one_without_is_rejected():
     batch = Batch.of([make_group(0, [2, 2, 2, 2])])
-    batch.advantage = torch.ones(8)
-    batch.rejected = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0]).bool()
-    batch.mask = ~batch.rejected
-    batch.is_weight = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 2])
+    batch.targets.advantage = torch.ones(8)
+    batch.targets.rejected = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0]).bool()
+    batch.targets.is_weight = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 2])
     fates = Fates.of(batch)
     assert fates.trained.tolist() == [True, False, False, True] and fates.rejected.tolist() == [False, True, True, False]
     assert fates.rejected_share == pytest.approx(6 / 8)

@@ -107,10 +107,10 @@ def test_a_batch_without_any_signal_moves_the_weights_as_zeros_do(models, ranks,
 def test_a_script_that_trains_them_all_the_same_is_told(models, ranks, pays, monkeypatch):
     plain = train_sync.actor_loss
 
-    def with_a_term_of_its_own(args, batch, micro, log_prob, entropy, denominator):
-        terms, stats, mask = plain(args, batch, micro, log_prob, entropy, denominator)
+    def with_a_term_of_its_own(args, t, log_prob, entropy, denominator):
+        terms, stats = plain(args, t, log_prob, entropy, denominator)
         terms["loss"] = terms["loss"] - 1e-3 * log_prob.mean() if len(log_prob) else terms["loss"]
-        return terms, stats, mask
+        return terms, stats
 
     monkeypatch.setattr(train_sync, "actor_loss", with_a_term_of_its_own)
     with pytest.raises(UserError, match="--backward-without-advantage"):

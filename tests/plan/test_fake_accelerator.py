@@ -23,6 +23,7 @@ SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update"],
+    "rl/learning/loss_means.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
     "rl/learning/batch.py": ["one rank", "a rank without work"],
     "rl/learning/batch_images.py": ["images, a frozen tower"],
@@ -91,7 +92,7 @@ MISPLACED += "|Unsupported data type"  # of a sum that belongs on the host
 MISPLACED += (
     "|run_backward .* returned NULL|terminate called"  # a fault that the backward pass meets in a layer loses its words
 )
-QUICK = [("rl/learning/batch.py", "Batch.select"), ("rl/generation/embedded/kv_cache.py", "KVCache.__init__")]
+QUICK = [("rl/learning/batch.py", "Tokens.__getattr__"), ("rl/generation/embedded/kv_cache.py", "KVCache.__init__")]
 
 
 def mutants() -> list[tuple[str, int, str]]:

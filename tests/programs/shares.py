@@ -41,9 +41,9 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
     whole one."""
     generator = torch.Generator().manual_seed(1)
     random = lambda: torch.rand(len(whole.token), generator=generator)[places]  # noqa: E731
-    batch.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
-    batch.old_log_prob = batch.actor_log_prob
-    batch.reward = batch.token_reward() - 0.1 * random()
+    batch.targets.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
+    batch.targets.old_log_prob = batch.targets.actor_log_prob
+    batch.targets.reward = batch.token_reward() - 0.1 * random()
 
 
 def advantages(batch: Batch, args) -> dict[str, torch.Tensor]:
@@ -58,19 +58,19 @@ def advantages(batch: Batch, args) -> dict[str, torch.Tensor]:
 def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     weigh = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
     args = train_sync.Args(rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
-    correct_rollout(args, batch)
-    found = {"weights": batch.is_weight, "rejected": batch.rejected} | advantages(batch, args)
-    batch.advantage = found["advantage by grpo"]
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
+    found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch, args)
+    batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
-        choose_tokens(train_sync.Args(loss_mode=loss, loss_args=knobs), batch, minis)
-        found[f"chosen for {loss}"] = batch.chosen
+        batch.targets.chosen = choose_tokens(train_sync.Args(loss_mode=loss, loss_args=knobs), batch, minis)
+        found[f"chosen for {loss}"] = batch.targets.chosen
     return found
 
 
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
     args = train_sync.Args(rollout_correction="token_tis")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
-    found["mean of responses"] = whole_batch.mean_of_responses(batch.reward, batch)
+    found["mean of responses"] = whole_batch.mean_of_responses(batch.targets.reward, batch)
     found["groups of one"] = whole_batch.groups_of_one(batch)
     for mode in losses.AGGREGATIONS:
         found |= {f"denominator {mode} {i}": whole_batch.denominator(batch, mini, mode, 30) for i, mini in enumerate(minis)}
