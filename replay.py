@@ -190,7 +190,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
         run.record.say(line)
 
     for step in run.steps():
-        run.leave_if_stopped(step - 1)
+        run.stop_if_asked(step - 1)
         batch = run.begin(replay.record.groups(step))
         watched = bad_step.Watch(learner) if replay.stop_at_nan else learner
         try:
@@ -255,4 +255,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.init(replay.args.hang_timeout, replay.args.node_timeout))
+    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.join(replay.args))

@@ -5,8 +5,8 @@
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
         --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
 
-`generate` is a generator's life, `train` a learner's, top to bottom. The schedule is in rl/samples/schedule.py, the
-formulas in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
+`generate` is a generator's life, `train` a learner's, top to bottom; `Args.quota` is the bound of staleness. The formulas are
+in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step trains
 ppo_mini_batch_size * require_batches groups.
 """
 
@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
     first_line.say()
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -29,40 +30,31 @@ from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
 from rl.algorithm.token_choice import choose_tokens
 from rl.data.job import Job
-from rl.generation.generator import make_generator
+from rl.generator_loop import GeneratorLoop
 from rl.learning import forward_only
 from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
-from rl.ranks import dist, process
+from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.rewards.pool import ScoringPool
-from rl.samples.channel import Outbox
-from rl.samples.claims import draws
-from rl.samples.control import ControlBlock
-from rl.samples.group import Group
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import ScheduleArgs, exact
 from rl.samples.stream import Stream
-from rl.samples.tickets import Tickets
 from rl.setup import CommonArgs, make_learner, set_up
-from rl.split import Split, init_split
+from rl.split import Split, join
 from rl.training_run import TrainingRun
 from rl.weights.publisher import Publisher
-from rl.weights.subscriber import Subscriber
 
 
 @dataclass
 class Args(ScheduleArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
 
-
-def make_batch(samples: Stream, step: int) -> list[Group] | None:
-    """Waits for the groups of the step: the oldest of those that have come in. None if the run has to stop."""
-    while not dist.stopping():
-        if groups := samples.take(step):
-            return groups
-        samples.inbox.receive()
-    return None
+    def quota(self, version: int) -> int:
+        """The bound of staleness: how many prompts may have started under the weights of this version, those that were dropped
+        not counted. With a threshold of 0 these are the prompts that the version is published to sample, with 1 also those of
+        the publish after it (AReaL, arXiv 2505.24298, eq. 3; verl's fully async flags)."""
+        ahead = int(exact(self.staleness_threshold) * self.prompts_per_publish)
+        return (version + 1) * self.prompts_per_publish + ahead
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -146,79 +138,44 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 
 
 def generate(args: Args, split: Split, job: Job) -> None:
-    """A generator's life: take new weights, start what the schedule lets start, step the engine, send what is finished."""
-    generator = make_generator(args, job, split.ranks, ScoringPool(args))
-    engine, shared = generator.engine, generator.shared
-    outbox = Outbox(args, split)
-    control, subscriber = ControlBlock(split), Subscriber(split, engine, overlaps=True)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(args, split, job))
-    validated = int(split.store.get("validated"))
-    validating: int | None = None  # the step after which the weights were published that are being validated
-    snapshot = 0
-    while True:
-        # What to do. New weights wait for a validation, which is of one version; no ticket starts while newer weights are due.
-        state = subscriber.in_force(control.read(), busy=bool(generator.working))
-        in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
-        version = engine.version if in_the_way else state.version
-        fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        said = [state.stop, version, fresh, state.engines, state.step, tickets.held]
-        stop, version, fresh, engines, step, held = shared.agree(said)
-        if stop and version == engine.version:  # also the last weights are taken, and verified
-            break
-        if state.snapshot > snapshot:  # for a checkpoint: what is under way here continues after a restart
-            snapshot = state.snapshot
-            outbox.send_snapshot(snapshot, generator.unfinished())
-
-        # New weights, between two engine steps.
-        if version > engine.version:
-            with generator.timer("update_weights"):
-                subscriber.receive(version, args.partial_rollout == "recompute")
-            outbox.report(generator.timer, generator.pool, subscriber.received)
-            if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
-                generator.start_validation(split.share_of(engines, args.rollout_tp))
-                validating = step
-
-        # Fresh tickets, one engine step, and what is finished with it.
-        for ticket in fresh:
-            generator.start(ticket, tickets.partial(ticket))
-        for group in generator.poll(wait=2e-3, held=held):
-            outbox.send_group(group)
-        if validating is not None and not generator.is_validating:
-            outbox.send_rows(validating, engine.version, generator.take_rows(), parts=split.generators)
-            validating = None
-        outbox.flush()
-    outbox.finish(unfinished=generator.tickets)
-    generator.pool.close()
+    """A generator's life: take new weights, start the prompts that the bound of staleness allows, sample one token of every
+    response, send the groups that are scored."""
+    loop = GeneratorLoop(args, split, job)
+    generator = loop.generator
+    while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
+        if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
+            loop.update_weights(todo.version, recompute_kv=args.partial_rollout == "recompute")
+        for ticket in todo.tickets:  # of each: ticket - dropped < args.quota(version)
+            loop.start(ticket)
+        ended = generator.decode()  # responses; they are scored in other processes while the rest is sampled
+        for group in generator.score(ended, idle=todo.idle):
+            loop.send(group)
+    loop.finish()
 
 
 def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish, announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
-    publisher.publish(args.version_at(run.done + 1))
-    samples.published(args.version_at(run.done + 1), run.done)
+    publisher.publish(args.version_at(run.done + 1), run.done)
 
     for step in run.steps():
         version = args.version_at(step)
         with run.timer("wait"):
-            groups = make_batch(samples, step)
-        if groups is None:
-            run.leave(step - 1)
+            groups = samples.wait(step)  # the oldest that have come in
+        run.stop_if_asked(step - 1)
         batch = run.begin(groups)
 
         metrics = learn(args, learner, kl_control, batch, run.timer)
 
-        # Publish: the generators sample with the new weights from their next engine step on.
+        # Publish: the generators sample with the new weights from their next token on.
         if args.publishes_after(step, job.total_steps):
             with run.timer("update_weights"):
-                publisher.publish(version + 1)
-                samples.published(version + 1, step)
+                publisher.publish(version + 1, step)
 
-        metrics |= staleness_metrics(batch, version) | samples.metrics(run.timer) | run.validations(step)
-        metrics |= {"fully_async/count/current_param_version": version}
-        run.log(step, batch, metrics, samples.buffer.take_gone())
+        run.log(step, batch, metrics | staleness_metrics(batch, version))
         run.save_if_due(step)
     publisher.wait()
     run.finish()
@@ -231,5 +188,4 @@ def main(args: Args, split: Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators, args.publish_over)
-    process.run(lambda split: main(args, split), join=lambda: init_split(*meet))
+    process.run(partial(main, args), join=partial(join, args))

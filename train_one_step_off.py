@@ -15,8 +15,8 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
     signals.take()
     first_line.say()
 
-import json
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -29,34 +29,27 @@ from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
 from rl.algorithm.token_choice import choose_tokens
 from rl.data.job import Job
-from rl.generation.generator import Generator, make_generator
-from rl.learning import delivery, forward_only
+from rl.generation.generator import Generator
+from rl.generator_loop import BatchLoop
+from rl.learning import forward_only
 from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.rewards.pool import ScoringPool
 from rl.samples import outlines
-from rl.samples.channel import Outbox
-from rl.samples.control import ControlBlock
 from rl.samples.group import Group
 from rl.samples.schedule import BatchArgs
 from rl.samples.stream import Batches
 from rl.setup import CommonArgs, make_learner, set_up
-from rl.split import Split, SplitArgs, init_split
+from rl.split import Split, SplitArgs, join
 from rl.training_run import TrainingRun
 from rl.weights.publisher import Publisher
-from rl.weights.subscriber import Subscriber
 
 
 @dataclass
 class Args(SplitArgs, BatchArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
-
-    @property
-    def trains_stale(self) -> bool:
-        return True
 
 
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
@@ -158,59 +151,38 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 
 
 def generate(args: Args, split: Split, job: Job) -> None:
-    """A generator's life: batch k (from 0) with the weights of version k - 1, the newest that are ready when it begins."""
-    generator = make_generator(args, job, split.ranks, ScoringPool(args))
-    outbox = Outbox(args, split)
-    control, subscriber = ControlBlock(split), Subscriber(split, generator.engine)
-    start = json.loads(split.store.get("start"))
-    ticket = start["ticket"]
-    for k in range(start["batch"], job.total_steps + 2):  # the last two versions are only validated
-        version = max(start["version"], k - 1)
-        if version > generator.engine.version:
-            with generator.timer("held" if k < job.total_steps else "wait"):
-                control.wait_for(version)
-            with generator.timer("update_weights"):
-                subscriber.receive(version)
-            outbox.report(generator.timer, generator.pool, subscriber.received)
-            if args.validates(version, job.total_steps) and version > start["validated"]:
-                rows = generator.validate()
-                if split.ranks.is_main:
-                    outbox.send_rows(version, version, rows)
+    """A generator's life: batch k, from 0, with the weights of version k - 1, the newest that are ready when it begins."""
+    loop = BatchLoop(args, split, job)
+    for k in range(loop.first, job.total_steps + 2):  # the last two versions are only validated
+        loop.update_weights(k - 1)
         if k < job.total_steps:
-            groups, ticket, metrics = make_batch(args, generator, ticket)
-            groups = delivery.to_first(groups)
-            if split.ranks.is_main:
-                outbox.send_batch(groups, metrics, ticket)
-    outbox.finish(unfinished=[])
-    generator.pool.close()
+            loop.send(*make_batch(args, loop.generator, loop.ticket))
+    loop.finish()
 
 
 def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for a batch, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Batches(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish)
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish, announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
-    publisher.publish(run.done)
-    samples.published(run.done, run.done)
+    publisher.publish(run.done, run.done)
 
     for step in run.steps():
         with run.timer("wait"):
             samples.wait()
         run.save_if_due(step - 1)  # with this batch: the weights that made it are gone
-        run.leave_if_stopped(step - 1)
-        groups, metrics, filtered = samples.take()
+        run.stop_if_asked(step - 1)
+        groups, metrics = samples.take()
         batch = run.begin(groups)
 
         metrics |= learn(args, learner, kl_control, batch, run.timer)
 
         # Publish: the generators make the batch after the next with the new weights.
         with run.timer("update_weights"):
-            publisher.publish(step)
-            samples.published(step, step)
+            publisher.publish(step, step)
 
-        metrics |= staleness_metrics(batch, version=step - 1) | samples.metrics(run.timer) | run.validations(step)
-        run.log(step, batch, metrics, {"filtered": filtered})
+        run.log(step, batch, metrics | staleness_metrics(batch, version=step - 1))
     run.save_if_due(job.total_steps)
     publisher.wait()
     run.finish()
@@ -223,5 +195,4 @@ def main(args: Args, split: Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    meet = (args.generators, args.hang_timeout, args.node_timeout, None, args.publish_over)
-    process.run(lambda split: main(args, split), join=lambda: init_split(*meet))
+    process.run(partial(main, args), join=partial(join, args))

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
     first_line.say()
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import dist, process, signals
 from rl.ranks.timers import Timers
-from rl.rewards.pool import ScoringEvents, ScoringPool, event_metrics
+from rl.rewards.pool import ScoringPool
 from rl.samples import outlines
 from rl.samples.group import Group
 from rl.samples.over_sampling import OverSampleArgs
@@ -152,20 +153,16 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     pool = ScoringPool(args)  # first: it finds out whether --reward can be imported
     learner, kl_control, next_ticket = make_learner(args, job, ranks), KLControl(args), NextTicket()
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
-    parts = {"kl_control": kl_control, "next_ticket": next_ticket, "events": ScoringEvents(pool, ranks)}
-    run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, **parts)
+    run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, kl_control=kl_control, next_ticket=next_ticket)
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)
-    if args.validates(0, job.total_steps) and not run.done:
-        with run.timer("testing"):
-            rows = generator.validate()
-        run.record.log(0, run.validated(0, rows))
+    run.validate_first()
     generator.begin(next_ticket.begin(args.to_start(len(next_ticket.under_way))))
 
     for step in run.steps():
         with run.timer("gen"):
             groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
-        run.leave_if_stopped(step - 1)  # this batch, whole or not, will be made again
+        run.stop_if_asked(step - 1)  # this batch, whole or not, will be made again
         generator.engine.sleep()
         under_way = generator.put_aside() if args.surplus else []
         batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups, under_way)
@@ -177,10 +174,6 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         with run.timer("update_weights"):
             weights.publish(version=step)
 
-        metrics |= event_metrics(parts["events"].state())
-        if args.validates(step, job.total_steps):
-            with run.timer("testing"):
-                metrics |= run.validated(step, generator.validate())
         run.log(step, batch, metrics, {"filtered": filtered})
         run.save_if_due(step)
     pool.close()
@@ -193,4 +186,4 @@ def main(args: Args, ranks: dist.Ranks) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    process.run(lambda ranks: main(args, ranks), join=lambda: dist.init(args.hang_timeout, args.node_timeout))
+    process.run(partial(main, args), join=partial(dist.join, args))

@@ -36,6 +36,11 @@ class SplitArgs:
     torchrun's store holds one, open to the network that the job trusts."""
 
     @property
+    def trains_stale(self) -> bool:
+        """Whether responses may come from weights older than those that the learners train."""
+        return True
+
+    @property
     def engine_sleeps(self) -> bool:
         """Never: generators do not wait for a learner on their device."""
         return False
@@ -146,6 +151,12 @@ def init_split(
     sending = tuple(sum(n.learners for n in launch.nodes()[:sender]) for sender in sorted(set(sender_of.values())))
     split = Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge, sending or (0,))
     return elastic.enter(split, elastic_at, node_timeout) if elastic_at else split
+
+
+def join(args: SplitArgs) -> Split:
+    """`init_split` as a script's flags say."""
+    elastic_at = getattr(args, "elastic_generators", None)
+    return init_split(args.generators, args.hang_timeout, args.node_timeout, elastic_at, args.publish_over)
 
 
 def _check_split(nodes: list[launch.Node], elastic_at: str | None) -> None:

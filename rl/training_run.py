@@ -5,7 +5,7 @@ A part of the script's state that a checkpoint must hold has `state()`, which gi
 
 import json
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from rl.algorithm.fates import Fates
 from rl.algorithm.health import Health
@@ -30,6 +30,7 @@ from rl.record.precision import in_words, precisions
 from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
+from rl.rewards.pool import ScoringEvents, event_metrics
 from rl.samples import outlines
 from rl.samples.group import Group
 from rl.samples.stream import Batches, Stream
@@ -62,6 +63,8 @@ class TrainingRun:
         cannot resume from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
+        if generator:
+            self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
         identity = Identity(args, job.script, job.path, job.prompts)
         if samples:
             samples.introduce(identity)
@@ -149,6 +152,19 @@ class TrainingRun:
             self.saver.best.scored(step, score)
         return metrics
 
+    def validate_first(self) -> None:
+        """Validates the weights that the run begins with; one that resumes has done so. A collective."""
+        if not self.done and (metrics := self._validate(0)):
+            self.record.log(0, metrics)
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """Validates the weights of that step if it is due, in a run whose learners generate; returns the metrics."""
+        if not self.args.validates(step, self.job.total_steps):
+            return {}
+        with self.timer("testing"):
+            rows = self.generator.validate()
+        return self.validated(step, rows)
+
     def validations(self, step: int) -> dict[str, float]:
         """Records all validations that the generators have sent since the last call; returns the newest one's metrics. Before a
         checkpoint it waits for those that a resumed run could not make again, after the last step for all. A collective."""
@@ -181,8 +197,13 @@ class TrainingRun:
         return None if awaited is None or awaited < began_with else awaited
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:
-        """Records the step. A collective. gone: tickets that were not trained, by reason; None in a replay, which does not
-        know them."""
+        """Records the step, after the validation of its weights where one is due. A collective. gone: tickets that were not
+        trained, by reason, where they are made here; None in a replay, which does not know them."""
+        if self.samples:
+            metrics = metrics | self.samples.metrics(step, self.timer) | self.validations(step)
+            gone = self.samples.take_gone()
+        if self.generator:
+            metrics = metrics | event_metrics(self.parts["events"].state()) | self._validate(step)
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
@@ -199,12 +220,11 @@ class TrainingRun:
         if step > self.saver.step and self._saves_after(step):
             self._save(step)
 
-    def leave_if_stopped(self, step: int) -> None:
-        """After SIGTERM on any learner: leaves with a checkpoint of that step, the last that was trained. A collective."""
-        if dist.stopping():
-            self.leave(step)
-
-    def leave(self, step: int) -> NoReturn:
+    def stop_if_asked(self, step: int) -> None:
+        """After SIGTERM on any learner: saves a checkpoint of that step, the last that was trained, and raises Stopped. A
+        collective."""
+        if not dist.stopping():
+            return
         if self.samples:
             self._take_validations()  # those that are here: the checkpoint may cost an older one its place
         self.saver.leave(step, self._save)

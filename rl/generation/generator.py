@@ -109,36 +109,44 @@ class Generator:
             groups.append(work.group(ticket, responses, routes=_prompt_routes(so_far, len(work.prompt.ids))))
         return groups
 
-    def poll(self, wait: float = 0.0, held: bool = False) -> list[Group]:
-        """One engine step, then the groups all of whose responses are finished and scored. With nothing to step it sleeps up to
-        `wait` seconds for a score, and with nothing to score either just so long. held: whether the bound of staleness is the
-        reason why there is nothing to do."""
-        return self._take_done(self._advance(wait, idle="held" if held else "wait")[1])
+    def decode(self) -> list[Output] | None:
+        """Samples the next token of every response under way: one step of the engine. Returns the responses that end with it;
+        None if there was nothing to sample."""
+        if self._unusable or not self.engine.num_unfinished:
+            return None
+        with self.timer("gen"):
+            return self.engine.step()
 
-    def _advance(self, wait: float, step: bool = True, idle: str = "wait") -> tuple[list[int], list[int]]:
-        """What `poll` does until groups are taken, without the engine's step if there shall be `step` none. Returns the keys
-        whose last response has ended, and those that may be done. idle: the timer of a sleep with nothing to do."""
+    def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
+        """Gives the responses that `decode` returned to the scoring pool, and does not wait for it: returns the groups whose
+        responses have all been scored by now. Where nothing was sampled it waits up to `wait` seconds for a score, and with
+        nothing to score either sleeps as long. idle: the timer of that sleep."""
+        return self._take_done(self._take_scores(ended, wait, idle))
+
+    def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
+        """What `score` does until groups are taken. Returns the keys of which all may be done."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
-            return keys, keys
-        ended, scored = [], []
-        if step and self.engine.num_unfinished:
-            with self.timer("gen"):
-                outputs = self.engine.step()
+            return keys
+        if ended is not None:
             with self.timer("score"):
-                for output in outputs:
+                for output in ended:
                     self._submit(output)
                 scored = self.pool.poll()
-            ended = [key for key in dict.fromkeys(output.id[0] for output in outputs) if self.working[key].has_ended]
         elif self.pool.pending:
             with self.timer("score"):
                 scored = self.pool.wait(wait)
         else:
+            scored = []
             with self.timer(idle):
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return ended, list(dict.fromkeys(key for (key, _), _ in scored)) if self.shared.leads else ended
+        return list(dict.fromkeys(key for (key, _), _ in scored)) if self.shared.leads else self._whole(ended or [])
+
+    def _whole(self, ended: list[Output]) -> list[int]:
+        """The keys whose last response is among these."""
+        return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
         """The groups of those that are done; a validation's rows are kept. The engine's first rank hands over, others only drop
@@ -177,7 +185,9 @@ class Generator:
         while len(ended) < len(tickets) or self.pool.pending:
             if self.give_up():
                 return []
-            ended += sorted(self._advance(wait=1.0, step=len(ended) < len(tickets))[0])
+            outputs = self.decode() if len(ended) < len(tickets) else None
+            self._take_scores(outputs, wait=1.0)
+            ended += sorted(self._whole(outputs or []))
         self._put_aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
         return self._take_done(sorted(ended[: len(tickets)]))
@@ -206,7 +216,7 @@ class Generator:
         """Validates with nothing else under way: all rows, in order, on every rank. A collective."""
         self.start_validation()
         while self.is_validating:
-            self.poll(wait=1.0)
+            self.score(self.decode(), wait=1.0)
         gathered = dist.all_gather_bytes(json.dumps(self.take_rows()).encode())
         return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
 

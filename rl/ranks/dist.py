@@ -96,6 +96,11 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
+def join(args) -> Ranks:
+    """`init` with the limits that a script's flags name."""
+    return init(args.hang_timeout, args.node_timeout)
+
+
 def take_name(name: str) -> None:
     """Names this process in what it reports, with its machine where there are several."""
     watchdog.rename(name)

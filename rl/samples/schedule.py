@@ -1,12 +1,7 @@
 """Which prompts make a step, and the async schedule: which ticket may start when.
 
-A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
-start under the weights of version v only if
-
-    k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * trigger_parameter_sync_step
-
-where a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
-flags). Threshold 0 with period 1 is on-policy, 1 is one step off. Left out: drawing tickets (rl/samples/tickets.py), and which
+A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. Which may start under which
+weights is the bound of staleness, `quota` in train_async.py. Left out: drawing tickets (rl/samples/tickets.py), and which
 groups are trained next (rl/samples/buffer.py).
 """
 
@@ -88,11 +83,13 @@ class ScheduleArgs(SplitArgs):
     def trains_stale(self) -> bool:
         return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
 
+    @property
+    def prompts_per_publish(self) -> int:
+        return self.prompts_per_step * self.trigger_parameter_sync_step
+
     def quota(self, version: int) -> int:
-        """Tickets that may have started, the dropped ones not counted, under the weights of this version."""
-        period = self.prompts_per_step * self.trigger_parameter_sync_step
-        threshold = _exact(self.staleness_threshold)
-        return (version + 1) * period + threshold.numerator * period // threshold.denominator
+        """How many tickets may have started under the weights of this version, the dropped ones not counted."""
+        raise NotImplementedError("the bound of staleness is the script's: see Args.quota in train_async.py")
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
@@ -119,7 +116,7 @@ class ScheduleArgs(SplitArgs):
 
 
 @cache
-def _exact(decimal: float) -> Fraction:
+def exact(decimal: float) -> Fraction:
     """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
     return Fraction(str(decimal))
 

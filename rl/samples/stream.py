@@ -6,7 +6,7 @@ that have come in (train_async.py). Every learner holds the same.
 
 import json
 
-from rl.ranks import watchdog
+from rl.ranks import dist, watchdog
 from rl.ranks.timers import Timers
 from rl.record.identity import Identity
 from rl.samples import claims
@@ -31,8 +31,8 @@ class _Samples:
         """Announces to the generators that these weights, those after that step, are ready to be received."""
         self.control.update(version=version, step=step)
 
-    def metrics(self, timer: Timers) -> dict[str, float]:
-        """Since the last call: who waited, what was published, how full the ring is."""
+    def metrics(self, step: int, timer: Timers) -> dict[str, float]:
+        """Of that step, since the last call: who waited, what was published, how full the ring is."""
         return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
 
     def introduce(self, identity: Identity) -> None:
@@ -66,6 +66,7 @@ class Batches(_Samples):
         super().__init__(args, split)
         self._bound = 2 * args.prompts_per_step  # the batch that is trained, and the one after it
         self._next = NextTicket()
+        self._filtered: list[int] = []
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
 
     def open(self) -> None:
@@ -73,19 +74,25 @@ class Batches(_Samples):
         if self.split.ranks.is_main:
             self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
 
-    def metrics(self, timer: Timers) -> dict[str, float]:
-        return super().metrics(timer) | {"fully_async/count/max_required_samples": self._bound}
+    def metrics(self, step: int, timer: Timers) -> dict[str, float]:
+        return super().metrics(step, timer) | {"fully_async/count/max_required_samples": self._bound}
 
     def wait(self) -> None:
         """Waits for the next batch to be whole."""
         while not self.inbox.batches:
             self.inbox.receive()
 
-    def take(self) -> tuple[list[Group], dict[str, float], list[int]]:
-        """The next batch, which is there: its groups, the metrics of its making, and the tickets that were filtered out."""
+    def take(self) -> tuple[list[Group], dict[str, float]]:
+        """The next batch, which is there: its groups, and the metrics of its making."""
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
-        return groups, batch["metrics"], self._next.advance(batch["next_ticket"], groups)
+        self._filtered = self._next.advance(batch["next_ticket"], groups)
+        return groups, batch["metrics"]
+
+    def take_gone(self) -> dict[str, list[int]]:
+        """The tickets that were not trained since the last call, by reason."""
+        gone, self._filtered = self._filtered, []
+        return {"filtered": gone}
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
@@ -123,8 +130,21 @@ class Stream(_Samples):
             while self.crew and not self.crew.names:
                 self.inbox.receive()
 
-    def take(self, step: int) -> list[Group] | None:
-        """The groups of the step: the oldest of those that have come in; None while there are not enough."""
+    def wait(self, step: int) -> list[Group]:
+        """Waits for the groups of the step: the oldest of those that have come in. None of them if the run has to stop. A
+        collective."""
+        while not dist.stopping():
+            if groups := self._take(step):
+                return groups
+            self.inbox.receive()
+        return []
+
+    def take_gone(self) -> dict[str, list[int]]:
+        """The tickets that were not trained since the last call, by reason."""
+        return self.buffer.take_gone()
+
+    def _take(self, step: int) -> list[Group] | None:
+        """The groups of the step; None while there are not enough."""
         self._take_in()
         if self.crew:
             self._reissue()
@@ -145,8 +165,9 @@ class Stream(_Samples):
         else:
             super().published(version, step)
 
-    def metrics(self, timer: Timers) -> dict[str, float]:
-        return super().metrics(timer) | self.buffer.metrics(self._started())
+    def metrics(self, step: int, timer: Timers) -> dict[str, float]:
+        version = {"fully_async/count/current_param_version": self.args.version_at(step)}
+        return super().metrics(step, timer) | self.buffer.metrics(self._started()) | version
 
     def _started(self) -> int:
         return claims.started(self.split.store, self.crew) if self.crew else started(self.split.store)

@@ -1,7 +1,7 @@
 """Weights from the learners to all generators: versioned, streamed in buckets over the bridge, and verified.
 
-    learner:    publisher.publish(version)      takes a copy and returns; a thread sends it while training continues
-    generator:  subscriber.receive(version)     between two engine steps (rl/weights/subscriber.py)
+    learner:    publisher.publish(version, step)    takes a copy and returns; a thread sends it while training continues
+    generator:  subscriber.receive(version)         between two engine steps (rl/weights/subscriber.py)
 
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
@@ -30,7 +30,16 @@ from rl.weights.digests import Digests
 class Publisher:
     """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
 
-    def __init__(self, learner: Learner, split: Split, dtype: torch.dtype, publish: Literal["full", "delta"] = "full"):
+    def __init__(
+        self,
+        learner: Learner,
+        split: Split,
+        dtype: torch.dtype,
+        publish: Literal["full", "delta"] = "full",
+        announce: Callable[[int, int], None] = lambda version, step: None,
+    ):
+        """announce: lets the generators know of each publish, by its version and its step."""
+        self._announce = announce
         self.learner, self.split, self.device = learner, split, split.ranks.device
         shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
         self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
@@ -46,9 +55,9 @@ class Publisher:
             if split.elastic:
                 split.elastic.lobby.serve(self)
 
-    def publish(self, version: int) -> None:
-        """Waits until the publish before has been received, copies the weights (all learners together), and returns; what
-        then goes over the bridge is the copy. The generators have to be sent the version."""
+    def publish(self, version: int, step: int = 0) -> None:
+        """Publishes the weights of that step as this version: waits until the publish before has been received, copies the
+        weights (all learners together), announces the version, and returns. What then goes over the bridge is the copy."""
         self.wait()
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))
@@ -56,6 +65,7 @@ class Publisher:
             self.take_copy()
             self._version = version
         self.send(version)
+        self._announce(version, step)
 
     def take_copy(self) -> None:
         """Copies the weights into the stream that is sent. A collective of the learners."""

@@ -12,7 +12,7 @@ from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
 from rl.plan.simulation import Load, Ranks, Scorers, generate, one_step_off, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Drawn
-from rl.samples.schedule import ScheduleArgs
+from train_async import Args
 
 ONE = Ranks(engines=1, learners=1)
 
@@ -33,8 +33,8 @@ def times(learn=0.0, step=1.0, source="hand", **more) -> ServiceTimes:
     return ServiceTimes(EngineTimes((1,), (step,), **more), LearnerTimes(step=learn, publish=publish), source)
 
 
-def schedule(**flags) -> ScheduleArgs:
-    return ScheduleArgs(ppo_mini_batch_size=flags.pop("prompts", 1), **flags)
+def schedule(**flags) -> Args:
+    return Args(ppo_mini_batch_size=flags.pop("prompts", 1), **flags)
 
 
 def test_sync_by_hand():

@@ -19,7 +19,7 @@ from rl.samples.tickets import started
 from rl.split import init_split
 
 how, calls = os.environ["ROUGH"], 0
-learn, poll, init = train_async.learn, Generator.poll, ControlBlock.__init__
+learn, score, init = train_async.learn, Generator.score, ControlBlock.__init__
 control, finished = None, 0
 
 
@@ -58,7 +58,7 @@ def rough_learn(*arguments):
     return learn(*arguments)
 
 
-def rough_poll(generator, *arguments, **keywords):
+def rough_score(generator, *arguments, **keywords):
     global finished
     strike("generator", 60)
     amid = any(output.token_ids for output in generator.engine.unfinished())
@@ -67,11 +67,11 @@ def rough_poll(generator, *arguments, **keywords):
         finished = -1000
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.04 if how == "slow" else 0.12))
-    done = poll(generator, *arguments, **keywords)
+    done = score(generator, *arguments, **keywords)
     finished += len(done)
     return done
 
 
-train_async.learn, Generator.poll, ControlBlock.__init__ = rough_learn, rough_poll, rough_init
+train_async.learn, Generator.score, ControlBlock.__init__ = rough_learn, rough_score, rough_init
 args = flags.parse(train_async.Args)
 process.run(lambda split: train_async.main(args, split), join=lambda: init_split(args.generators, args.hang_timeout))

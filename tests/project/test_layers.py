@@ -24,7 +24,7 @@ LAYERS = [
     ["algorithm", "weights"],
     ["checkpoint", "replay"],
     ["setup"],
-    ["training_run"],
+    ["training_run", "generator_loop"],
     ["report"],
     ["plan"],
     ["from_verl", "doctor"],

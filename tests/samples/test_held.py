@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 import train_async
-from rl import split
+from rl import generator_loop, split
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
 from rl.generation.scripted import ScriptedEngine
@@ -23,7 +23,6 @@ from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import Outbox
 from rl.samples.control import State
 from rl.samples.idle_meter import IdleMeter
-from rl.samples.schedule import ScheduleArgs
 from rl.samples.tickets import Draws, Tickets, open_tickets, started
 
 TOKEN = 0.02  # seconds of a token; a sleep of the loop is a tenth of it
@@ -121,12 +120,12 @@ class World:
         job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
         patch.setattr("rl.ranks.timers.time", SimpleNamespace(perf_counter=lambda: world.now))
         patch.setattr("rl.generation.generator.time", SimpleNamespace(sleep=world.sleep))
-        patch.setattr(train_async, "make_generator", lambda *_: Generator(world.engine, job, pool, args, shared))
-        patch.setattr(train_async, "ScoringPool", lambda _: pool)
-        patch.setattr(train_async, "ControlBlock", lambda _: self)
-        patch.setattr(train_async, "Outbox", Out)
-        patch.setattr(train_async, "Subscriber", Sub)
-        patch.setattr(train_async, "draws", lambda *_: Draws)
+        patch.setattr(generator_loop, "make_generator", lambda *_: Generator(world.engine, job, pool, args, shared))
+        patch.setattr(generator_loop, "ScoringPool", lambda _: pool)
+        patch.setattr(generator_loop, "ControlBlock", lambda _: self)
+        patch.setattr(generator_loop, "Outbox", Out)
+        patch.setattr(generator_loop, "Subscriber", Sub)
+        patch.setattr(generator_loop, "draws", lambda *_: Draws)
         train_async.generate(args, SimpleNamespace(store=self.store, ranks=None, generators=1), job)
         return self.reports
 
@@ -182,12 +181,12 @@ def test_held_and_without_work_are_told_apart(seed, prompts, period, threshold, 
 
 def test_the_bound_of_the_first_seed_is_verls():
     """64 prompts a mini-batch, a publish after 4 steps, 0.2 of a period ahead: int(64 * 1.2 * 4)."""
-    args = ScheduleArgs(ppo_mini_batch_size=64, trigger_parameter_sync_step=4, staleness_threshold=0.2)
+    args = train_async.Args(ppo_mini_batch_size=64, trigger_parameter_sync_step=4, staleness_threshold=0.2)
     assert SampleBuffer(args).metrics(started=0)["fully_async/count/max_required_samples"] == 307
 
 
 def test_tickets_say_why_none_starts():
-    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=2, staleness_threshold=0)
+    store, args = HashStore(), train_async.Args(ppo_mini_batch_size=2, staleness_threshold=0)
     open_tickets(store)
     tickets = Tickets(store, args, total=4)
 

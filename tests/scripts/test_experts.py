@@ -118,7 +118,7 @@ def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_
     for ticket in range(3):
         stopped.start(ticket)
     for _ in range(9):
-        stopped.poll()
+        stopped.score(stopped.decode())
     so_far = [Group.from_bytes(group.to_bytes()) for group in stopped.unfinished()]
     counts = {len(response.token_ids) for group in so_far for response in group.responses}
     assert 0 in counts and len(counts) > 1
@@ -126,7 +126,7 @@ def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_
         resumed.start(group.ticket, group)
     groups = []
     while resumed.working:
-        groups += resumed.poll(wait=1.0)
+        groups += resumed.score(resumed.decode(), wait=1.0)
     done = {group.ticket: group for group in groups}
     for group in expected:
         if group.ticket not in done:  # it had been handed over before the stop

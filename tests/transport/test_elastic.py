@@ -27,13 +27,13 @@ from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.samples.claims import Claims, key_of, reissue
 from rl.samples.control import ControlBlock
-from rl.samples.schedule import ScheduleArgs
 from rl.samples.tickets import Tickets, drawn, open_tickets, started
 from rl.split import Split
 from rl.transport import elastic
 from rl.transport.elastic import Crew, JoiningBridge, Lobby, MemberHeartbeat, Seat, sealed
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
+from train_async import Args
 
 
 class OwnStore:
@@ -230,7 +230,7 @@ def test_a_member_that_is_not_there_when_it_is_let_in_is_told_to_join_anew(monke
 def test_a_generator_that_joins_starts_nothing_before_its_first_weights(models):
     """It is let in with weights that have been sent and are not announced yet. Those that are announced are not for it, nor is
     what may start under them."""
-    store, args = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), ScheduleArgs()
+    store, args = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), Args()
     lobby, ranks = Lobby(store.clone(), None, SILENT), Ranks(0, 1, 0, torch.device("cpu"))
     crew = Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
     learners = Split("learner", ranks, 1, 0, [Node("here", 0, 1, 0)], 0, store, lobby.links, elastic=crew)

@@ -1,0 +1,145 @@
+"""The surroundings of the algorithm in a generator's loop: what comes next, new weights, validation, mail to the learners.
+
+`GeneratorLoop` is that of train_async.py. What the ranks of one engine do next is decided by the first of them, for all.
+`BatchLoop` is that of train_one_step_off.py, where all of it is known beforehand.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.data.job import Job
+from rl.generation.generator import make_generator
+from rl.learning import delivery
+from rl.rewards.pool import ScoringPool
+from rl.samples.channel import Outbox
+from rl.samples.claims import draws
+from rl.samples.control import ControlBlock
+from rl.samples.group import Group
+from rl.samples.tickets import Tickets
+from rl.setup import CommonArgs
+from rl.split import Split
+from rl.weights.subscriber import Subscriber
+
+
+@dataclass(frozen=True)
+class Next:
+    """What a generator does next."""
+
+    version: int  # of the weights that it samples with
+    tickets: list[int]  # that start under them
+    idle: Literal["held", "wait"]  # why there is nothing to do, if there is nothing: the bound of staleness, or something else
+
+
+class GeneratorLoop:
+    """A generator, its engine, and its ways to the learners."""
+
+    def __init__(self, args: CommonArgs, split: Split, job: Job):
+        self.args, self.split, self.job = args, split, job
+        self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
+        self.engine = self.generator.engine
+        self._outbox = Outbox(args, split)
+        self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
+        total = job.total_steps * args.prompts_per_step
+        self._tickets = Tickets(split.store, args, total, self.generator.shared.engines, draws(args, split, job))
+        self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
+        self._validating: int | None = None  # the step after which the weights were published that are being validated
+        self._snapshot = 0  # the newest step whose checkpoint has been told what is under way here
+        self._engines: list | None = None  # that were at work when the newest weights were published
+        self._step = 0  # after which these were published
+
+    def next(self) -> Next | None:
+        """What to do next; None when the run stops. New weights wait for a validation, which is of one version, and with
+        --partial-rollout off for unfinished responses. No ticket starts while newer weights are due."""
+        generator, engine = self.generator, self.engine
+        self._send_validation()
+        self._outbox.flush()
+        state = self._subscriber.in_force(self._control.read(), busy=bool(generator.working))
+        waits_for_responses = self.args.partial_rollout == "off" and engine.num_unfinished
+        waits = not state.stop and (generator.is_validating or waits_for_responses)
+        version = engine.version if waits else state.version
+        leads = generator.shared.leads
+        tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
+        decision = [state.stop, version, tickets, state.engines, state.step, self._tickets.held]
+        stop, version, tickets, self._engines, self._step, held = generator.shared.agree(decision)
+        if stop and version == engine.version:  # the last weights are taken, too, and verified
+            return None
+        if state.snapshot > self._snapshot:  # for a checkpoint: what is under way here continues after a restart
+            self._snapshot = state.snapshot
+            self._outbox.send_snapshot(self._snapshot, generator.unfinished())
+        return Next(version, tickets, "held" if held else "wait")
+
+    def update_weights(self, version: int, recompute_kv: bool) -> None:
+        """Gives the engine the learners' weights of this version, and begins their validation if it is due. recompute_kv: the
+        KV cache of unfinished responses is computed again."""
+        args, total, generator = self.args, self.job.total_steps, self.generator
+        with generator.timer("update_weights"):
+            self._subscriber.receive(version, recompute_kv)
+        self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
+        if args.validates(version, total) and args.step_of(version, total) > self._validated:
+            generator.start_validation(self.split.share_of(self._engines, args.rollout_tp))
+            self._validating = self._step
+
+    def start(self, ticket: int) -> None:
+        """Starts the ticket's prompt, or lets its responses continue where they were when the run was stopped."""
+        self.generator.start(ticket, self._tickets.partial(ticket))
+
+    def send(self, group: Group) -> None:
+        """Sends a group to the learners."""
+        self._outbox.send_group(group)
+
+    def finish(self) -> None:
+        """Tells the learners what is left unfinished, and ends."""
+        self._outbox.finish(unfinished=self.generator.tickets)
+        self.generator.pool.close()
+
+    def _send_validation(self) -> None:
+        """Sends the rows of a validation that has just ended."""
+        if self._validating is None or self.generator.is_validating:
+            return
+        rows = self.generator.take_rows()
+        self._outbox.send_rows(self._validating, self.engine.version, rows, parts=self.split.generators)
+        self._validating = None
+
+
+class BatchLoop:
+    """The generators of whole batches, each made by one version of the weights."""
+
+    def __init__(self, args: CommonArgs, split: Split, job: Job):
+        self.args, self.split, self.job = args, split, job
+        self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
+        self._outbox = Outbox(args, split)
+        self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.generator.engine)
+        start = json.loads(split.store.get("start"))
+        self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch that is made here
+        self._oldest, self._validated = start["version"], start["validated"]
+
+    def update_weights(self, version: int) -> None:
+        """Waits for the weights of this version, gives them to the engine, and validates them where that is due. Of versions
+        before those that a resumed run begins with it takes the latter."""
+        generator = self.generator
+        waits_as = "held" if version + 1 < self.job.total_steps else "wait"
+        version = max(self._oldest, version)
+        if version <= generator.engine.version:
+            return
+        with generator.timer(waits_as):
+            self._control.wait_for(version)
+        with generator.timer("update_weights"):
+            self._subscriber.receive(version)
+        self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
+        if self.args.validates(version, self.job.total_steps) and version > self._validated:
+            rows = generator.validate()
+            if self.split.ranks.is_main:
+                self._outbox.send_rows(version, version, rows)
+
+    def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
+        """Sends a batch to the learners, with the metrics of its making. A collective of the generators."""
+        self.ticket = next_ticket
+        groups = delivery.to_first(groups)
+        if self.split.ranks.is_main:
+            self._outbox.send_batch(groups, metrics, next_ticket)
+
+    def finish(self) -> None:
+        """Tells the learners that there is no more, and ends."""
+        self._outbox.finish(unfinished=[])
+        self.generator.pool.close()
