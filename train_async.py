@@ -35,12 +35,11 @@ from rl.ranks import dist, process
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.samples.channel import Outbox
-from rl.samples.claims import draws
 from rl.samples.control import ControlBlock
 from rl.samples.group import Group
 from rl.samples.schedule import ScheduleArgs
 from rl.samples.stream import Stream
-from rl.samples.tickets import Tickets
+from rl.samples.tickets import DrawAhead, Tickets
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, init_split
 from rl.training_run import TrainingRun
@@ -150,7 +149,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine, overlaps=True)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, draws(args, split, job))
+    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, DrawAhead)
     validated = int(split.store.get("validated"))
     validating: int | None = None  # the step after which the weights were published that are being validated
     snapshot = 0
@@ -160,8 +159,8 @@ def generate(args: Args, split: Split, job: Job) -> None:
         in_the_way = not state.stop and (generator.is_validating or (args.partial_rollout == "off" and engine.num_unfinished))
         version = engine.version if in_the_way else state.version
         fresh = tickets.take(generator.free_slots, len(generator.tickets), version, state) if shared.leads else []
-        said = [state.stop, version, fresh, state.engines, state.step, tickets.held]
-        stop, version, fresh, engines, step, held = shared.agree(said)
+        said = [state.stop, version, fresh, state.step, tickets.held]
+        stop, version, fresh, step, held = shared.agree(said)
         if stop and version == engine.version:  # also the last weights are taken, and verified
             break
         if state.snapshot > snapshot:  # for a checkpoint: what is under way here continues after a restart
@@ -174,7 +173,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
                 subscriber.receive(version, args.partial_rollout == "recompute")
             outbox.report(generator.timer, generator.pool, subscriber.received)
             if args.validates(version, job.total_steps) and args.step_of(version, job.total_steps) > validated:
-                generator.start_validation(split.share_of(engines, args.rollout_tp))
+                generator.start_validation()
                 validating = step
 
         # Fresh tickets, one engine step, and what is finished with it.
@@ -230,5 +229,5 @@ def main(args: Args, split: Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    meet = (args.generators, args.hang_timeout, args.node_timeout, args.elastic_generators, args.publish_over)
+    meet = (args.generators, args.hang_timeout, args.node_timeout, args.publish_over)
     process.run(lambda split: main(args, split), join=lambda: init_split(*meet))

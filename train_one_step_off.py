@@ -222,5 +222,5 @@ def main(args: Args, split: Split) -> None:
 
 if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
-    meet = (args.generators, args.hang_timeout, args.node_timeout, None, args.publish_over)
+    meet = (args.generators, args.hang_timeout, args.node_timeout, args.publish_over)
     process.run(lambda split: main(args, split), join=lambda: init_split(*meet))

@@ -87,7 +87,7 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
     for rank in range(first + 1, first + number + 1):  # 0 is the learner
         store = connect(port)
         watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
-        split = SimpleNamespace(store=store, role="generator", is_member=False, ranks=SimpleNamespace(is_main=False))
+        split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=False))
         tickets = Tickets(store, schedule(generators), 10**9, generators, DrawAhead)
         ranks.append((ControlBlock(split), tickets, [], watches))
     connect(port).add("ready", number)
@@ -111,7 +111,7 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
     try:
         port = int(server.stdout.readline())
         store = connect(port)
-        learner = SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True))
+        learner = SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True))
         open_tickets(store)
         control = ControlBlock(learner)
         control.update(version=0)

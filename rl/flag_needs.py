@@ -95,11 +95,6 @@ def _ranks(args) -> int:
     return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
 
 
-def _is_elastic(args) -> bool:
-    """Whether the job is one of several that train together: a job of one rank has others to lose then."""
-    return bool(getattr(args, "elastic_generators", None))
-
-
 def _has_run_to_resume(args) -> bool:
     return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
 
@@ -180,10 +175,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
-    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1 or _is_elastic(args), (0,)),),
+    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
-    "cluster_key": (Need("on one node", lambda args: _nodes(args) > 1 or _is_elastic(args)),),
+    "cluster_key": (Need("on one node", lambda args: _nodes(args) > 1),),
     # plan.py
     "calibrate_seconds": (_with("calibrate"),),
     "flat_groups": (_with("filter_groups", unless=(0,)),),

@@ -63,8 +63,6 @@ class TrainingRun:
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
         identity = Identity(args, job.script, job.path, job.prompts)
-        if samples:
-            samples.introduce(identity)
         resumed = resume(args, identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
         if resumed.step:

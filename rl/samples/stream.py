@@ -8,8 +8,6 @@ import json
 
 from rl.ranks import watchdog
 from rl.ranks.timers import Timers
-from rl.record.identity import Identity
-from rl.samples import claims
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import Inbox
 from rl.samples.control import ControlBlock
@@ -34,9 +32,6 @@ class _Samples:
     def metrics(self, timer: Timers) -> dict[str, float]:
         """Since the last call: who waited, what was published, how full the ring is."""
         return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
-
-    def introduce(self, identity: Identity) -> None:
-        """Tells whom it may concern which run this is."""
 
     def close(self) -> list[str]:
         """Waits for the last words of all generators; returns the lines that a run ends with, again at a second call. The
@@ -110,7 +105,7 @@ class Stream(_Samples):
 
     def __init__(self, args: ScheduleArgs, split: Split):
         super().__init__(args, split)
-        self.args, self.crew = args, split.elastic
+        self.args = args
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
         self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
 
@@ -119,15 +114,10 @@ class Stream(_Samples):
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
-        with watchdog.doing("a generator to join"):
-            while self.crew and not self.crew.names:
-                self.inbox.receive()
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of the step: the oldest of those that have come in; None while there are not enough."""
         self._take_in()
-        if self.crew:
-            self._reissue()
         groups = self.buffer.take(step)
         self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
         return groups
@@ -138,30 +128,10 @@ class Stream(_Samples):
 
     def published(self, version: int, step: int) -> None:
         self.buffer.published(version)
-        if self.crew:
-            engines = self.crew.engines(self.args.rollout_tp)
-            self.inbox.validations.expect(step, engines)
-            self.control.update(version=version, step=step, engines=engines)
-        else:
-            super().published(version, step)
+        super().published(version, step)
 
     def metrics(self, timer: Timers) -> dict[str, float]:
-        return super().metrics(timer) | self.buffer.metrics(self._started())
-
-    def _started(self) -> int:
-        return claims.started(self.split.store, self.crew) if self.crew else started(self.split.store)
-
-    def _reissue(self) -> None:
-        """Has the tickets of generators that are gone start again elsewhere."""
-        if self.split.ranks.is_main and (losses := self.crew.unsettled()):
-            tickets = self.buffer.open(drawn(self.split.store))
-            number = (self.control.state.again if self.control.state else 0) + 1
-            if claims.reissue(self.split.store, number, tickets, self.crew.gone, losses == "new"):
-                self.control.update(again=number)
-
-    def introduce(self, identity: Identity) -> None:
-        if self.crew and self.split.ranks.is_main:
-            self.split.store.set("identity", json.dumps(identity.record))
+        return super().metrics(timer) | self.buffer.metrics(started(self.split.store))
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
@@ -182,8 +152,6 @@ class Stream(_Samples):
     def close(self) -> list[str]:
         """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""
         self.control.update(stop=True)
-        if self.crew and self.crew.lobby:
-            self.crew.lobby.closes = True
         lines = super().close()
         self._take_in()
-        return [self.buffer.account(self.inbox.unfinished(), self._started()), *lines]
+        return [self.buffer.account(self.inbox.unfinished(), started(self.split.store)), *lines]

@@ -85,9 +85,9 @@ class Tickets:
         if state.stop:
             self._draws.settle()
             return []
-        share = -(-self.args.quota(0) // (len(state.engines or ()) or self.engines))
+        share = -(-self.args.quota(0) // self.engines)
         most = max(0, min(most, share - under_way))
-        self._draws.have(most, state.again)
+        self._draws.have(most)
         out: list[int] = []
         while 0 <= version == state.version and len(out) < most and self._may_start(version, state.dropped):
             out.append(self._draws.start())

@@ -77,10 +77,10 @@ def _fingerprint(secret: bytes) -> str:
     return hashlib.blake2b(secret, digest_size=16, person=b"fingerprint").hexdigest()
 
 
-def _own_address(towards: str | None) -> str:
-    """This machine's address on the network over which a host, by default the job's first node, is reached; nothing is sent.
-    That host's own is its name, if it knows itself by a loopback address (many an /etc/hosts says so): others resolve it."""
-    host = towards or os.environ.get("MASTER_ADDR", "localhost")
+def _own_address() -> str:
+    """This machine's address on the network over which the job's first node is reached; nothing is sent. The first node's own
+    is its name, if it knows itself by a loopback address (many an /etc/hosts says so): others resolve it."""
+    host = os.environ.get("MASTER_ADDR", "localhost")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         address = probe.getsockname()[0]
@@ -123,11 +123,9 @@ class _Thread:
 
 
 class Receiver(_Thread):
-    """The learners' end: puts what comes from the nodes `senders`, who reach this one as they do `towards`, into its ring."""
+    """The learners' end: puts what comes from the nodes `senders`, into its ring."""
 
-    def __init__(
-        self, ring: Ring, store: Store, senders: list[int | str], cluster_key: str | None = None, towards: str | None = None
-    ):
+    def __init__(self, ring: Ring, store: Store, senders: list[int], cluster_key: str | None = None):
         self.ring = Ring.attach(ring.address)  # a ring object is one thread's end
         self.taken: dict[bytes, int] = {}  # forwarder -> records of it that are in the ring
         secret = _secret(store, cluster_key)
@@ -141,7 +139,7 @@ class Receiver(_Thread):
         port = self.socket.bind_to_random_port("tcp://*")
         super().__init__("receiver")
         for sender in senders:
-            store.set(f"relay/{sender}", json.dumps([f"tcp://{_own_address(towards)}:{port}", _fingerprint(secret)]))
+            store.set(f"relay/{sender}", json.dumps([f"tcp://{_own_address()}:{port}", _fingerprint(secret)]))
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether the client with this public key is let in."""
@@ -180,7 +178,7 @@ class Receiver(_Thread):
 class Forwarder(_Thread):
     """The generators' end: takes what is in the ring of this node, and sends it to its receiver."""
 
-    def __init__(self, ring: Ring, store: Store, node: int | str, cluster_key: str | None = None):
+    def __init__(self, ring: Ring, store: Store, node: int, cluster_key: str | None = None):
         self.ring = Ring.attach(ring.address)
         self.bytes = 0  # sent, without what was sent again
         self.acknowledged = 0  # records

@@ -28,7 +28,7 @@ SPARE = 0.25  # of a node's free memory, what its generators may take for weight
 def has_room(split: Split, size: int, pins: bool) -> bool:
     """Whether this node has memory for a second copy of the weights, of `size` bytes, for each of its generators, of which the
     first decides for all. pins: whether a copy is pinned, which torch rounds up to a power of two."""
-    key = f"weights/room/{split.place}"
+    key = f"weights/room/{split.node}"
     if split.is_first_here:
         needed, free = split.here.generators * (1 << (size - 1).bit_length() if pins else size), available_memory()
         if needed > SPARE * free:
@@ -53,7 +53,7 @@ class Announcements:
         if version not in self._seen:
             with watchdog.doing(f"what was said with version {version} of the weights"):
                 self._seen[version] = State(**json.loads(self._store.get(announces(version))))
-        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot, again=newest.again)
+        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot)
 
 
 class Arrival:

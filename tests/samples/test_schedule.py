@@ -243,7 +243,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
     arrivals, announced = [OnItsWay(lambda: None) for _ in engines], [Announcements(store) for _ in engines]
-    control = ControlBlock(SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True)))
+    control = ControlBlock(SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True)))
     version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived at the first
     while step <= steps:
         idle += 1

@@ -129,8 +129,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish publish_over",
-    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
-    "elastic_generators",
+    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness",
     "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
     "TimeArgs": "calibrate service_times prompt_tokens plot",
 }
@@ -218,7 +217,6 @@ def test_what_hangs_on_the_size_of_the_job(monkeypatch, tmp_path):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
         assert set(look(words, None, "async")) == expected
         assert not look(f"{words} --nnodes 2 --nproc-per-node 2", None, "plan"), "planned for other ranks than these"
-    assert not look(f"{words} --elastic-generators a:1", None, "async"), "one rank has other jobs to lose"
 
 
 def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():
