@@ -26,6 +26,7 @@ from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
 from rl.algorithm.token_choice import choose_tokens
+from rl.background import in_background
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.learning import forward_only
@@ -39,7 +40,7 @@ from rl.samples.control import ControlBlock
 from rl.samples.group import Group
 from rl.samples.schedule import ScheduleArgs
 from rl.samples.stream import Stream
-from rl.samples.tickets import DrawAhead, Tickets
+from rl.samples.tickets import Tickets
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, init_split
 from rl.training_run import TrainingRun
@@ -149,7 +150,8 @@ def generate(args: Args, split: Split, job: Job) -> None:
     engine, shared = generator.engine, generator.shared
     outbox = Outbox(args, split)
     control, subscriber = ControlBlock(split), Subscriber(split, engine, overlaps=True)
-    tickets = Tickets(split.store, args, job.total_steps * args.prompts_per_step, shared.engines, DrawAhead)
+    to_train = job.total_steps * args.prompts_per_step
+    tickets = Tickets(split.store.clone(), args, to_train, shared.engines, in_background)
     validated = int(split.store.get("validated"))
     validating: int | None = None  # the step after which the weights were published that are being validated
     snapshot = 0

@@ -22,12 +22,13 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
+from rl.background import in_background
 from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
 from rl.samples.control import ControlBlock
 from rl.samples.schedule import ScheduleArgs
-from rl.samples.tickets import DrawAhead, Tickets, open_tickets
+from rl.samples.tickets import Tickets, open_tickets
 
 PROCESSES = 4  # of the simulated generators
 LIMIT = timedelta(minutes=10)
@@ -88,7 +89,7 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
         store = connect(port)
         watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
         split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=False))
-        tickets = Tickets(store, schedule(generators), 10**9, generators, DrawAhead)
+        tickets = Tickets(connect(port), schedule(generators), 10**9, generators, in_background)
         ranks.append((ControlBlock(split), tickets, [], watches))
     connect(port).add("ready", number)
     while True:

@@ -107,7 +107,7 @@ class Stream(_Samples):
         super().__init__(args, split)
         self.args = args
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
-        self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
+        self._tickets = {"drawn": 0, "again": [], "unfinished": []}
 
     def open(self) -> None:
         """Lets the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
@@ -146,8 +146,8 @@ class Stream(_Samples):
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Takes back what `snapshot` gave. Tickets under way continue, and those of which nothing is left begin again."""
         self._restore(state)
-        again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
-        self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}
+        again = self.buffer.restore(state["buffer"], groups, state["drawn"])
+        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished}
 
     def close(self) -> list[str]:
         """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""

@@ -12,11 +12,11 @@ said with version 7.
 
 import json
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from rl.background import in_background
 from rl.ranks import watchdog
 from rl.ranks.host import available_memory
 from rl.samples.control import State, announces
@@ -67,8 +67,7 @@ class Arrival:
     def begin(self) -> None:
         """Begins to receive, unless it has begun."""
         if not self._coming:
-            self._coming = Future()
-            threading.Thread(target=self._run, args=(self._coming,), name="weights", daemon=True).start()
+            self._coming = in_background(self._receive, "weights")
 
     def wait(self) -> None:
         """Returns when the version is there; the next one may be received from then on. Raises what went wrong."""
@@ -89,9 +88,3 @@ class Arrival:
                 is_coming = busy
         watchdog.waits_for("newer weights, which are coming in", is_coming)
         return version if is_coming else announced
-
-    def _run(self, coming: Future) -> None:
-        try:
-            coming.set_result(self._receive())
-        except BaseException as error:  # raised again in the main thread
-            coming.set_exception(error)

@@ -140,7 +140,7 @@ def test_no_ticket_starts_any_more_when_the_run_stops():
 
 def test_tickets_that_were_under_way_go_first_each_once():
     store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=8, staleness_threshold=0)
-    open_tickets(store, drawn=12, started=9, again=[2, 5, 11])
+    open_tickets(store, drawn=12, again=[2, 5, 11])
     a, b = Tickets(store, args, 80), Tickets(store, args, 80)
     state = State(version=9, dropped=0)
     assert [a.take(2, 0, 9, state), b.take(3, 0, 9, state), a.take(2, 0, 9, state)] == [[2, 5], [11, 12, 13], [14, 15]]

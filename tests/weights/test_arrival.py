@@ -69,7 +69,7 @@ class Ends:
         learner = SimpleNamespace(parameters=self.parameters, frozen=(), weights=lambda *_: self.parameters.items())
         place = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         common = {"store": store, "ranks": place, "senders": (0,)}
-        common |= {"here": SimpleNamespace(generators=generators), "place": "1"}
+        common |= {"here": SimpleNamespace(generators=generators), "node": 1}
         self.learners = SimpleNamespace(bridge=self.held, role="learner", **common)
         self.publisher = Publisher(learner, self.learners, torch.float32, publish)
         splits = [SimpleNamespace(bridge=bridges[i], is_first_here=i == 1, **common) for i in range(1, len(node_of))]
@@ -261,9 +261,7 @@ def test_room_is_counted_for_all_generators_of_a_node_as_torch_takes_it(monkeypa
     for number, spare in enumerate([0, -1]):
         store, here = HashStore(), SimpleNamespace(generators=3)
         monkeypatch.setattr(arrival, "available_memory", lambda spare=spare: (3 * most + spare) / arrival.SPARE)
-        first, other = (
-            SimpleNamespace(store=store, place="1", here=here, is_first_here=is_first) for is_first in (True, False)
-        )
+        first, other = (SimpleNamespace(store=store, node=1, here=here, is_first_here=is_first) for is_first in (True, False))
         assert [arrival.has_room(split, size, pins) for split in (first, other)] == [not number] * 2
         assert bool(capsys.readouterr().err) == bool(number)
 
