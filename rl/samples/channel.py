@@ -55,7 +55,7 @@ class Outbox:
         self.ring, self.split = _open_ring(split, args.ring_mb), split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
-            self._forwarder = Forwarder(self.ring, split.store, split.node, args.cluster_key)
+            self._forwarder = Forwarder(self.ring, split.store, split.node)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
@@ -158,7 +158,7 @@ class Inbox:
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
         senders = _sends_to(split) if self.ring else []
-        self._receiver = Receiver(self.ring, split.store, senders, args.cluster_key) if senders else None
+        self._receiver = Receiver(self.ring, split.store, senders) if senders else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []

@@ -108,7 +108,7 @@ CASES = [
     ("--from-run a", "--service-times b", "", "plan"),
     ("--from-run a", "--calibrate", "", "plan"),
 ]
-BY_MACHINE = {"node_timeout", "cluster_key"}  # tests of their own
+BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
@@ -209,10 +209,9 @@ def test_the_free_cache_of_an_engine_that_never_sleeps():
     assert not look("--no-free-cache-engine", VLLM, "async") and not look("--free-cache-engine", VLLM)
 
 
-def test_what_hangs_on_the_size_of_the_job(monkeypatch, tmp_path):
-    (tmp_path / "key").write_bytes(b"k" * 64)
-    words = f"--node-timeout 5 --cluster-key {tmp_path / 'key'}"
-    for ranks, nodes, expected in ((1, 1, {"node_timeout", "cluster_key"}), (4, 1, {"cluster_key"}), (4, 2, set())):
+def test_what_hangs_on_the_size_of_the_job(monkeypatch):
+    words = "--node-timeout 5"
+    for ranks, nodes, expected in ((1, 1, {"node_timeout"}), (4, 1, set()), (4, 2, set())):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
         assert set(look(words, None, "async")) == expected
