@@ -187,7 +187,7 @@ class Inbox:
     def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
         watchdog.progress()
         if kind in (GROUP, UNFINISHED):
-            group = outlines.read(body, holder)
+            group = Group.from_bytes(body, holder)
             if kind == GROUP:
                 self.groups.append(group)
                 self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
