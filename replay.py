@@ -3,7 +3,6 @@
     python replay.py runs/demo                                # the same flags: the same weights, bit for bit
     python replay.py runs/demo --loss-mode gspo --lr 3e-5     # what these would have made of the same samples
     python replay.py runs/demo --from-step 120                # from the checkpoint before that step
-    python replay.py runs/demo --stop-at-nan                  # straight to the first bad step, whose micro-batch becomes a file
     torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
 
 The run comes first: its directory, or that of its record. `learn` is that of the script that was run, as it was then; --script
@@ -38,8 +37,7 @@ from rl.ranges import flag
 from rl.ranks import dist, process
 from rl.record.identity import MAY_CHANGE
 from rl.record.provenance import code_digest, digest_of, package_files
-from rl.replay import bad_step  # nothing here imports losses: `load_script` says which
-from rl.replay.recorder import SAMPLES, Record
+from rl.replay.recorder import SAMPLES, Record  # nothing here imports losses: `load_script` says which
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import ScheduleArgs
 
@@ -62,7 +60,6 @@ class Replay:
     script: ModuleType
     args: object  # of the script
     changed: dict[str, tuple]  # flags that are others than in the recorded run: (was, is)
-    stop_at_nan: bool
 
     @property
     def start(self) -> dict:
@@ -85,11 +82,9 @@ def read(words: Sequence[str]) -> Replay:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--from-step", type=int)
     parser.add_argument("--script", type=Path)
-    parser.add_argument("--stop-at-nan", action="store_true")
     own, rest = parser.parse_known_args(words[1:])
     record, run_dir = find(Path(words[0]))
-    wanted = own.from_step or (own.stop_at_nan and bad_step.of(run_dir / "metrics.jsonl")) or record.steps[0]
-    path, first = begin(record, run_dir, wanted)
+    path, first = begin(record, run_dir, own.from_step or record.steps[0])
     start = record.start_of(first)
     try:
         script = load_script(own.script or record.directory / start["file"])
@@ -109,7 +104,7 @@ def read(words: Sequence[str]) -> Replay:
     last = first
     while last + 1 in record.steps and same_settings(record.start_of(last + 1), start):
         last += 1
-    return Replay(record, run_dir, path, first, last, script, args, changed, own.stop_at_nan)
+    return Replay(record, run_dir, path, first, last, script, args, changed)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -192,13 +187,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     for step in run.steps():
         run.stop_if_asked(step - 1)
         batch = run.begin(replay.record.groups(step))
-        watched = bad_step.Watch(learner) if replay.stop_at_nan else learner
-        try:
-            metrics = script.learn(args, watched, kl_control, batch, run.timer)
-        except bad_step.NotFinite as found:
-            run.saver.wait()
-            print(found.write(run.saver.run_dir, step, batch, ranks.rank), flush=True)
-            return
+        metrics = script.learn(args, learner, kl_control, batch, run.timer)
         metrics |= staleness_metrics(batch, args.version_at(step))
         run.log(step, batch, metrics)
         run.save_if_due(step)

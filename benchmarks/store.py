@@ -22,12 +22,13 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
+from rl.background import in_background
 from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
 from rl.samples.control import ControlBlock
 from rl.samples.schedule import ScheduleArgs
-from rl.samples.tickets import DrawAhead, Tickets, open_tickets
+from rl.samples.tickets import Tickets, open_tickets
 
 PROCESSES = 4  # of the simulated generators
 LIMIT = timedelta(minutes=10)
@@ -87,8 +88,8 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
     for rank in range(first + 1, first + number + 1):  # 0 is the learner
         store = connect(port)
         watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
-        split = SimpleNamespace(store=store, role="generator", is_member=False, ranks=SimpleNamespace(is_main=False))
-        tickets = Tickets(store, schedule(generators), 10**9, generators, DrawAhead)
+        split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=False))
+        tickets = Tickets(connect(port), schedule(generators), 10**9, generators, in_background)
         ranks.append((ControlBlock(split), tickets, [], watches))
     connect(port).add("ready", number)
     while True:
@@ -111,7 +112,7 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
     try:
         port = int(server.stdout.readline())
         store = connect(port)
-        learner = SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True))
+        learner = SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True))
         open_tickets(store)
         control = ControlBlock(learner)
         control.update(version=0)

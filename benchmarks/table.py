@@ -216,7 +216,7 @@ def make() -> dict[str, str]:
             rows += rows_of(json.loads(file.read_text()))
     few = [row for what, base in HEADLINES for row in rows if row[0] == what and row[1] and row[2].startswith(base)]
     head = ["", "measured", "against", "ratio"]
-    links = [file.read_text().strip() for name in ("nodes", "joining", "store") if (file := RESULTS / f"{name}.md").exists()]
+    links = [file.read_text().strip() for name in ("nodes", "store") if (file := RESULTS / f"{name}.md").exists()]
     return {"README.md": table(head, few), "docs/benchmarks.md": table(head, rows), "docs/nodes.md": "\n\n".join(links)}
 
 

@@ -86,18 +86,8 @@ def _discount() -> Need:
     return Need(words, lambda args: args.adv_estimator in takers())
 
 
-def _nodes(args) -> int:
-    here = launch.here()
-    return getattr(args, "nnodes", -(-here.world_size // here.local_world_size))  # plan.py has a flag for it
-
-
 def _ranks(args) -> int:
     return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
-
-
-def _is_elastic(args) -> bool:
-    """Whether the job is one of several that train together: a job of one rank has others to lose then."""
-    return bool(getattr(args, "elastic_generators", None))
 
 
 def _has_run_to_resume(args) -> bool:
@@ -180,10 +170,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
-    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1 or _is_elastic(args), (0,)),),
+    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
-    "cluster_key": (Need("on one node", lambda args: _nodes(args) > 1 or _is_elastic(args)),),
     # plan.py
     "calibrate_seconds": (_with("calibrate"),),
     "flat_groups": (_with("filter_groups", unless=(0,)),),
@@ -193,7 +182,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "publish", "cluster_key"}
+NOT_REPLAYED |= {"generators", "ring_mb", "publish"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

@@ -8,12 +8,12 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from rl.background import in_background
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.learning import delivery
 from rl.rewards.pool import ScoringPool
 from rl.samples.channel import Outbox
-from rl.samples.claims import draws
 from rl.samples.control import ControlBlock
 from rl.samples.group import Group
 from rl.samples.tickets import Tickets
@@ -40,12 +40,11 @@ class GeneratorLoop:
         self.engine = self.generator.engine
         self._outbox = Outbox(args, split)
         self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
-        total = job.total_steps * args.prompts_per_step
-        self._tickets = Tickets(split.store, args, total, self.generator.shared.engines, draws(args, split, job))
+        to_train = job.total_steps * args.prompts_per_step
+        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.shared.engines, in_background)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step after which the weights were published that are being validated
         self._snapshot = 0  # the newest step whose checkpoint has been told what is under way here
-        self._engines: list | None = None  # that were at work when the newest weights were published
         self._step = 0  # after which these were published
 
     def next(self) -> Next | None:
@@ -60,8 +59,8 @@ class GeneratorLoop:
         version = engine.version if waits else state.version
         leads = generator.shared.leads
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
-        decision = [state.stop, version, tickets, state.engines, state.step, self._tickets.held]
-        stop, version, tickets, self._engines, self._step, held = generator.shared.agree(decision)
+        decision = [state.stop, version, tickets, state.step, self._tickets.held]
+        stop, version, tickets, self._step, held = generator.shared.agree(decision)
         if stop and version == engine.version:  # the last weights are taken, too, and verified
             return None
         if state.snapshot > self._snapshot:  # for a checkpoint: what is under way here continues after a restart
@@ -77,7 +76,7 @@ class GeneratorLoop:
             self._subscriber.receive(version, recompute_kv)
         self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
         if args.validates(version, total) and args.step_of(version, total) > self._validated:
-            generator.start_validation(self.split.share_of(self._engines, args.rollout_tp))
+            generator.start_validation()
             self._validating = self._step
 
     def start(self, ticket: int) -> None:

@@ -66,8 +66,6 @@ class TrainingRun:
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
         identity = Identity(args, job.script, job.path, job.prompts)
-        if samples:
-            samples.introduce(identity)
         resumed = resume(args, identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
         if resumed.step:

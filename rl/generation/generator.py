@@ -197,13 +197,11 @@ class Generator:
         gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
         return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
 
-    def start_validation(self, share: tuple[int, int] | None = None) -> None:
-        """Gives the engine its share of the validation prompts, val_n times each: by default one of as many as there are
-        engines. share: which of how many, of none if that is 0."""
+    def start_validation(self) -> None:
+        """Gives the engine its share of the validation prompts, val_n times each."""
         a, shared = self.args, self.shared
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
-        first, of = share or (shared.index, shared.engines)
-        for index in range(first, len(self.job.val_prompts), of) if of else ():
+        for index in range(shared.index, len(self.job.val_prompts), shared.engines):
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
 
     def take_rows(self) -> list[dict]:

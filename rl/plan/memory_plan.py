@@ -108,10 +108,6 @@ def make_plan(
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if getattr(args, "elastic_generators", None):  # a job may then have no generators of its own
-        if (learners := machine.nodes * (machine.per_node - args.generators)) < machine.nodes:
-            raise UserError(f"--generators {args.generators} of {machine.per_node} ranks a node leaves no learner. Lower it.")
-        return learners
     if isinstance(args, SplitArgs):
         return machine.split(args.generators, args.rollout_tp).learners
     return machine.colocated(args.rollout_tp).learners

@@ -50,9 +50,6 @@ def plan_time(
 ) -> None:
     """Prints the settings of a job on the machine side by side, and which to take. script: the module's name; args: its
     flags; lengths: --response-lengths. Raises UserError for what cannot be planned."""
-    if getattr(args, "elastic_generators", None):
-        print("Time: generators that come and go are not simulated. Leave --elastic-generators out, and give --generators.")
-        return
     prompt = plan.prompt_tokens or args.max_prompt_length
     workload = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, prompt)
     workload = dataclasses.replace(workload, flat=plan.flat_groups)

@@ -29,31 +29,28 @@ TICK = 0.5  # seconds; of the thread that looks at the other one
 LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
 LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks are gone
 
-_heartbeats: list["Heartbeat"] = []
+_heartbeat: "Heartbeat | None" = None  # this process's own
 
 
 def start(timeout: float) -> None:
     """Begins to give signs of life and to look for the others', who have all met. timeout: in seconds; 0 for never."""
+    global _heartbeat
     here = launch.here()
     if timeout and here.world_size > 1:
-        add(Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, launch.open_store(timedelta(minutes=1))))
-
-
-def add(heartbeat: "Heartbeat") -> None:
-    """One more, towards others than this job's ranks."""
-    _heartbeats.append(heartbeat)
+        store = launch.open_store(timedelta(minutes=1))
+        _heartbeat = Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, store)
 
 
 def rename(name: str) -> None:
     """Tells what others call this process, now that its role is known."""
-    for heartbeat in _heartbeats:
-        heartbeat.name = name
+    if _heartbeat:
+        _heartbeat.name = name
 
 
 def finish() -> None:
     """This rank has come to its end, and is not missed from here on."""
-    for heartbeat in _heartbeats:
-        heartbeat.finish()
+    if _heartbeat:
+        _heartbeat.finish()
 
 
 class Heartbeat:

@@ -28,7 +28,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
     gc.enable()  # it rested while the script imported (rl/ranks/first_line.py)
     streams.outlive_output()
     faulthandler.enable()
-    code, joined, name = 0, None, f"rank {os.environ.get('RANK', 0)}"
+    code, name = 0, f"rank {os.environ.get('RANK', 0)}"
     try:
         if "RANK" in os.environ:
             _die_with_parent()
@@ -54,9 +54,6 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         if signals.stop_requested():  # the others have left already
             failures.leave_to_report()
             os._exit(128 + signal.SIGTERM)
-        is_member = getattr(joined, "is_member", False)
-        if is_member and (why := joined.elastic.why_it_fails(joined.store, failures.lost_connection(error))):
-            fail(UserError(why), name)
         _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()

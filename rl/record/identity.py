@@ -38,14 +38,11 @@ MAY_CHANGE = {
     *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
     *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
-    *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
+    *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
 }
-# What generators that join a run (rl/transport/elastic.py) may have otherwise than its learners.
-SCHEDULE = {"total_training_steps", "total_epochs", "total_rollout_steps", "test_freq", "val_before_train"}
-MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE - {"rollout_tp"}  # the learners divide validations among engines
 
 
 class Identity:
@@ -84,22 +81,6 @@ class Identity:
                 "on with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
             )
         return lines
-
-    def check_joins(self, learners: dict) -> None:
-        """Raises UserError unless generators with this identity sample what learners with that record train."""
-        now, theirs = self.record["flags"], self._with_defaults(learners["flags"])
-        other = [name for name in now if name not in MAY_DIFFER and now[name] != theirs.get(name)]
-        lines = [f"{flag(name)}: {now[name]} here, {theirs.get(name)} there" for name in other]
-        for name, content in self.record["contents"].items():
-            if content != learners["contents"].get(name):
-                lines.append("the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}")
-        if self.script != learners["script"]:
-            lines.append(f"{self.script} here, {learners['script']} there")
-        if lines:
-            raise UserError(
-                "--elastic-generators: this job would generate for another run than the learners' that it joins. Give it their "
-                "flags and files:\n  " + "\n  ".join(lines)
-            )
 
     def _with_defaults(self, flags: dict) -> dict:
         """The flags; those that an older version of the script did not have at their defaults."""

@@ -10,7 +10,7 @@ The row of `at_step` in metrics.jsonl repeats the newest validation that arrived
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,31 +88,20 @@ class Validation:
 class Parts:
     """Validations that arrive in parts, one from each generator."""
 
-    def __init__(self, at_work: Callable[[], set[int | str] | None]):
-        """at_work: returns the names of the generators where these come and go, else None."""
+    def __init__(self):
         self.newest = -1  # the newest step whose validation has arrived whole
-        self._at_work = at_work
         self._parts: dict[int, list[dict]] = {}  # by step
-        self._validators: dict[int, list[int | str]] = {}  # where generators come and go: step -> those that divide it
-
-    def expect(self, step: int, engines: list[int | str]) -> None:
-        """Where generators come and go: those that divide the validation of the weights of that step, if there is one."""
-        if step > self.newest:
-            self._validators[step] = engines
 
     def add(self, part: dict) -> None:
-        self._parts.setdefault(part["step"], []).append(part)
-        self.look()
-
-    def look(self) -> None:
-        """Looks which are whole; to be called when a generator has come or gone."""
-        whole = [step for step in {*self._parts, *self._validators} if self._is_whole(step)]
-        self.newest = max([self.newest, *whole])
+        step = part["step"]
+        self._parts.setdefault(step, []).append(part)
+        if self._is_whole(step):
+            self.newest = max(self.newest, step)
 
     def take(self) -> list[Validation]:
         """Those that are whole, in order of step."""
         whole = sorted(step for step in self._parts if self._is_whole(step))
-        validations = [Validation.of(_complete(self._parts.pop(step))) for step in whole]
+        validations = [Validation.of(self._parts.pop(step)) for step in whole]
         return [validation for validation in validations if validation.rows]
 
     def skip_recorded(self, steps: Iterable[int]) -> None:
@@ -129,20 +118,6 @@ class Parts:
         self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
 
     def _is_whole(self, step: int) -> bool:
-        parts = self._parts.get(step, [])
-        at_work = self._at_work()
-        if at_work is None:
-            return sum(map(_ends, parts)) == parts[0]["parts"]
-        awaited = {*self._validators.get(step, ())} & at_work
-        return awaited <= {part["rank"] for part in parts if _ends(part)}
-
-
-def _ends(record: dict) -> bool:
-    """Whether the record is the last one of its part: a large part is sent as several, in order."""
-    return not record.get("more")
-
-
-def _complete(records: list[dict]) -> list[dict]:
-    """Without those of parts whose end is missing, because their generator was lost."""
-    ended = {record.get("rank") for record in records if _ends(record)}
-    return [record for record in records if record.get("rank") in ended]
+        """Whether all parts are there. A large part is sent as several records, each but the last with "more"."""
+        records = self._parts[step]
+        return sum(not record.get("more") for record in records) == records[0]["parts"]

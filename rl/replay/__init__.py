@@ -1,1 +1,1 @@
-"""What stands behind --record and replay.py: samples recorded, and a micro-batch that was not finite."""
+"""What --record writes and replay.py reads: the samples of a run."""

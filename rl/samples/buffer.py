@@ -113,10 +113,6 @@ class SampleBuffer:
             setattr(self, name, value)
         self._high, self.dropped = set(self._high), Counter(self.dropped)
         self.waiting = {group.ticket: group for group in groups}
-        return self.open(drawn)
-
-    def open(self, drawn: int) -> list[int]:
-        """The tickets, of `drawn` in all, that are neither dealt with nor here."""
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def _drop(self, ticket: int, reason: str) -> None:

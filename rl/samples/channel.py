@@ -18,19 +18,16 @@ from rl.samples import outlines
 from rl.samples.group import Group
 from rl.samples.ring_size import ring_mb_for
 from rl.split import Split, SplitArgs
-from rl.transport.elastic import sealed
 from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
-FROM, CREW = b"F", b"C"  # where generators come and go: a record of a member, and who has come or gone
-MEMBER_BYTES = len(FROM + sealed(b"", 0))  # before the record itself
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
     """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
     join. None on other learners, who get their samples from the first, and where nothing would come through it."""
-    key, makes = f"ring/{split.place}", split.is_first_here and (split.role == "learner" or not split.here.learners)
+    key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _sends_to(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
@@ -43,17 +40,11 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
     return ring
 
 
-def _receiver_of(split: Split) -> int | str:
-    """The name of this node's place at a node with learners."""
-    return f"joined/{split.elastic.member % split.elastic.learning_nodes}" if split.is_member else split.node
-
-
-def _sends_to(split: Split) -> list[int | str]:
+def _sends_to(split: Split) -> list[int]:
     """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
     learning = [number for number, node in enumerate(split.nodes) if node.learners]
     generating = [number for number, node in enumerate(split.nodes) if not node.learners]
-    joining = [f"joined/{learning.index(split.node)}"] if split.elastic and split.here.learners else []
-    return joining + [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
+    return [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
 
 
 class Outbox:
@@ -64,7 +55,7 @@ class Outbox:
         self.ring, self.split = _open_ring(split, args.ring_mb), split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
-            self._forwarder = Forwarder(self.ring, split.store, _receiver_of(split), args.cluster_key)
+            self._forwarder = Forwarder(self.ring, split.store, split.node)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
@@ -89,7 +80,7 @@ class Outbox:
                 size = 0
             pieces[-1].append(encoded)
             size += len(encoded) + 1
-        about = {"rank": self.split.number, "step": step, "version": version, "parts": parts}
+        about = {"rank": self.split.ranks.rank, "step": step, "version": version, "parts": parts}
         for number, piece in enumerate(pieces, 1):
             head = json.dumps(about | {"more": number < len(pieces)}).encode()
             self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
@@ -123,7 +114,7 @@ class Outbox:
             while self._queue:
                 time.sleep(1e-3)
                 self.flush()
-            place = f"handed_over/{self.split.place}"
+            place = f"handed_over/{self.split.node}"
             handed_over = self.split.store.add(place, 1)
             while self._forwarder and handed_over < self.split.here.generators:
                 time.sleep(1e-2)
@@ -148,17 +139,15 @@ class Outbox:
         watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
-        self._send(kind, json.dumps({"rank": self.split.number, **content}).encode())
+        self._send(kind, json.dumps({"rank": self.split.ranks.rank, **content}).encode())
 
     def _send(self, kind: bytes, body: bytes) -> None:
-        self._queue.append((FROM + sealed(kind, self.split.elastic.member), body) if self.split.is_member else (kind, body))
+        self._queue.append((kind, body))
         self.flush()
 
 
 def _outlined(record: bytes) -> bytes:
     """What the other nodes with learners get of a record."""
-    if record[:1] == FROM:
-        return record[:MEMBER_BYTES] + _outlined(record[MEMBER_BYTES:])
     return record[:1] + outlines.outlined(record[1:]) if record[:1] in (GROUP, UNFINISHED) else record
 
 
@@ -168,26 +157,21 @@ class Inbox:
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
-        self.crew = split.elastic
         senders = _sends_to(split) if self.ring else []
-        rest = (args.cluster_key, self.crew and self.crew.host)
-        self._receiver = Receiver(self.ring, split.store, senders, *rest) if senders else None
+        self._receiver = Receiver(self.ring, split.store, senders) if senders else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
         self.last_words: list[dict] = []
         self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
         self._snapshots: list[dict] = []
-        self.validations = Parts(lambda: self.crew and self.crew.names)
-        self._early: list[tuple[bytes, int | None]] = []  # records of members that arrived before the news that these joined
+        self.validations = Parts()
 
     def receive(self, seconds: float = 0.1) -> None:
         """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
         records, wait = [], seconds
         if self._receiver:
             self._receiver.check()
-        if self.crew:
-            records += [CREW + news for news in self.crew.news()]
         with watchdog.doing("a record in the ring"):
             while self.ring:
                 try:
@@ -202,21 +186,8 @@ class Inbox:
 
     def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
         watchdog.progress()
-        if kind == CREW:
-            self.crew.change(body)
-            early, self._early = self._early, []
-            for record, its_holder in early:
-                self._sort(FROM, record, its_holder)
-            self.validations.look()
-            return
-        if kind == FROM:
-            if not self.crew.knows(body):
-                self._early.append((body, holder))
-            elif record := self.crew.open(body, GROUP):
-                self._sort(record[:1], record[1:], holder)
-            return
         if kind in (GROUP, UNFINISHED):
-            group = outlines.read(body, holder)
+            group = Group.from_bytes(body, holder)
             if kind == GROUP:
                 self.groups.append(group)
                 self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
@@ -230,21 +201,15 @@ class Inbox:
             lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
             lists[kind].append(content)
 
-    @property
-    def _at_work(self) -> set[int | str]:
-        """The numbers of all generators."""
-        return self.crew.names if self.crew else {*range(self.generators)}
-
     def have_ended(self) -> bool:
         """Whether every generator has said its last word."""
-        return self._at_work <= {last["rank"] for last in self.last_words}
+        return len(self.last_words) == self.generators
 
     def unfinished_at(self, step: int) -> list[Group]:
         """The responses under way in all generators, which have been asked for them at this step: waits for all. They are
         not in `groups`."""
-        asked = self._at_work
         with watchdog.doing("the generators to say what is under way"):
-            while asked & self._at_work - {said["rank"] for said in self._snapshots if said["step"] == step}:
+            while sum(said["step"] == step for said in self._snapshots) < self.generators:
                 self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
@@ -265,7 +230,7 @@ class Inbox:
 
     def unfinished(self) -> list[int]:
         """Tickets that the generators gave up at their end."""
-        return [ticket for last in self.last_words if last["rank"] in self._at_work for ticket in last["unfinished"]]
+        return [ticket for last in self.last_words for ticket in last["unfinished"]]
 
     def take_validations(self, until: int | None = None) -> list[Validation]:
         """Every validation that has arrived whole since the last call, in order of step. With `until`, waits for that step's (a

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
-from rl.ranks import signals, watchdog
+from rl.ranks import watchdog
 from rl.split import Split
 
 
@@ -18,8 +18,6 @@ class State:
     dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
     snapshot: int = 0  # the step whose checkpoint wants to know what is under way
     stop: bool = False
-    again: int = 0  # lists of tickets that start again since generators were lost
-    engines: list | None = None  # where generators come and go: those that were at work when this version was published
     step: int = 0  # after which these weights were published
 
 
@@ -33,7 +31,6 @@ class ControlBlock:
 
     def __init__(self, split: Split):
         self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
-        self._may_leave = split.is_member
         self.state: State | None = None
         self._number = 0  # of the state
         self._changed, self._error = threading.Condition(), None
@@ -53,10 +50,8 @@ class ControlBlock:
         self.state = new
 
     def read(self) -> State:
-        """The newest state that has come here; waits until there is one. A generator that may leave stops at SIGTERM, without
-        the weights that were announced."""
-        state = self._wait(lambda state: True, "the control block in the store")
-        return replace(state, stop=True, version=-1) if self._may_leave and signals.stop_requested() else state
+        """The newest state that has come here; waits until there is one."""
+        return self._wait(lambda state: True, "the control block in the store")
 
     def wait_for(self, version: int) -> None:
         """Returns when the weights of this version, or newer ones, are ready."""

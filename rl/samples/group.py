@@ -71,6 +71,7 @@ class Group:
             "responses": [
                 [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
             ],
+            "oldest": [int(r.versions.min()) if len(r.versions) else 0 for r in self.responses],
         } | ({"images": self.images} if self.images else {})
         if self.prompt_routes is not None:
             has = [r.routes is not None for r in self.responses]
@@ -85,25 +86,32 @@ class Group:
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
-    def from_bytes(record: bytes | memoryview) -> "Group":
-        """Its arrays are views of the record."""
-        size = struct.unpack_from("<I", record)[0]
-        header = json.loads(bytes(record[4 : 4 + size]))
-        at = 4 + size
+    def from_bytes(record: bytes | memoryview, holder: int | None = None) -> "Group":
+        """The group of a record, or of its outline (rl/samples/outlines.py). Its arrays are views of the record. An outline's
+        tokens cannot be taken for real ones: ids are -1, log-probs NaN."""
+        header, at = _header(record)
+        prompt = np.frombuffer(record, np.int32, header["prompt"], at)
+        at += prompt.nbytes
+        is_outline = at == len(record)
 
-        def take(n: int, dtype) -> np.ndarray:
+        def take(n: int, dtype, absent: float) -> np.ndarray:
             nonlocal at
+            if is_outline:  # takes no memory
+                return np.broadcast_to(np.array(absent, dtype), n)
             array = np.frombuffer(record, dtype, n, at)
             at += array.nbytes
             return array
 
-        prompt = take(header["prompt"], np.int32)
-        arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
-        masks = [take(n, bool) if has_mask else None for n, *_, has_mask in header["responses"]]
+        oldest = header["oldest"] if is_outline else [0] * len(header["responses"])
+        arrays = [
+            [take(n, np.int32, -1), take(n, np.float32, np.nan), take(n, np.int32, version)]
+            for (n, *_), version in zip(header["responses"], oldest, strict=True)
+        ]
+        masks = [take(n, bool, True) if has_mask else None for n, *_, has_mask in header["responses"]]
         prompt_routes, routes = None, [None] * len(masks)
         if "routes" in header:
             dtype, *shape, has = header["routes"]
-            rows = lambda n: take(n * math.prod(shape), dtype).reshape(n, *shape)  # noqa: E731
+            rows = lambda n: take(n * math.prod(shape), dtype, 0).reshape(n, *shape)  # noqa: E731
             prompt_routes = rows(len(prompt))
             routes = [
                 rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
@@ -112,8 +120,20 @@ class Group:
             Response(*of_one, *fields, mask, of_its_tokens)
             for of_one, (_, *fields, _), mask, of_its_tokens in zip(arrays, header["responses"], masks, routes, strict=True)
         ]
-        rest = (header["baseline"], header.get("images", ""), prompt_routes)
+        rest = (header["baseline"], header.get("images", ""), prompt_routes, holder)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
+
+
+def _header(record: bytes | memoryview) -> tuple[dict, int]:
+    """The JSON header of a group's record, and where the arrays begin."""
+    end = 4 + struct.unpack_from("<I", record)[0]
+    return json.loads(bytes(record[4:end])), end
+
+
+def head_bytes(record: bytes | memoryview) -> int:
+    """The length of a record's beginning, to the end of the prompt."""
+    header, end = _header(record)
+    return end + header["prompt"] * np.dtype(np.int32).itemsize
 
 
 def join_records(records: Iterable[bytes]) -> bytes:

@@ -88,8 +88,6 @@ class IdleMeter:
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
             return None, "too few steps to say who waits for whom"
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
-        if self.split.elastic:  # how many generate is not the job's to say
-            return "elastic", verdict(1, 1, None, *idle)[1].partition(":")[0]
         return verdict(self.split.generators, self.split.learners, self._nodes_alike(), *idle)
 
     def _nodes_alike(self) -> int | None:
@@ -97,4 +95,4 @@ class IdleMeter:
         return len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
 
     def _has_choice(self) -> bool:
-        return bool(self.split.elastic) or has_choice(self.split.generators, self.split.learners, self._nodes_alike())
+        return has_choice(self.split.generators, self.split.learners, self._nodes_alike())

@@ -64,9 +64,6 @@ class ScheduleArgs(SplitArgs):
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
     """Age in versions of the oldest token that may be trained; each publish makes a version. By default
     --staleness-threshold alone bounds the age."""
-    elastic_generators: str | None = None
-    """HOST:PORT of the first learner at which generators may join and leave while the learners continue: torchrun jobs of their
-    own, in which every rank generates (docs/nodes.md). The same for all."""
     stale: Literal["drop", "wait"] = "drop"
     """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
     groups before these get too old."""
@@ -104,9 +101,6 @@ class ScheduleArgs(SplitArgs):
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
-        host, _, port = (self.elastic_generators or "host:1").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise UserError(f"--elastic-generators {self.elastic_generators}: give HOST:PORT, such as node1:29600.")
         if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
             raise UserError(
                 f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "

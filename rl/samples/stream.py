@@ -8,8 +8,6 @@ import json
 
 from rl.ranks import dist, watchdog
 from rl.ranks.timers import Timers
-from rl.record.identity import Identity
-from rl.samples import claims
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import Inbox
 from rl.samples.control import ControlBlock
@@ -34,9 +32,6 @@ class _Samples:
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         """Of that step, since the last call: who waited, what was published, how full the ring is."""
         return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
-
-    def introduce(self, identity: Identity) -> None:
-        """Tells whom it may concern which run this is."""
 
     def close(self) -> list[str]:
         """Waits for the last words of all generators; returns the lines that a run ends with, again at a second call. The
@@ -117,18 +112,15 @@ class Stream(_Samples):
 
     def __init__(self, args: ScheduleArgs, split: Split):
         super().__init__(args, split)
-        self.args, self.crew = args, split.elastic
+        self.args = args
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
-        self._tickets = {"drawn": 0, "started": 0, "again": [], "unfinished": []}
+        self._tickets = {"drawn": 0, "again": [], "unfinished": []}
 
     def open(self) -> None:
         """Lets the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
-        with watchdog.doing("a generator to join"):
-            while self.crew and not self.crew.names:
-                self.inbox.receive()
 
     def wait(self, step: int) -> list[Group]:
         """Waits for the groups of the step: the oldest of those that have come in. None of them if the run has to stop. A
@@ -146,8 +138,6 @@ class Stream(_Samples):
     def _take(self, step: int) -> list[Group] | None:
         """The groups of the step; None while there are not enough."""
         self._take_in()
-        if self.crew:
-            self._reissue()
         groups = self.buffer.take(step)
         self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
         return groups
@@ -158,31 +148,11 @@ class Stream(_Samples):
 
     def published(self, version: int, step: int) -> None:
         self.buffer.published(version)
-        if self.crew:
-            engines = self.crew.engines(self.args.rollout_tp)
-            self.inbox.validations.expect(step, engines)
-            self.control.update(version=version, step=step, engines=engines)
-        else:
-            super().published(version, step)
+        super().published(version, step)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         version = {"fully_async/count/current_param_version": self.args.version_at(step)}
-        return super().metrics(step, timer) | self.buffer.metrics(self._started()) | version
-
-    def _started(self) -> int:
-        return claims.started(self.split.store, self.crew) if self.crew else started(self.split.store)
-
-    def _reissue(self) -> None:
-        """Has the tickets of generators that are gone start again elsewhere."""
-        if self.split.ranks.is_main and (losses := self.crew.unsettled()):
-            tickets = self.buffer.open(drawn(self.split.store))
-            number = (self.control.state.again if self.control.state else 0) + 1
-            if claims.reissue(self.split.store, number, tickets, self.crew.gone, losses == "new"):
-                self.control.update(again=number)
-
-    def introduce(self, identity: Identity) -> None:
-        if self.crew and self.split.ranks.is_main:
-            self.split.store.set("identity", json.dumps(identity.record))
+        return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
@@ -197,14 +167,12 @@ class Stream(_Samples):
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Takes back what `snapshot` gave. Tickets under way continue, and those of which nothing is left begin again."""
         self._restore(state)
-        again, count = self.buffer.restore(state["buffer"], groups, state["drawn"]), state["drawn"]
-        self._tickets = {"drawn": count, "started": count - len(again), "again": again, "unfinished": unfinished}
+        again = self.buffer.restore(state["buffer"], groups, state["drawn"])
+        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished}
 
     def close(self) -> list[str]:
         """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""
         self.control.update(stop=True)
-        if self.crew and self.crew.lobby:
-            self.crew.lobby.closes = True
         lines = super().close()
         self._take_in()
-        return [self.buffer.account(self.inbox.unfinished(), self._started()), *lines]
+        return [self.buffer.account(self.inbox.unfinished(), started(self.split.store)), *lines]

@@ -35,13 +35,11 @@ LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pi
 LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
 
 
-def senders(nodes: Sequence[launch.Node], one: bool = False) -> dict[int, int]:
+def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
     """By node with generators, the node whose first learner sends to it: itself where it has learners; the others take turns
-    over all that have. one: the first of these sends to all. Empty in a job without learners."""
+    over all that have."""
     learning = [number for number, node in enumerate(nodes) if node.learners]
     turn, generating = itertools.cycle(learning), [number for number, node in enumerate(nodes) if node.generators]
-    if one or not learning:
-        return dict.fromkeys(generating, learning[0]) if learning else {}
     return {number: number if nodes[number].learners else next(turn) for number in generating}
 
 
@@ -89,7 +87,7 @@ class Bridge:
     def broadcast(self, tensor: torch.Tensor):
         """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
         a generator's tensor is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
-        over_network = broadcast_from_first(self.group, tensor) if self.group else None
+        over_network = self.group.broadcast([tensor], dist.BroadcastOptions()) if self.group else None
         if not self.slots:
             return over_network
         if not self.slots.is_first:
@@ -98,15 +96,6 @@ class Bridge:
             self.slots.lay_open(tensor)
             return Handle(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
         return Handle(over_network.wait, partial(self.slots.lay_open, tensor))
-
-
-def broadcast_from_first(group, tensor: torch.Tensor, timeout: timedelta | None = None):
-    """Starts a broadcast in a group apart; returns a handle to wait on. timeout: by default the group's."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    if timeout:
-        options.timeout = timeout
-    return group.broadcast([tensor], options)
 
 
 class Handle:

@@ -12,11 +12,11 @@ said with version 7.
 
 import json
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from rl.background import in_background
 from rl.ranks import watchdog
 from rl.ranks.host import available_memory
 from rl.samples.control import State, announces
@@ -28,7 +28,7 @@ SPARE = 0.25  # of a node's free memory, what its generators may take for weight
 def has_room(split: Split, size: int, pins: bool) -> bool:
     """Whether this node has memory for a second copy of the weights, of `size` bytes, for each of its generators, of which the
     first decides for all. pins: whether a copy is pinned, which torch rounds up to a power of two."""
-    key = f"weights/room/{split.place}"
+    key = f"weights/room/{split.node}"
     if split.is_first_here:
         needed, free = split.here.generators * (1 << (size - 1).bit_length() if pins else size), available_memory()
         if needed > SPARE * free:
@@ -53,7 +53,7 @@ class Announcements:
         if version not in self._seen:
             with watchdog.doing(f"what was said with version {version} of the weights"):
                 self._seen[version] = State(**json.loads(self._store.get(announces(version))))
-        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot, again=newest.again)
+        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot)
 
 
 class Arrival:
@@ -67,8 +67,7 @@ class Arrival:
     def begin(self) -> None:
         """Begins to receive, unless it has begun."""
         if not self._coming:
-            self._coming = Future()
-            threading.Thread(target=self._run, args=(self._coming,), name="weights", daemon=True).start()
+            self._coming = in_background(self._receive, "weights")
 
     def wait(self) -> None:
         """Returns when the version is there; the next one may be received from then on. Raises what went wrong."""
@@ -89,9 +88,3 @@ class Arrival:
                 is_coming = busy
         watchdog.waits_for("newer weights, which are coming in", is_coming)
         return version if is_coming else announced
-
-    def _run(self, coming: Future) -> None:
-        try:
-            coming.set_result(self._receive())
-        except BaseException as error:  # raised again in the main thread
-            coming.set_exception(error)

@@ -47,13 +47,9 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
-        self._whole = self.plan  # what a generator gets first
-        self._reading, self._has_copy = threading.Lock(), threading.Event()  # the lock is held by whoever uses the copy
         if split.bridge:
             self._stream = self._new()
             split.store.set("weights/plan", self.plan.to_json())
-            if split.elastic:
-                split.elastic.lobby.serve(self)
 
     def publish(self, version: int, step: int = 0) -> None:
         """Publishes the weights of that step as this version: waits until the publish before has been received, copies the
@@ -61,9 +57,7 @@ class Publisher:
         self.wait()
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))
-        with self._reading:
-            self.take_copy()
-            self._version = version
+        self.take_copy()
         self.send(version)
         self._announce(version, step)
 
@@ -72,7 +66,7 @@ class Publisher:
         if not self._is_first:
             self.plan = self.plan.later()
             if self.plan.delta and self.split.bridge:
-                self._stream, self._sent = self._new_like() if self._sent is None else self._sent, self._stream
+                self._stream, self._sent = self._new() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
@@ -83,16 +77,6 @@ class Publisher:
         if self.split.bridge:
             self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
             self._thread.start()
-            self._has_copy.set()
-
-    def greet(self, link, tell: Callable[[int], None]) -> None:
-        """Sends all of the newest copy to one who has nothing, over a link of its own; tell: is called with its version before.
-        For any thread."""
-        self._has_copy.wait()
-        with self._reading:
-            tell(self._version)
-            self._broadcast(self._version, link, self._whole, compares=False)
-            self.split.bridge.add(link, self._version)
 
     def wait(self) -> None:
         """Returns when the generators have what was published; raises what went wrong with it."""
@@ -105,14 +89,14 @@ class Publisher:
 
     def _send(self, version: int) -> None:
         try:
-            with self._reading, side_stream(self.device):
-                if self.split.elastic:
-                    self.split.bridge.begin(version)
-                self._broadcast(version, self.split.bridge, self.plan, compares=self._sent is not None)
+            with side_stream(self.device):
+                self._broadcast(version)
         except BaseException as error:  # raised again in the main thread
             self._error = error
 
-    def _broadcast(self, version: int, bridge, plan: Plan, compares: bool) -> None:
+    def _broadcast(self, version: int) -> None:
+        bridge, plan = self.split.bridge, self.plan
+        compares = self._sent is not None
         under_way = deque()
 
         def send(data: torch.Tensor) -> None:
@@ -143,12 +127,6 @@ class Publisher:
         data = bucket.of(self._stream).to(self.device)
         digests.add(bucket, data)
         return delta.Change.between(bucket.of(self._sent).to(self.device), data)
-
-    def _new_like(self) -> torch.Tensor:
-        """Another stream; with what never changes where a generator may yet come that has nothing."""
-        if not self.split.elastic:
-            return self._new()
-        return self._stream.clone().pin_memory() if self._stream.is_pinned() else self._stream.clone()
 
     def _new(self) -> torch.Tensor:
         return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))

@@ -36,9 +36,7 @@ class Subscriber:
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
-        if split.is_member:
-            self.bridge.open()
-        self._split, self._announcements = split, Announcements(split.store)
+        self._store, self._announcements = split.store, Announcements(split.store)
         # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine continued.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
@@ -71,14 +69,14 @@ class Subscriber:
 
     def _next_version(self, announced: int) -> int:
         """The version to receive next, when the newest that was announced is this; -1 for none. Each is sent once, from the
-        first of the run on, or to a generator that has joined from the one on with which it was let in."""
+        first of the run on."""
         if self.engine.version < 0:
             return self._first if announced >= self._first else -1
         return min(announced, self.engine.version + 1)
 
     @cached_property
     def _first(self) -> int:
-        return self.bridge.first if self._split.is_member else int(self._split.store.get("weights/first"))
+        return int(self._store.get("weights/first"))
 
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Gives the engine the weights of `version`, which the learner has announced, and verifies them.

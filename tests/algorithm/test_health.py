@@ -233,3 +233,10 @@ def test_a_run_says_it_once_and_records_it(tmp_path):
     endless = sum(metrics[step]["response_length/clip_ratio"] == 1 for step in (1, 2, 3))  # an end token may be drawn
     assert sum("ran into --max-response-length: 1 so far" in line for line in warnings) == bool(endless)
     assert metrics[3]["warnings/endless_steps"] == endless and metrics[3]["warnings/truncated_sampling"] == 3 * 64
+
+
+def test_a_skipped_update_says_how_to_look_for_the_cause():
+    record = Told()
+    look(batch(*SOUND), skipped=1, record=record)
+    ((what, detail),) = record.details
+    assert what == "optimizer steps skipped" and "python replay.py RUN --from-step 7" in detail

@@ -49,9 +49,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
-    "rl/replay/bad_step.py": "numbers that are not finite, where there are no values",
     "rl/ranks/device.py": "it moves what others tell it to",
-    "rl/transport/elastic.py": "links of sockets",
     "rl/generation/vllm/engine.py": "vLLM's own process, tested with vLLM",
     "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",

@@ -185,16 +185,14 @@ def test_what_the_memory_flags_move_and_shrink(model):
 
 
 @pytest.mark.slow
-def test_a_plan_of_learners_whose_generators_are_other_jobs(model, capsys):
-    """With flags that change neither the device's memory nor the time."""
+def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
     sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--require-batches", "2"]
     others = ["--publish", "delta", "--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
-    elastic = ["--elastic-generators", "here:29600", "--generators", "0"]
-    plan.main(["train_async.py", "--model", model, *sizes, *others, *elastic])
+    plan.main(["train_async.py", "--model", model, *sizes, *others])
     said = capsys.readouterr().out
-    assert "a learner of 2 on H100-80GB" in said and "It fits on H100-80GB" in said
+    assert "a learner of 1 on H100-80GB" in said and "It fits on H100-80GB" in said
     assert re.search(r"samples that they share: 0\.0 GB, 32 groups of 0\.00\d+ MB", said), said
-    assert "Leave --elastic-generators out" in said and "tok/s" not in said
+    assert "tok/s" in said
 
 
 @pytest.mark.slow
@@ -216,13 +214,6 @@ def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
     """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
     held = [memory_plan.samples_held(flags(model, require_batches=2, record=r), nodes) for r in (None, "x") for nodes in (1, 4)]
     assert held == [32, 8 + 4, 32, 8 + 16]
-
-
-def test_learners_alone_whose_generators_come_and_go(model):
-    """All ranks learn; what is given in --generators generates beside them."""
-    for generators, learners in ((0, 16), (2, 12)):
-        args = flags(model, elastic_generators="here:29600", generators=generators)
-        assert memory_plan.learners_of(args, Machine(2, 8)) == learners
 
 
 def test_help_without_a_script_says_where_the_flags_are(capsys):

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 LAYERS = [
-    ["errors", "printable"],
+    ["errors", "printable", "background"],
     ["ranges"],
     ["ranks"],
     ["transport"],

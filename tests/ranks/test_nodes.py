@@ -105,9 +105,7 @@ LAYOUTS = [  # ranks and generators of each node: roles apart; one node that doe
 def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
     flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
     _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
-    key = tmp_path / "key"
-    key.write_text("a secret of all nodes")
-    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async", "--cluster-key", key]
+    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async"]
     consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in layout])
     assert [code for code, _ in consoles] == [0, 0], consoles
     (run,) = (tmp_path / "async").iterdir()

@@ -8,14 +8,14 @@ import shutil
 import struct
 import subprocess
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import make_group, run_script, train
+from helpers import run_script, train
 from matplotlib.axes import Axes
 from safetensors.torch import load_file
 from torch.distributed import HashStore
@@ -28,13 +28,11 @@ from rl.record import validations
 from rl.record.run import LogArgs, Origin, Run, plot_reward
 from rl.record.validations import Parts
 from rl.report import logs
-from rl.samples.channel import FROM, GROUP, Inbox, Outbox
+from rl.samples.channel import Inbox, Outbox
 from rl.samples.schedule import ScheduleArgs
 from rl.setup import RunArgs
 from rl.split import Split, SplitArgs
 from rl.training_run import TrainingRun
-from rl.transport.elastic import Crew, sealed
-from rl.transport.ring import Ring
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -215,7 +213,7 @@ def part(step: int, rank, parts: int = 2, index: int = 0) -> dict:
 
 def test_parts_are_put_together_in_order_of_step():
     """The faster of two generators is two validations ahead."""
-    parts = Parts(lambda: None)
+    parts = Parts()
     for step in (2, 4):
         parts.add(part(step, 0, index=1))
     assert parts.take() == [] and parts.newest == -1
@@ -226,31 +224,27 @@ def test_parts_are_put_together_in_order_of_step():
     assert parts.take() == []
 
 
+def test_a_part_of_several_records_is_whole_with_its_last():
+    parts = Parts()
+    parts.add(part(2, 1, index=5) | {"more": True})
+    parts.add(part(2, 0, index=1) | {"more": True})
+    parts.add(part(2, 0, index=0))
+    assert parts.take() == [] and parts.newest == -1
+    parts.add(part(2, 1, index=2))
+    assert parts.newest == 2
+    assert [(v.step, v.rows) for v in parts.take()] == [(2, [{"index": i} for i in (0, 1, 2, 5)])]
+
+
 def test_what_the_record_has_is_not_taken_from_a_checkpoint_again():
-    parts = Parts(lambda: None)
+    parts = Parts()
     for step in (2, 4):
         parts.add(part(step, 0, parts=1))
-    state, parts = json.loads(json.dumps(parts.state())), Parts(lambda: None)
+    state, parts = json.loads(json.dumps(parts.state())), Parts()
     parts.restore(state)
     parts.skip_recorded([0, 2])
     assert parts.newest == 4 and [v.step for v in parts.take()] == [4]
     parts.skip_recorded([6])
     assert parts.newest == 6, "one that was recorded after the checkpoint is not made again"
-
-
-def test_a_validation_waits_for_members_at_work_only():
-    at_work = {"1.0", "2.0"}
-    parts = Parts(lambda: at_work)
-    parts.expect(2, ["1.0", "2.0"])
-    parts.add(part(2, "1.0"))
-    assert parts.take() == []
-    at_work.remove("2.0")
-    parts.look()
-    assert parts.newest == 2 and [v.step for v in parts.take()] == [2]
-    whole = Parts(lambda: at_work)  # one that was whole at a checkpoint needs nobody of the run that resumes
-    whole.restore({"validated": 6, "rows": [[part(6, "1.0")]]})
-    whole.expect(6, ["3.0"])
-    assert [v.step for v in whole.take()] == [6]
 
 
 def test_a_validation_larger_than_the_ring_arrives_whole(ranks):
@@ -271,19 +265,6 @@ def test_a_validation_larger_than_the_ring_arrives_whole(ranks):
             break
     assert [(validation.step, validation.version) for validation in found] == [(4, 2)]
     assert found[0].rows == rows
-
-
-def test_of_a_generator_that_was_lost_half_a_part_does_not_count():
-    at_work = {"1.0", "2.0"}
-    parts = Parts(lambda: at_work)
-    parts.expect(2, ["1.0", "2.0"])
-    parts.add(part(2, "2.0", index=5) | {"more": True})
-    parts.add(part(2, "1.0", index=1) | {"more": True})
-    parts.add(part(2, "1.0", index=0))
-    assert parts.take() == []
-    at_work.remove("2.0")
-    parts.look()
-    assert [(v.step, v.rows) for v in parts.take()] == [(2, [{"index": 0}, {"index": 1}])]
 
 
 @dataclass
@@ -469,30 +450,6 @@ def test_without_links_the_files_are_copied(tmp_path, monkeypatch, capfd):
     save(tmp_path, 2)
     Best(tmp_path, True).scored(2, 0.1)
     assert kept(tmp_path) == (2, 0.1) and not capfd.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------------ members' news
-
-
-def test_a_members_first_group_may_arrive_before_the_news_that_it_has_joined(ranks):
-    """Its ticket is held by a living member, so nobody else would ever start it."""
-    lobby, store = SimpleNamespace(news=deque(), links=None), HashStore()
-    crew = Crew(SimpleNamespace(generators=0), "localhost:1", lobby)
-    split = Split("learner", ranks, 1, 0, [Node("here", 0, 1, 0)], 0, store, None, elastic=crew)
-    inbox = Inbox(SplitArgs(ring_mb=8), split)
-    ring = Ring.attach(store.get(f"ring/{split.place}").decode())
-    for member, ticket in ((1, 7), (2, 8)):
-        ring.put(FROM + sealed(GROUP, member), make_group(ticket, [3, 4]).to_bytes())
-    inbox.receive(0.01)
-    assert not inbox.groups
-    lobby.news.append({"member": 1, "host": "there", "joined": ["1.0"]})
-    inbox.receive(0.01)
-    assert [group.ticket for group in inbox.groups] == [7] and crew.came == {1: 1}
-    lobby.news += [{"member": 2, "host": "there", "joined": ["2.0"]}, {"member": 2, "host": "there", "gone": "it has left"}]
-    ring.put(FROM + sealed(GROUP, 2), make_group(9, [3, 4]).to_bytes())
-    inbox.receive(0.01)
-    assert [group.ticket for group in inbox.groups] == [7, 8], "8 arrived from a member at work, 9 from one that was given up"
-    assert crew.gone == {2: 1}
 
 
 # --------------------------------------------------------------------------------------------------------------- runs

@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from helpers import MOE, ROOT, is_documented, run_script
 from helpers import SMALL as TINY
-from safetensors import safe_open
 from safetensors.torch import load_file
 from test_vision import ROWS
 from tiny_vlm import save_vlm
@@ -216,66 +215,19 @@ def test_code_that_has_changed_since(demo_model, tmp_path):
     assert rows(again)[1]["actor/loss"] == pytest.approx(rows(run)[1]["actor/pg_loss"] / 2, rel=1e-5)
 
 
-def bad_run(tmp_path, *more, **how) -> Path:
-    """A run whose loss is infinite on one response of step 5, the first to the 18th ticket."""
+@pytest.mark.slow
+def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
+    """The loss is infinite on one response of step 5, the first to the 18th ticket."""
     fork = tmp_path / "my_experiment.py"
     text = (ROOT / "train_sync.py").read_text()
     line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
     bad = "    first = (batch.group == batch.tickets.index(18)).nonzero()[0] if 18 in batch.tickets else -1\n"
     bad += "    bad = (seq == first).float()\n"
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
-    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60, *more]
-    run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)}, **how)
-    assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5)] == [0, 1]
-    return run
-
-
-def bad_step(file: Path) -> tuple[dict, dict]:
-    """(what is said of it, its tensors)"""
-    with safe_open(file, "pt") as opened:
-        about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    assert len(tensors["labels"]) == len(tensors["advantage"]) == len(tensors["rollout_log_prob"]) == len(tensors["log_prob"])
-    return {name: json.loads(value) for name, value in about.items()}, tensors
-
-
-def test_stop_at_nan_goes_straight_to_the_bad_step(demo_model, tmp_path):
-    """The file holds the micro-batch with the ticket."""
-    run = bad_run(tmp_path)
-    again, said = replayed(run, tmp_path, "--stop-at-nan")
-    (file,) = again.glob("bad_step_*.safetensors")
-    assert f"from {run}/step_000004" in said and str(file) in said and "replays steps 5 to 6" in said
-    about, tensors = bad_step(file)
-    assert about["step"] == 5 and about["update"] == 1 and 18 in about["tickets"]
-    assert not tensors["grad_log_prob"].isfinite().all() and tensors["log_prob"].isfinite().all()
-    assert not list(again.glob("step_*"))
-
-
-@pytest.mark.slow
-def test_two_learners_stop_at_the_same_micro_batch(demo_model, tmp_path):
-    """Each leaves its own, though only one of them has the response, and is alone in its trouble."""
-    again, said = replayed(bad_run(tmp_path, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
-    files = sorted(again.glob("bad_step_*.safetensors"))
-    assert [file.stem for file in files] == ["bad_step_000005_learner_0", "bad_step_000005_learner_1"]
-    (one, its), (other, others) = sorted(map(bad_step, files), key=lambda of: bool(of[1]["grad_log_prob"].isfinite().all()))
-    assert all(one[name] == other[name] for name in ("step", "update", "micro_batch", "what"))
-    assert one["what"].startswith("the loss's gradient by log-probs")  # the weights' gradient is everybody's
-    assert 18 in one["tickets"] and not its["grad_log_prob"].isfinite().all() and others["grad_log_prob"].isfinite().all()
-    assert not {*its["response"].tolist()} & {*others["response"].tolist()}
-    assert all(str(file) in said for file in files) and not list(again.glob("step_*"))
-
-
-@pytest.mark.slow
-def test_learners_who_share_a_row_leave_the_whole_of_it(demo_model, tmp_path):
-    """Both files are alike, and what the row predicts are its labels."""
-    share = ("--sequence-parallel", 2)
-    again, _ = replayed(bad_run(tmp_path, *share, ranks=2), tmp_path, "--stop-at-nan", ranks=2)
-    (one, its), (other, others) = map(bad_step, sorted(again.glob("bad_step_*.safetensors")))
-    assert one == other and 18 in one["tickets"] and its.keys() == others.keys()
-    assert all(torch.equal(its[name].nan_to_num(), others[name].nan_to_num()) for name in its)
-    assert len(its["predict"]) == len(its["labels"]) and its["predict"].max() < its["input_ids"].shape[1]
-    row, inner = its["input_ids"][0], its["predict"] + 1 < its["input_ids"].shape[1]
-    follows = row[(its["predict"] + 1)[inner]] == its["labels"][inner]
-    assert follows.float().mean() > 0.8  # but for a response's first token, which may stand elsewhere
+    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60]
+    run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)})
+    assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5, 6)] == [0, 1, 1]
+    same(run, replayed(run, tmp_path, "--from-step", 5)[0], first=5)
 
 
 REFUSED = {

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
+from rl.background import in_background
 from rl.samples.control import State
-from rl.samples.tickets import DrawAhead, Tickets, open_tickets, started
+from rl.samples.tickets import Tickets, open_tickets, started
 from train_async import Args
 
 pytestmark = pytest.mark.timeout(200)
@@ -19,9 +20,6 @@ class FarStore:
 
     def __init__(self, store: HashStore):
         self.store, self.from_main = store, 0
-
-    def clone(self) -> "FarStore":
-        return self
 
     def get(self, key: str) -> bytes:
         return self.store.get(key)
@@ -46,7 +44,7 @@ def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(se
     far = FarStore(HashStore())
     open_tickets(far.store)
     engines = int(random.integers(1, 4))
-    generators = [Tickets(far, args, total, engines, DrawAhead) for _ in range(engines)]
+    generators = [Tickets(far, args, total, engines, in_background) for _ in range(engines)]
     under_way, sent = [[] for _ in generators], []
     for version in range(total // 6):
         state, needed = State(version=version, dropped=0), 6 * (version + 1)
@@ -75,19 +73,19 @@ def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(se
 def test_what_may_not_start_yet_is_at_hand_when_the_weights_come():
     far, args = FarStore(HashStore()), Args(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(far.store)
-    tickets = Tickets(far, args, 80, 1, DrawAhead)
+    tickets = Tickets(far, args, 80, 1, in_background)
     state = State(version=0, dropped=0)
     first: list[int] = []
     until(lambda: first.extend(tickets.take(4, len(first), 0, state)) or len(first) == 4)
     until(lambda: tickets.take(4, 0, 0, state) == [] and int(far.store.add("tickets/drawn", 0)) == 8)
-    until(lambda: len(tickets._draws.reserve) == 4)
+    until(lambda: len(tickets._reserve) == 4)
     assert tickets.take(4, 0, 1, State(version=1, dropped=0)) == [4, 5, 6, 7], "at once"
 
 
 def test_a_store_that_is_lost_ends_the_generator():
     far = FarStore(HashStore())
     open_tickets(far.store)
-    tickets = Tickets(far, Args(), 80, 1, DrawAhead)
+    tickets = Tickets(far, Args(), 80, 1, in_background)
     far.add = lambda *_: 1 / 0
     state = State(version=0, dropped=0)
     with pytest.raises(ZeroDivisionError):

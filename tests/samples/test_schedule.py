@@ -138,7 +138,7 @@ def test_no_ticket_starts_any_more_when_the_run_stops():
 
 def test_tickets_that_were_under_way_go_first_each_once():
     store, args = HashStore(), Args(ppo_mini_batch_size=8, staleness_threshold=0)
-    open_tickets(store, drawn=12, started=9, again=[2, 5, 11])
+    open_tickets(store, drawn=12, again=[2, 5, 11])
     a, b = Tickets(store, args, 80), Tickets(store, args, 80)
     state = State(version=9, dropped=0)
     assert [a.take(2, 0, 9, state), b.take(3, 0, 9, state), a.take(2, 0, 9, state)] == [[2, 5], [11, 12, 13], [14, 15]]
@@ -241,7 +241,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
     arrivals, announced = [OnItsWay(lambda: None) for _ in engines], [Announcements(store) for _ in engines]
-    control = ControlBlock(SimpleNamespace(store=store, role="learner", is_member=False, ranks=SimpleNamespace(is_main=True)))
+    control = ControlBlock(SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True)))
     version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived at the first
     while step <= steps:
         idle += 1

@@ -108,7 +108,7 @@ CASES = [
     ("--from-run a", "--service-times b", "", "plan"),
     ("--from-run a", "--calibrate", "", "plan"),
 ]
-BY_MACHINE = {"node_timeout", "cluster_key"}  # tests of their own
+BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
@@ -129,8 +129,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish publish_over",
-    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
-    "elastic_generators",
+    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness",
     "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
     "TimeArgs": "calibrate service_times prompt_tokens plot",
 }
@@ -210,15 +209,13 @@ def test_the_free_cache_of_an_engine_that_never_sleeps():
     assert not look("--no-free-cache-engine", VLLM, "async") and not look("--free-cache-engine", VLLM)
 
 
-def test_what_hangs_on_the_size_of_the_job(monkeypatch, tmp_path):
-    (tmp_path / "key").write_bytes(b"k" * 64)
-    words = f"--node-timeout 5 --cluster-key {tmp_path / 'key'}"
-    for ranks, nodes, expected in ((1, 1, {"node_timeout", "cluster_key"}), (4, 1, {"cluster_key"}), (4, 2, set())):
+def test_what_hangs_on_the_size_of_the_job(monkeypatch):
+    words = "--node-timeout 5"
+    for ranks, nodes, expected in ((1, 1, {"node_timeout"}), (4, 1, set()), (4, 2, set())):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
         assert set(look(words, None, "async")) == expected
         assert not look(f"{words} --nnodes 2 --nproc-per-node 2", None, "plan"), "planned for other ranks than these"
-    assert not look(f"{words} --elastic-generators a:1", None, "async"), "one rank has other jobs to lose"
 
 
 def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():

@@ -129,12 +129,11 @@ SPLITS = [  # (learners, generators) of each node
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("of_nodes", SPLITS)
-@pytest.mark.parametrize("one", [True, False])
-def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, one, small_slots):
+def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, small_slots):
     nodes, store, got = [Node("", 0, learners + generators, generators) for learners, generators in of_nodes], HashStore(), {}
 
     def rank(number: int, local_rank: int) -> None:
-        own = Bridge.of(senders(nodes, one), nodes, number, local_rank, store, torch.device("cpu"), timedelta(seconds=300))
+        own = Bridge.of(senders(nodes), nodes, number, local_rank, store, torch.device("cpu"), timedelta(seconds=300))
         if local_rank < nodes[number].learners:
             if own:
                 own.broadcast(torch.tensor([number, local_rank])).wait()
@@ -149,10 +148,9 @@ def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_
     learning = [number for number, node in enumerate(nodes) if node.learners]
     served = Counter(dict.fromkeys(learning, 0))
     for (number, local), (sender, of_sender) in got.items():
-        assert of_sender == 0 and (sender == number or not nodes[number].learners or one)
+        assert of_sender == 0 and (sender == number or not nodes[number].learners)
         served[sender] += local == nodes[number].learners and not nodes[number].learners
-    assert max(served.values()) - min(served.values()) <= 1 or one
-    assert not one or {sender for sender, _ in got.values()} == {learning[0]}
+    assert max(served.values()) - min(served.values()) <= 1
 
 
 def bytes_a_publish(network, model: str, of_nodes: list[tuple[int, int]]) -> list[float]:

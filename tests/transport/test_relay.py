@@ -1,7 +1,6 @@
 """Records on their way between two nodes: each arrives once, in order and whole, whatever happens to the connection."""
 
 import contextlib
-import json
 import os
 import random
 import socket
@@ -12,10 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 from torch.distributed import HashStore
 
 from rl.errors import UserError
-from rl.split import SplitArgs
 from rl.transport import relay
 from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import Ring, RingTimeout
@@ -107,8 +106,8 @@ def test_several_nodes_send_into_one_small_ring_and_nothing_is_lost_doubled_or_o
 def test_a_connection_that_is_cut_again_and_again_loses_and_doubles_nothing(store):
     target, ring = Ring.create(1 << 20), Ring.create(8 << 20)
     receiver = Receiver(target, store, [1])
-    wire = Wire(json.loads(store.get("relay/1"))[0], cut_after=500_000, cuts=6)
-    store.set("relay/1", json.dumps([wire.address, json.loads(store.get("relay/1"))[1]]))
+    wire = Wire(store.get("relay/1").decode(), cut_after=500_000, cuts=6)
+    store.set("relay/1", wire.address)
     forwarder, sent = Forwarder(ring, store, 1), records(0, 400, 30_000)
     writer = threading.Thread(target=lambda: [ring.put(record) for record in sent])
     writer.start()
@@ -124,7 +123,7 @@ def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name(s
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     ring = Ring.create(1 << 20)
     receiver, forwarder = Receiver(Ring.create(1 << 20), store, [1]), Forwarder(ring, store, 1)
-    assert json.loads(store.get("relay/1"))[0].startswith("tcp://localhost:")
+    assert store.get("relay/1").startswith(b"tcp://localhost:")
     ring.put(b"a record")
     forwarder.wait(1)
     for end in (forwarder, receiver):
@@ -136,7 +135,7 @@ def test_a_receiver_that_cannot_be_reached_is_named(store, monkeypatch, capfd):
     with closing(Receiver(Ring.create(1 << 16), store, [1])), socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         closed = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        store.set("relay/1", json.dumps([closed, json.loads(store.get("relay/1"))[1]]))
+        store.set("relay/1", closed)
         with closing(Forwarder(Ring.create(1 << 16), store, 1)):
             said, deadline = "", time.monotonic() + 60
             while closed not in said and time.monotonic() < deadline:
@@ -170,68 +169,23 @@ def test_a_record_that_is_too_large_for_the_receivers_ring_is_an_error_there(sto
             receiver.check()
             time.sleep(0.01)
     forwarder.close()
-    receiver.guard.stop()
     receiver.context.destroy(0)
 
 
-@pytest.mark.parametrize("mine", [b"another secret of the same length", None])
-def test_another_secret_is_refused(store, tmp_path, mine):
-    theirs, own = tmp_path / "theirs", tmp_path / "own"
-    theirs.write_bytes(b"a secret that is known to the job")
-    if mine:
-        own.write_bytes(mine)
-    with closing(Receiver(Ring.create(1 << 16), store, [1], str(theirs))), pytest.raises(UserError, match="another secret"):
-        Forwarder(Ring.create(1 << 16), store, 1, str(own) if mine else None)
-
-
-def test_who_does_not_know_the_secret_gets_nothing_in(store, tmp_path, monkeypatch):
-    """One who has read the store, but not the file."""
-    key = tmp_path / "key"
-    key.write_bytes(os.urandom(32))
-    target = Ring.create(1 << 16)
-    with closing(Receiver(target, store, [1, 2], str(key))):
-        address = json.loads(store.get("relay/1"))[0]
-        store.set("relay/1", json.dumps([address, relay._fingerprint(relay._secret(store, None))]))
-        ring = Ring.create(1 << 16)
-        ring.put(b"not from here")
-        with closing(Forwarder(ring, store, 1)):
-            ring = Ring.create(1 << 16)
-            ring.put(b"from a node of the job")
-            with closing(Forwarder(ring, store, 2, str(key))) as forwarder:
-                forwarder.wait(1)
-            assert drain(target, 1) == [b"from a node of the job"]
-
-
-@pytest.mark.parametrize("content", [b"short", None])
-def test_a_cluster_key_that_cannot_be_used(store, tmp_path, content):
-    if content:
-        (tmp_path / "key").write_bytes(content)
-    with pytest.raises(UserError, match=r"--cluster-key .*key"):
-        Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key"))
-    with pytest.raises(UserError, match=r"--cluster-key .*key"):
-        SplitArgs(cluster_key=str(tmp_path / "key")).check()  # before a model is loaded, and where nothing is sent
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
-def test_a_cluster_key_that_anybody_can_read_is_warned_of(store, tmp_path, mode, capfd):
-    (tmp_path / "key").write_bytes(os.urandom(32))
-    (tmp_path / "key").chmod(mode)
-    Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key")).close()
-    assert ("key can be read by every user" in capfd.readouterr().err) == (mode == 0o644)
-
-
-GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, as a client
+GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, as a client
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 @pytest.mark.parametrize("announced", [2 << 30, 1 << 40, 64 << 20])
 @pytest.mark.parametrize("command", [True, False], ids=["as a command", "as a message"])
-def test_a_stranger_cannot_fill_the_receivers_memory(store, command, announced):
-    """It says that a long frame follows, before it has proved anything, and sends as much as it is let."""
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read(store, command, announced):
     with closing(Receiver(Ring.create(32 << 20), store, [1])) as receiver:
-        port = int(json.loads(store.get("relay/1"))[0].rpartition(":")[2])
+        port = int(store.get("relay/1").rpartition(b":")[2])
         before, sent = resident(), 0
         with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
             stranger.sendall(GREETING)
+            if not command:
+                stranger.sendall(bytes([4, len(READY)]) + READY)
             stranger.recv(64)
             stranger.sendall(bytes([6 if command else 2]) + struct.pack(">Q", announced))
             with contextlib.suppress(ConnectionError, TimeoutError):
@@ -241,6 +195,28 @@ def test_a_stranger_cannot_fill_the_receivers_memory(store, command, announced):
         assert sent < 64 << 20, "it was let go on"
         assert resident() - before < 32 << 20
         receiver.check()
+
+
+def test_what_does_not_come_from_the_job_is_left_out(store):
+    """From a scanner of ports, or a forwarder of another job that was given the same address."""
+    target, ring = Ring.create(1 << 20), Ring.create(1 << 20)
+    other = HashStore()
+    with closing(Receiver(target, store, [1])), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        port = int(store.get("relay/1").rpartition(b":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.linger = 0
+        stranger.connect(store.get("relay/1").decode())
+        for parts in ([b""], [b"hello"], [bytes(relay.HEAD.size), b"a record"], [os.urandom(relay.HEAD.size)] * 3):
+            stranger.send_multipart(parts)
+        other.set("relay/1", store.get("relay/1"))
+        foreign = Ring.create(1 << 20)
+        with closing(Forwarder(foreign, other, 1)), closing(Forwarder(ring, store, 1)) as forwarder:
+            foreign.put(b"of another job")
+            for i in range(100):
+                ring.put(b"of this one, %d" % i)
+            forwarder.wait(100)
+            assert drain(target, 100) == [b"of this one, %d" % i for i in range(100)]
 
 
 def resident() -> int:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
-from rl.ranks import failures, signals
+from rl.ranks import failures
 from rl.samples.control import ControlBlock, State
 from rl.transport.bridge import Bridge
 from rl.weights import arrival, buckets
@@ -68,8 +68,8 @@ class Ends:
         self.parameters = {name: p.clone() for name, p in self.engine.model.named_parameters()}
         learner = SimpleNamespace(parameters=self.parameters, frozen=(), weights=lambda *_: self.parameters.items())
         place = SimpleNamespace(device=torch.device("cpu"), is_main=True)
-        common = {"store": store, "ranks": place, "elastic": None, "is_member": False, "senders": (0,)}
-        common |= {"here": SimpleNamespace(generators=generators), "place": "1"}
+        common = {"store": store, "ranks": place, "senders": (0,)}
+        common |= {"here": SimpleNamespace(generators=generators), "node": 1}
         self.learners = SimpleNamespace(bridge=self.held, role="learner", **common)
         self.publisher = Publisher(learner, self.learners, torch.float32, publish)
         splits = [SimpleNamespace(bridge=bridges[i], is_first_here=i == 1, **common) for i in range(1, len(node_of))]
@@ -168,24 +168,24 @@ def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
     subscriber, held = ends.subscriber, ends.held
     said = [
         State(0, dropped=1),
-        State(1, dropped=3, engines=["a"]),
-        State(2, dropped=5, engines=["a", "b"], snapshot=4, again=2),
+        State(1, dropped=3, step=4),
+        State(2, dropped=5, step=8, snapshot=4),
     ]
     now = lambda number: subscriber.in_force(said[number], busy=True)  # noqa: E731
-    counts = lambda number: (now(number).version, now(number).dropped, now(number).engines)  # noqa: E731
+    counts = lambda number: (now(number).version, now(number).dropped, now(number).step)  # noqa: E731
     assert now(0) == said[0]
 
     first = ends.publish(1)
     held.let(1)
-    assert counts(1) == (0, 1, None)
+    assert counts(1) == (0, 1, 0)
     held.let(ALL)
     until(lambda: now(1).version == 1)
     assert now(1) == said[1]
     second = ends.publish(2)  # which has to wait until the first one is taken
-    assert counts(2) == (1, 3, ["a"]) and (now(2).snapshot, now(2).again) == (4, 2)
+    assert counts(2) == (1, 3, 4) and now(2).snapshot == 4
     subscriber.receive(now(2).version)
     assert ends.holds(first)
-    assert counts(2) == (1, 3, ["a"])
+    assert counts(2) == (1, 3, 4)
     held.let(ALL)
     until(lambda: now(2).version == 2)
     assert now(2) == said[2]
@@ -221,14 +221,14 @@ def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monk
     def announce(version: int) -> None:
         expected[version] = ends.publish(version)
         ends.held.let(ALL)
-        control.update(version=version, dropped=10 * version, engines=[f"at {version}"])
+        control.update(version=version, dropped=10 * version, step=4 * version)
 
     def take(number: int) -> None:
         subscriber = ends.subscribers[number]
         version = subscriber.engine.version + 1
         until(lambda: subscriber.in_force(control.state, busy=True).version == version)
         state = subscriber.in_force(control.state, busy=True)
-        assert (state.dropped, state.engines, state.again) == (10 * version, [f"at {version}"], control.state.again)
+        assert (state.dropped, state.step, state.snapshot) == (10 * version, 4 * version, control.state.snapshot)
         subscriber.receive(state.version)
         assert subscriber.engine.version == version and ends.holds(expected[version], number)
 
@@ -240,27 +240,20 @@ def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monk
     for version in range(1, last + 1):
         announce(version)
         take(0)
-    control.update(again=7)
+    control.update(snapshot=7)
     for _ in range(neighbour.engine.version, last):
         take(1)
     ends.publisher.wait()
-    state = State(last, 10 * last, again=7, engines=[f"at {last}"])
+    state = State(last, 10 * last, snapshot=7, step=4 * last)
     assert first.in_force(control.state, busy=True) == neighbour.in_force(control.state, busy=True) == state
 
 
 @pytest.mark.timeout(900)
-def test_a_generator_that_stops_takes_what_was_announced_unless_it_leaves(models, monkeypatch):
+def test_a_generator_that_stops_takes_what_was_announced(models):
     ends = Ends(models["qwen2-tied"]).begin()
     ends.publish(1)
     assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 0
     assert ends.subscriber.in_force(State(1, dropped=0, stop=True), busy=True).version == 1, "and waits for it"
-    ControlBlock(ends.learners).update(version=1)
-    ends.learners.role, ends.learners.is_member = "generator", True
-    control = ControlBlock(ends.learners)
-    assert control.read() == State(1, dropped=0)
-    monkeypatch.setattr(signals, "stop_requested", lambda: True)
-    leaves = ends.subscriber.in_force(control.read(), busy=True)
-    assert leaves.stop and leaves.version == ends.engine.version == 0
 
 
 @pytest.mark.parametrize(("size", "pins", "most"), [(3000, False, 3000), (3000, True, 4096), (4096, True, 4096)])
@@ -268,9 +261,7 @@ def test_room_is_counted_for_all_generators_of_a_node_as_torch_takes_it(monkeypa
     for number, spare in enumerate([0, -1]):
         store, here = HashStore(), SimpleNamespace(generators=3)
         monkeypatch.setattr(arrival, "available_memory", lambda spare=spare: (3 * most + spare) / arrival.SPARE)
-        first, other = (
-            SimpleNamespace(store=store, place="1", here=here, is_first_here=is_first) for is_first in (True, False)
-        )
+        first, other = (SimpleNamespace(store=store, node=1, here=here, is_first_here=is_first) for is_first in (True, False))
         assert [arrival.has_room(split, size, pins) for split in (first, other)] == [not number] * 2
         assert bool(capsys.readouterr().err) == bool(number)
 

@@ -1,14 +1,12 @@
 """Publishes of what has changed: exact, whatever has, and small where little has."""
 
 import re
-import signal
 
 import pytest
 import torch
 from helpers import bits, run_script, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_elastic import jobs, wait_for_step
 
 from rl.weights import delta
 from rl.weights.delta import Change
@@ -121,20 +119,3 @@ def test_a_run_is_the_same_to_the_bit(demo_model, tmp_path):
     assert bits(run) == bits(full)
     sent, changed = ([m[f"publish/{name}"] for m in metrics.values() if f"publish/{name}" in m] for name in ("gb", "changed"))
     assert changed[0] == 1 and 0 < changed[-1] < 0.2 and sent[-1] < 0.5 * sent[0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_generator_that_joins_begins_with_the_whole(demo_model, tmp_path):
-    """Another goes, so that what the one that has joined samples is trained: with the bits of a job that stays as it is."""
-    flags = ("--total-training-steps", 6, "--test-freq", 0, "--no-val-before-train", "--staleness-threshold", 0)
-    flags += ("--rollout-dtype", "bfloat16", "--lr", 1e-6, "--max-response-length", 4)
-    _, theirs, _ = train("train_async.py", *flags, out=tmp_path / "static", ranks=2)
-    with jobs(tmp_path, *flags, "--publish", "delta", "--node-timeout", 5) as job:
-        learners, lost = job(), job(generators=1)
-        wait_for_step(tmp_path / "run", 3, learners.process)
-        job(generators=1)
-        lost.signal(signal.SIGKILL)
-        code, text = learners.end()
-    assert code == 0, text
-    assert bits(tmp_path / "run") == bits(theirs)

@@ -89,9 +89,7 @@ def a_publish(sizes: list[int], shares_memory: bool, how: str, publishes: int = 
     """(round trips until it is verified, of the last publish; buckets that were sent)."""
     link, store, ranks = Link(), HashStore(), SimpleNamespace(device=torch.device("cpu"), is_main=True)
     learner, engine = Holder(sizes, False), Holder(sizes, shares_memory)
-    split = lambda end: SimpleNamespace(  # noqa: E731
-        bridge=link.of(end), store=store, ranks=ranks, elastic=None, is_member=False, senders=(0,)
-    )
+    split = lambda end: SimpleNamespace(bridge=link.of(end), store=store, ranks=ranks, senders=(0,))  # noqa: E731
     publisher = Publisher(learner, split(0), torch.float32, how)
     subscriber = Subscriber(split(1), engine)
     for version in range(publishes):
