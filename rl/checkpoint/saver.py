@@ -65,8 +65,7 @@ class Saver:
         self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
-        named = dict(learner.policy.model.named_parameters())
-        self._blocks = blocks_of_all_ranks(named)
+        self._blocks = blocks_of_all_ranks(learner.parameters)
         config = learner.config
         self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
         # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
@@ -74,7 +73,7 @@ class Saver:
         self._frozen = {f"model.{name}": local(parameter.data) for name, parameter in learner.frozen.items()}
         self._prep = prep
         self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
-            {name: torch.empty(p.shape, dtype=self._dtype, device="meta") for name, p in named.items()}
+            {name: torch.empty(shape, dtype=self._dtype, device="meta") for name, shape in learner.outgoing().shapes.items()}
         )
         self._parts = hub_names(learner.policy.model) if learner.ranks.is_main else {}
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.

@@ -189,6 +189,15 @@ def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):
         layer.training = True
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """What leaves a learner, for engines, generators and the export of a checkpoint: whole tensors under the model's names."""
+
+    shapes: dict[str, list[int]]  # by name, in the order in which the tensors come: those that training changes are first
+    frozen: frozenset[str]  # the names of the others
+    tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
+
+
 class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy if there is one."""
 
@@ -310,6 +319,11 @@ class Learner:
     def router_metrics(self) -> dict[str, float]:
         """The moe/* of what was trained since the last call; none for a dense model. A collective."""
         return self.policy.router.metrics() if self.policy.router else {}
+
+    def outgoing(self) -> Outgoing:
+        """What leaves this learner, which does not change while it lives; the values are those of when they are asked for."""
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        return Outgoing(shapes, frozenset(self.frozen), self.weights)
 
     @torch.no_grad()
     def weights(

@@ -16,7 +16,7 @@ class LocalWeights:
     """What the engine takes of the learner, in the precision `dtype`."""
 
     def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
-        self.learner, self.engine, self.dtype = learner, engine, dtype
+        self.outgoing, self.engine, self.dtype = learner.outgoing(), engine, dtype
         self._kept: dict[str, torch.Tensor] | None = None  # what is never trained, once it has been published
 
     def publish(self, version: int) -> None:
@@ -26,9 +26,9 @@ class LocalWeights:
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter."""
         kept, is_first = self._kept or {}, self._kept is None
-        for name, tensor in self.learner.weights(self.dtype, frozen=is_first):
+        for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
             yield name, tensor
-            if name in self.learner.frozen:
+            if name in self.outgoing.frozen:
                 shows_own = self.engine.shares_memory
                 kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", self.dtype, copy=True)
         self._kept = kept

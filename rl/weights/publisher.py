@@ -40,9 +40,11 @@ class Publisher:
     ):
         """announce: lets the generators know of each publish, by its version and its step."""
         self._announce = announce
-        self.learner, self.split, self.device = learner, split, split.ranks.device
-        shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
-        self.plan = Plan(list(learner.parameters), shapes, dtype, len(learner.frozen), publish == "delta")
+        self.split, self.device = split, split.ranks.device
+        outgoing = learner.outgoing()
+        names, shapes = zip(*outgoing.shapes.items(), strict=True)
+        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), publish == "delta")
+        self._tensors = outgoing.tensors
         self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -68,7 +70,7 @@ class Publisher:
             if self.plan.delta and self.split.bridge:
                 self._stream, self._sent = self._new() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
-        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
+        for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
+from rl.learning.learner import Outgoing
 from rl.ranks import failures
 from rl.samples.control import ControlBlock, State
 from rl.transport.bridge import Bridge
@@ -66,7 +67,8 @@ class Ends:
         self.engines, self.held = [TransformersEngine(model, max_length=64) for _ in range(generators)], Held(bridges[0])
         self.engine = self.engines[0]
         self.parameters = {name: p.clone() for name, p in self.engine.model.named_parameters()}
-        learner = SimpleNamespace(parameters=self.parameters, frozen=(), weights=lambda *_: self.parameters.items())
+        shapes = {name: list(p.shape) for name, p in self.parameters.items()}
+        learner = SimpleNamespace(outgoing=lambda: Outgoing(shapes, frozenset(), lambda *_: self.parameters.items()))
         place = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         common = {"store": store, "ranks": place, "senders": (0,)}
         common |= {"here": SimpleNamespace(generators=generators), "node": 1}

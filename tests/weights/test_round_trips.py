@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from rl.learning.learner import Outgoing
 from rl.transport import bridge
 from rl.weights import buckets
 from rl.weights.publisher import Publisher
@@ -66,14 +67,14 @@ class Holder:
     """What a learner and an engine are to a publish: parameters by name."""
 
     shares_memory, device, version = False, torch.device("cpu"), -1
-    frozen = ()
 
     def __init__(self, sizes: list[int], shares_memory: bool):
         self.parameters = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
         self.shares_memory = shares_memory
 
-    def weights(self, dtype, to, frozen):
-        yield from self.parameters.items()
+    def outgoing(self) -> Outgoing:
+        shapes = {name: list(tensor.shape) for name, tensor in self.parameters.items()}
+        return Outgoing(shapes, frozenset(), lambda dtype, to, frozen: self.parameters.items())
 
     def share_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
         self.parameters = tensors
