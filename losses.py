@@ -37,14 +37,52 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [N]}
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {}  # by their own names and, where that differs, by verl's
-POLICY_LOSSES: dict[str, Callable[..., Loss]] = {}
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Tensor]
+    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_token: bool  # it gives a response's tokens different advantages
+    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
+    knobs: dict[str, float]  # its numbers, with their defaults
+
+    def __call__(self, *args, **keywords) -> Tensor:
+        return self.function(*args, **keywords)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Loss]
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
+    one_advantage: bool  # and one advantage, the mean of its tokens'
+    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
+    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
+    knobs: dict[str, float]  # its numbers, with their defaults
+    choice_inputs: tuple[str, ...]  # the same two of `chooses`
+    choice_knobs: dict[str, float]
+
+    def __call__(self, *args, **keywords) -> Loss:
+        return self.function(*args, **keywords)
+
+
+ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
 PER_RESPONSE = {"group", "baseline"}  # [B]; every other tensor of an advantage or a loss is per token, [N]
 
 
@@ -55,14 +93,10 @@ def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
     return tuple(k.name for k in keywords if k.name not in knobs), knobs
 
 
-def _declare(function: Callable, table: dict, verl_names: tuple[str, ...], declared: dict) -> Callable:
-    """Enters a function into a table under its names, with what is declared of it and read off its signature. Input that it is
-    not meant for is refused before it computes."""
+def _documented(function: Callable) -> Callable:
+    """The function, with the shapes of its tensors in its docstring. It refuses input in another layout."""
     function = _checked(function)
-    function.inputs, function.knobs = _keywords(function)
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
-    vars(function).update(declared)
-    table.update(dict.fromkeys((function.__name__, *verl_names), function))
     return function
 
 
@@ -267,17 +301,15 @@ def advantage_estimator(
     by_token: bool = False,
     looks_at: Literal["response", "scores", "batch"] = "batch",
 ) -> Callable:
-    """Declares an advantage estimator, as attributes of the function.
+    """Enters a function into ADVANTAGES, by its name and verl's. The keywords are those of `Estimator`."""
 
-    group_of_one: "zero" where one response a prompt always has the advantage 0, so that nothing is ever learnt; "score" where
-    it has its score; None where the estimator has no groups. aggregation: that of its paper, if not token-mean. by_token: the
-    tokens of a response may have different advantages. looks_at: what a response's advantages depend on: on itself alone; on
-    each response's s and whether it has a trained token; or on anything in the batch. Read off the signature: inputs, the names
-    of what it takes from the batch in addition to the usual arguments; knobs, its numbers with their defaults.
-    """
+    def declare(function: Callable) -> Callable:
+        function = _documented(function)
+        declared = Estimator(function, group_of_one, aggregation, by_token, looks_at, *_keywords(function))
+        ADVANTAGES.update(dict.fromkeys((function.__name__, *verl_names), declared))
+        return function
 
-    declared = {"group_of_one": group_of_one, "aggregation": aggregation, "by_token": by_token, "looks_at": looks_at}
-    return lambda function: _declare(function, ADVANTAGES, verl_names, declared)
+    return declare
 
 
 @advantage_estimator(group_of_one="score", looks_at="scores")
@@ -460,19 +492,17 @@ def policy_loss(
     has_ratio: bool = True,
     chooses: Callable[..., Tensor] | None = None,
 ) -> Callable:
-    """Declares a policy loss, as attributes of the function.
+    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
 
-    aggregation: that of its paper, if not token-mean. by_response: it has one ratio for a whole response, so that no other
-    aggregation makes sense; one_advantage: and one advantage, the mean of its tokens'. has_ratio: it weighs each token by the
-    ratio of the policy to the old one. Without a ratio it is right for tokens of the policy itself alone, and the caller
-    multiplies it by `importance_weight`. chooses: what makes its input `chosen`, f(old_log_prob, advantage, mask) on the global
-    batch. Read off the signatures: inputs, the names of what it takes from the batch in addition to the usual arguments; knobs,
-    its numbers with their defaults; choice_inputs and choice_knobs, those of `chooses`.
-    """
-    declared = {"aggregation": aggregation, "by_response": by_response, "one_advantage": one_advantage}
-    choice_inputs, choice_knobs = _keywords(chooses) if chooses else ((), {})
-    declared |= {"has_ratio": has_ratio, "chooses": chooses, "choice_inputs": choice_inputs, "choice_knobs": choice_knobs}
-    return lambda function: _declare(function, POLICY_LOSSES, verl_names, declared)
+    def declare(function: Callable) -> Callable:
+        function = _documented(function)
+        of_choice = _keywords(chooses) if chooses else ((), {})
+        kind = (aggregation, by_response, one_advantage, has_ratio, chooses)
+        declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
+        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
+        return function
+
+    return declare
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from rl.ranges import check
 from rl.ranks.timers import Timers
 
 PACKED = ("lp", "old", "advantage", "mask", "seq")
-LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.__name__]
+LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.function.__name__]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from rl.ranks.timers import Timers
 from rl.samples.group import Group
 
 BOTH_WAYS = {"backward_without_advantage": True}
-OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.__name__]  # without aliases
+OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.function.__name__]  # without aliases
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import losses
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 SEEDS = st.integers(0, 9999)
-NAMES = [name for name, function in losses.ADVANTAGES.items() if name == function.__name__]  # without aliases
+NAMES = [name for name, estimator in losses.ADVANTAGES.items() if name == estimator.function.__name__]  # without aliases
 GROUPWISE = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg")  # one number a response, 0 if the group's scores are equal
 SCORES = st.one_of(st.sampled_from([0.1, 0.3, -0.7, 0.9, 1.1, 1e6, 1e-30, 3.0]), st.floats(-1e9, 1e9, allow_subnormal=False))
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -363,9 +363,9 @@ def test_the_example_at_the_top_runs():
     assert found.attempted >= 8 and found.failed == 0
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(n for n, f in losses.POLICY_LOSSES.items() if n == f.__name__)])
+@pytest.mark.parametrize("name", [*NAMES, *(n for n, f in losses.POLICY_LOSSES.items() if n == f.function.__name__)])
 def test_help_has_the_type_and_the_shape_of_every_tensor(name):
-    function = losses.ADVANTAGES.get(name) if name in NAMES else losses.POLICY_LOSSES[name]
+    function = (losses.ADVANTAGES if name in NAMES else losses.POLICY_LOSSES)[name].function
     parameters = inspect.signature(function).parameters.values()
     assert all(parameter.annotation is not parameter.empty for parameter in parameters)
     shapes = function.__doc__.splitlines()[-1]
@@ -375,7 +375,7 @@ def test_help_has_the_type_and_the_shape_of_every_tensor(name):
             assert re.search(rf"\b{parameter.name}\b[\w, ]* \[{'B' if per_response else 'N'}\]", shapes), shapes
 
 
-def test_a_function_without_a_docstring_or_types_is_entered_too():
-    table = {}
-    losses._declare(lambda log_prob, mask, seq: (log_prob, {}), table, ("mine",), {"has_ratio": False})
-    assert table["mine"].__doc__ == ""
+def test_a_function_without_a_docstring_or_types_is_entered_too(monkeypatch):
+    monkeypatch.setattr(losses, "POLICY_LOSSES", {})
+    function = losses.policy_loss("mine", has_ratio=False)(lambda log_prob, mask, seq: (log_prob, {}))
+    assert losses.POLICY_LOSSES["mine"].function is function and function.__doc__ == ""

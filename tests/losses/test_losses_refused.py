@@ -10,14 +10,14 @@ import losses
 SEQ = torch.tensor([0, 0, 1, 1, 2, 2])
 MASK = torch.ones(6, dtype=torch.bool)
 GROUP = torch.tensor([0, 0, 1])
-NAMES = {name: f for name, f in (losses.ADVANTAGES | losses.POLICY_LOSSES).items() if name == f.__name__}
+NAMES = {name: f for name, f in (losses.ADVANTAGES | losses.POLICY_LOSSES).items() if name == f.function.__name__}
 
 
 def arguments(function) -> dict[str, torch.Tensor]:
     """Right input for any advantage or policy loss: three responses of two tokens, two prompts."""
     per_token = torch.tensor([0.1, -0.2, 0.3, -0.4, 0.5, 1.0])
     special = {"seq": SEQ, "mask": MASK, "group": GROUP, "baseline": torch.zeros(3), "chosen": MASK}
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function.function).parameters.values()
     names = [p.name for p in parameters if not isinstance(p.default, bool | int | float)]
     return {name: special.get(name, per_token - 1) for name in names}
 
@@ -99,6 +99,6 @@ def test_the_rest_looks_at_its_layout_too():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signature_and_docstring_are_the_functions_own(name):
-    function = NAMES[name]
-    assert function.__doc__ and "mask" in inspect.signature(function).parameters
-    assert set(function.knobs) <= set(inspect.signature(function).parameters)
+    parameters = inspect.signature(NAMES[name].function).parameters
+    assert NAMES[name].function.__doc__ and "mask" in parameters
+    assert set(NAMES[name].knobs) <= set(parameters)
