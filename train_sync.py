@@ -164,9 +164,9 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
             groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
         run.stop_if_asked(step - 1)  # this batch, whole or not, will be made again
         generator.engine.sleep()
-        under_way = generator.put_aside() if args.surplus else []
-        batch, filtered = run.begin(groups), next_ticket.advance(ticket, groups, under_way)
-        metrics |= staleness_metrics(batch, step - 1) if args.surplus else {}
+        under_way = generator.put_aside() if args.surplus else []  # prompts of --over-sample, which take part in later batches
+        filtered = next_ticket.advance(ticket, groups, under_way)
+        batch = run.begin(groups)
 
         metrics |= learn(args, learner, kl_control, batch, run.timer)
 
@@ -174,6 +174,8 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         with run.timer("update_weights"):
             weights.publish(version=step)
 
+        if args.surplus:
+            metrics |= staleness_metrics(batch, step - 1)
         run.log(step, batch, metrics, {"filtered": filtered})
         run.save_if_due(step)
     pool.close()

@@ -19,7 +19,6 @@ from rl.learning import delivery
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
-from rl.learning.flops import Computed
 from rl.learning.learner import Learner
 from rl.learning.token_budget import choose_tokens
 from rl.ranks import dist
@@ -65,45 +64,28 @@ class TrainingRun:
         self.samples, self.generator, self.parts = samples, generator, parts
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
-        identity = Identity(args, job.script, job.path, job.prompts)
-        resumed = resume(args, identity, learner, job.total_steps)
+        self._identity = Identity(args, job.script, job.path, job.prompts)
+        resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
+        self._begun = self.done  # the last step that has
         if resumed.step:
-            self._take_back(resumed)
+            self._restore(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
-        records = args.record and learner.ranks.is_main
-        self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
-        of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
-        held = precisions(args)
-        if args.ppo_max_token_len_per_gpu == "auto":
-            if generator and not generator.engine.num_unfinished:
-                generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
-            learner.chosen_tokens = choose_tokens(args, learner)
-        chosen = {"precision": held, "micro_batch_tokens": learner.micro_batch_tokens}
-        self.record = Run(args, *of_job, resumed.origin, job.notes | chosen)
-        if words := in_words(held):
-            self.record.say(words)
-        if args.ppo_max_token_len_per_gpu == "auto":
-            self.record.say(f"--ppo-max-token-len-per-gpu auto: {learner.chosen_tokens:,} tokens in a micro-batch")
-        self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        self._choose_micro_batch()
+        self.recorder = self._open_samples(resumed)  # of --record; before the run's directory is made
+        self.record = self._open_record(resumed)
+        self.timer = self.record.timer
+        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         if samples and self.done:
-            recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
-            samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
+            self._skip_recorded_validations()
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        if not args.reward:  # one's own function may look for anything
-            for text in unasked(job.prompts):
-                self.record.say(f"warning: {text}")
-        self.timer = self.record.timer
-        self._begun = self.done  # the last step that has
-        if self.recorder:
-            more = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            flags = identity.record["flags"] | {"ppo_max_token_len_per_gpu": learner.micro_batch_tokens}
-            self.recorder.begin(self.record.dir, identity.record | {"flags": flags} | more)
+        self._warn_of_prompts()
+        self._note_start()
 
-    def _take_back(self, resumed: Resumed) -> None:
-        """What the checkpoint holds besides the learner."""
+    def _restore(self, resumed: Resumed) -> None:
+        """Brings everything besides the learner to what the checkpoint holds."""
         for name, part in self.parts.items():
             part.restore(resumed.state[name])
         if self.samples:
@@ -111,12 +93,59 @@ class TrainingRun:
         if self.generator:
             self.generator.go_on(resumed.unfinished)
 
+    def _choose_micro_batch(self) -> None:
+        """Measures how many tokens a micro-batch has where the flag says auto."""
+        if self.args.ppo_max_token_len_per_gpu != "auto":
+            return
+        if self.generator and not self.generator.engine.num_unfinished:
+            self.generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
+        self.learner.chosen_tokens = choose_tokens(self.args, self.learner)
+
+    def _open_samples(self, resumed: Resumed) -> Recorder | None:
+        """The record of the samples (--record), on the first learner."""
+        if not (self.args.record and self.learner.ranks.is_main):
+            return None
+        return Recorder(self.args.record, resumed.origin and resumed.origin.run_dir, self.done)
+
+    def _open_record(self, resumed: Resumed) -> Run:
+        """The run's directory, loggers and console, with the first lines there."""
+        args, job, ranks, tokens = self.args, self.job, self.learner.ranks, self.learner.micro_batch_tokens
+        held = precisions(args)
+        notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
+        record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
+        if words := in_words(held):
+            record.say(words)
+        if args.ppo_max_token_len_per_gpu == "auto":
+            record.say(f"--ppo-max-token-len-per-gpu auto: {tokens:,} tokens in a micro-batch")
+        return record
+
+    def _skip_recorded_validations(self) -> None:
+        """Validations that are in the record are not recorded again. A collective."""
+        recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
+        self.samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
+
+    def _warn_of_prompts(self) -> None:
+        if self.args.reward:  # one's own function may look for anything
+            return
+        for text in unasked(self.job.prompts):
+            self.record.say(f"warning: {text}")
+
+    def _note_start(self) -> None:
+        """Notes the run's start in the record of the samples."""
+        if not self.recorder:
+            return
+        identity = self._identity.record
+        flags = identity["flags"] | {"ppo_max_token_len_per_gpu": self.learner.micro_batch_tokens}
+        start = {"after": self.done, "total_steps": self.job.total_steps, "hardware": dist.describe_hardware()}
+        self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
+
     def steps(self) -> range:
         """The steps that are left to train."""
         return range(self.done + 1, self.job.total_steps + 1)
 
     def begin(self, groups: list[Group]) -> Batch:
-        """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
+        """Begins a step: makes its batch, and records the groups where --record asks for it. Raises UserError if it is the
+        first step of this run and nothing in it could be scored. A collective of the learners."""
         division = Division.of(self.args, self.learner)
         groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record))
         batch = Batch.of(groups, division)
@@ -125,7 +154,6 @@ class TrainingRun:
             batch.check_scored()
         self._begun += 1
         self.learner.begin_step(self._begun)
-        self.learner.computed = Computed()
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if self.recorder:

@@ -231,7 +231,6 @@ class Learner:
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
         self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
-        self.computed = Computed()
         self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/learning/token_budget.py)
 
     @property
@@ -278,7 +277,9 @@ class Learner:
         return out
 
     def begin_step(self, step: int) -> None:
-        """Take the learning rate of training step `step`, from 1, for all optimizer steps until the next call."""
+        """Takes the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and counts
+        what is computed from here on."""
+        self.computed = Computed()
         set_learning_rate(self.optimizer, self.args, step, self.total_steps)
 
     def step(self) -> dict[str, float]:
