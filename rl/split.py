@@ -88,34 +88,48 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         launch.meet(store, generators)
         take_name(f"rank {here.rank}")
     heartbeat.start(node_timeout)
-    _check_split(launch.nodes())
-    number = [node.first for node in launch.nodes()].index(here.first)
-    node, before = launch.nodes()[number], launch.nodes()[:number]
-    learners, all_generators = sum(n.learners for n in launch.nodes()), sum(n.generators for n in launch.nodes())
-    if here.local_rank < node.learners:
-        role, rank, size = "learner", sum(n.learners for n in before) + here.local_rank, learners
-        members = node.ranks[: node.learners]
-    else:
-        role, size = "generator", all_generators
-        members = node.ranks[node.learners :]
-        rank = sum(n.generators for n in before) + here.local_rank - node.learners
-    ranks = Ranks(rank, size, here.local_rank, own_device)
+    nodes = launch.nodes()
+    _check_split(nodes)
+    number = next(i for i, node in enumerate(nodes) if here.rank in node.ranks)
+    role, rank, alike = _role(nodes, number, here.local_rank)
+    size = _count(nodes, f"{role}s")
     take_name(f"{role} {rank}")
     with watchdog.doing(f"all {role}s of this node to name their devices"):
-        device.check_own(store, members, here.rank, own_device, role)
+        device.check_own(store, alike, here.rank, own_device, role)
     with watchdog.doing(f"all {role}s to join"):
         own_store = dist.PrefixStore(role, store)
         dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     show_group(f"the {role}s", dist.group.WORLD)
-    sender_of = senders(launch.nodes())
+    sender_of = senders(nodes)
     sent_from = own_device if over == "auto" else torch.device(device.HOST)
     with watchdog.doing("the bridge's ranks to join"):
-        bridge = Bridge.of(sender_of, launch.nodes(), number, here.local_rank, store, sent_from, timeout)
+        bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, sent_from, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
     launch.heed_sigterm(store, learns=role == "learner")
-    sending = tuple(sum(n.learners for n in launch.nodes()[:sender]) for sender in sorted(set(sender_of.values())))
-    return Split(role, ranks, learners, all_generators, launch.nodes(), number, store, bridge, sending)
+    return Split(
+        role=role,
+        ranks=Ranks(rank, size, here.local_rank, own_device),
+        learners=_count(nodes, "learners"),
+        generators=_count(nodes, "generators"),
+        nodes=nodes,
+        node=number,
+        store=store,
+        bridge=bridge,
+        senders=tuple(_count(nodes[:sender], "learners") for sender in sorted(set(sender_of.values()))),
+    )
+
+
+def _role(nodes: list[launch.Node], number: int, local_rank: int) -> tuple[str, int, range]:
+    """Of a rank of node `number`: its role, its number within that role, and the node's ranks of the same role."""
+    node, before = nodes[number], nodes[:number]
+    if local_rank < node.learners:
+        return "learner", _count(before, "learners") + local_rank, node.ranks[: node.learners]
+    return "generator", _count(before, "generators") + local_rank - node.learners, node.ranks[node.learners :]
+
+
+def _count(nodes: list[launch.Node], role: Literal["learners", "generators"]) -> int:
+    return sum(getattr(node, role) for node in nodes)
 
 
 def join(args: SplitArgs) -> Split:
@@ -129,7 +143,7 @@ def _check_split(nodes: list[launch.Node]) -> None:
         if node.generators > node.size:
             raise UserError(f"--generators {node.generators}: {node.host} has {node.size} ranks. Lower it there.")
     for role in ("learners", "generators"):
-        if not sum(getattr(node, role) for node in nodes):
+        if not _count(nodes, role):
             remedy = (
                 "start at least two with `torchrun --standalone --nproc-per-node 2 ...`" if len(nodes) == 1 else "change that"
             )

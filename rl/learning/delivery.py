@@ -52,12 +52,11 @@ def _send(groups: list[Group], wanted: dict[int, list[list[int]]]) -> list[Group
         parcels.append(
             join_records([_part(group, those).to_bytes() for group, those in leaves if those and group.holder == own])
         )
-    came, out = iter(split_records(exchange.deliver(parcels))), list(groups)
-    for node in exchange.nodes:
-        for i, (group, those) in enumerate(zip(groups, wanted[own], strict=True)):
-            if those and group.holder == node != own:
-                out[i] = _with_part(group, those, Group.from_bytes(next(came)))
-    return out
+    parts = {part.ticket: part for part in map(Group.from_bytes, split_records(exchange.deliver(parcels)))}
+    return [
+        _with_part(group, those, parts[group.ticket]) if those and group.holder != own else group
+        for group, those in zip(groups, wanted[own], strict=True)
+    ]
 
 
 def _part(group: Group, those: Sequence[int]) -> Group:
@@ -66,8 +65,6 @@ def _part(group: Group, those: Sequence[int]) -> Group:
 
 def _with_part(group: Group, those: Sequence[int], part: Group) -> Group:
     """The group with those responses of it, and the prompt, as they came."""
-    if part.ticket != group.ticket or len(part.responses) != len(those):
-        raise RuntimeError(f"of ticket {group.ticket} came another part than was asked for")
     responses = list(group.responses)
     for j, response in zip(those, part.responses, strict=True):
         responses[j] = response

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
+from rl.background import in_background
 from rl.ranks import watchdog
 from rl.split import Split
 
@@ -33,10 +34,8 @@ class ControlBlock:
         self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
         self.state: State | None = None
         self._number = 0  # of the state
-        self._changed, self._error = threading.Condition(), None
-        self._reader = threading.Thread(target=self._follow, daemon=True) if split.role == "generator" else None
-        if self._reader:
-            self._reader.start()
+        self._changed = threading.Condition()
+        self._following = in_background(self._follow, "control") if split.role == "generator" else None
 
     def update(self, **changes) -> None:
         """Changes fields of the state; on other learners than the first nothing happens."""
@@ -59,24 +58,19 @@ class ControlBlock:
 
     def _wait(self, done: Callable[[State], bool], what: str) -> State:
         with watchdog.doing(what), self._changed:
-            while not (self.state and done(self.state)) and not self._error:
+            while not (self.state and done(self.state)) and not self._following.done():
                 self._changed.wait(1.0)  # a signal's handler runs in between
-            if self._error:
-                raise self._error
+            if self._following.done():  # it has failed
+                self._following.result()
             return self.state
 
     def _follow(self) -> None:
         store = self.store.clone()  # a connection of its own: a call that waits would hold up all others
-        try:
-            while True:
-                store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
-                number, state = json.loads(store.get("control"))
-                with self._changed:
-                    self._number, self.state = number, State(**state)
-                    self._changed.notify_all()
-        except BaseException as error:  # raised again in the main thread
+        while True:
+            store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
+            number, state = json.loads(store.get("control"))
             with self._changed:
-                self._error = error
+                self._number, self.state = number, State(**state)
                 self._changed.notify_all()
 
 

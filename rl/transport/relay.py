@@ -29,6 +29,7 @@ import zmq
 from torch.distributed import Store
 from zmq.utils import monitor
 
+from rl.background import in_background
 from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
@@ -67,29 +68,20 @@ class _Thread:
     """Moves records until it is closed. What goes wrong in it is raised in the main thread, by `check`."""
 
     def __init__(self, name: str):
-        self._error: BaseException | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._move()
-        except BaseException as error:
-            self._error = error
+        self._moving = in_background(self._move, name)
 
     def check(self) -> None:
-        if self._error:
-            raise self._error
+        if self._moving.done():
+            self._moving.result()
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
-        self.check()
+        self._moving.result()
 
 
 class Receiver(_Thread):
-    """The learners' end: puts what comes from the nodes `senders`, into its ring."""
+    """The learners' end: puts what comes from the nodes `senders` into its ring."""
 
     def __init__(self, ring: Ring, store: Store, senders: list[int]):
         self.ring = Ring.attach(ring.address)  # a ring object is one thread's end
