@@ -3,7 +3,8 @@
 The table in docs/from-verl.md says more of each. Left out: verl's, which rl/from_verl translates.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 HERE = {  # unknown flag -> what it is here
     # of train_sync.py, in train_async.py
@@ -44,6 +45,24 @@ HERE = {  # unknown flag -> what it is here
     "--vllm-enable-sleep-mode": "--free-cache-engine",
     "--use-peft": "not here: adapters are not trained",
 }
+
+
+NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
+
+
+def current(words: Sequence[str]) -> list[str]:
+    """The command line as the parser takes it: flags with hyphens, and a negative number joined to its flag (-1e-3 alone would
+    be taken for a flag)."""
+    found: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            found.append(name.replace("_", "-") + equals + value)
+        elif NEGATIVE.fullmatch(word) and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def hint(unknown: Iterable[str]) -> str:
