@@ -1,10 +1,23 @@
-"""Words of TRL, and of another script of ours, for our flags: what the message for an unknown flag says.
+"""Names of flags: which are common, and what the names of other programs are here.
 
-The table in docs/from-verl.md says more of each. Left out: verl's, which rl/from_verl translates.
+COMMON is what --help shows. HERE is what the message for an unknown flag says; docs/from-verl.md explains the same words. Left
+out: verl's words, which rl/from_verl translates.
 """
 
 import re
 from collections.abc import Iterable, Sequence
+
+# Fields whose flags --help shows, beside those that a copy of a script adds; --help-all shows every flag
+COMMON = {
+    *("model", "total_training_steps", "total_epochs", "test_freq"),
+    *("train_files", "val_files", "max_prompt_length"),
+    "reward",
+    *("adv_estimator", "loss_mode", "clip_ratio_high", "use_kl_loss", "kl_loss_coef"),
+    *("train_batch_size", "ppo_mini_batch_size", "trigger_parameter_sync_step", "staleness_threshold", "generators"),
+    *("engine", "rollout_n", "max_response_length", "temperature", "rollout_tp"),
+    *("lr", "gradient_checkpointing"),
+    *("experiment_name", "output_dir", "logger", "save_freq"),
+}
 
 HERE = {  # unknown flag -> what it is here
     # of train_sync.py, in train_async.py

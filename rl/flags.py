@@ -48,8 +48,8 @@ def read(
     """`parse` for other callers: raises UserError. args: the command line; by default this process's. defaults: of fields,
     instead of the class's own."""
     words = flag_words.current(sys.argv[1:] if args is None else args)
-    if {"-h", "--help"} & {*words}:
-        _print_help(flags, description, defaults or {})
+    if {"-h", "--help", "--help-all"} & {*words}:
+        _print_help(flags, description, defaults or {}, show_all="--help-all" in words)
     found, unknown = _parser(flags, defaults or {}).parse_known_args(words)
     if unknown:
         raise UserError(_unknown(flags, unknown))
@@ -62,10 +62,10 @@ def read(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
+        raise UserError(f"{message.removeprefix('argument ')}. --help-all lists all flags.")
 
 
-def _parser(flags: type, defaults: dict, **shown) -> _Parser:
+def _parser(flags: type, defaults: dict, show_all: bool = False, **shown) -> _Parser:
     """The parser of the dataclass; what it returns has the given flags alone. shown: the texts of --help."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6)
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=layout, **shown)
@@ -73,12 +73,14 @@ def _parser(flags: type, defaults: dict, **shown) -> _Parser:
     fields = {field.name: field for field in dataclasses.fields(flags)}
     for title, part, names in _groups(flags):
         texts = _help_texts(part) if shown else {}
-        group = parser.add_argument_group(title, _first_paragraph(part))
+        common = {*names} if show_all or not part.__module__.startswith("rl.") else flag_words.COMMON
+        group = parser.add_argument_group(title, _first_paragraph(part)) if common & {*names} else parser
         for name in names:
             hint, default = hints[name], defaults.get(name, fields[name].default)
             if default is dataclasses.MISSING and fields[name].default_factory is not dataclasses.MISSING:
                 default = fields[name].default_factory()
             text = texts.get(name, "").replace("%", "%%") + _default_text(default)
+            text = text if name in common else argparse.SUPPRESS
             required = default is dataclasses.MISSING
             group.add_argument(flag(name), dest=name, help=text, required=required, **_values(name, hint))
             if bool in _options(hint):
@@ -162,17 +164,18 @@ def _unknown(flags: type, words: list[str]) -> str:
     names = [word.partition("=")[0] for word in words if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     hint = flag_words.hint(names) or (f" Similar: {', '.join(similar)}." if similar else "")
-    return f"Unrecognized options: {', '.join(words)}.{hint} --help lists all flags."
+    return f"Unrecognized options: {', '.join(words)}.{hint} --help-all lists all flags."
 
 
 # ------------------------------------------------------------------------------------------------------------- for --help
 
 
-def _print_help(flags: type, description: str | None, defaults: dict) -> NoReturn:
-    """Print the flags on the first rank of the node, and end the process."""
+def _print_help(flags: type, description: str | None, defaults: dict, show_all: bool) -> NoReturn:
+    """Print the flags on the first rank of the node, and end the process. show_all: not only the common ones."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        text = f"{(description or '').strip()}\n\n{BOOLEANS}"
-        _parser(flags, defaults, usage="%(prog)s [--FLAG VALUE ...]", description=text.replace("%", "%%")).print_help()
+        which = "" if show_all else "These are the common flags. All flags: --help-all. "
+        text = f"{(description or '').strip()}\n\n{which}{BOOLEANS}".replace("%", "%%")
+        _parser(flags, defaults, show_all, usage="%(prog)s [--FLAG VALUE ...]", description=text).print_help()
     sys.exit(0)
 
 

@@ -253,7 +253,7 @@ def test_gae_is_refused_with_the_reason(words):
 
 def test_gae_is_not_offered(capsys):
     with pytest.raises(SystemExit):
-        flags.read(train_sync.Args, args=["--help"])
+        flags.read(train_sync.Args, args=["--help-all"])
     text = capsys.readouterr().out
     assert "grpo_passk" in text and not re.search(r"\bgae\b", text)
     assert "gae" in losses.ADVANTAGES, "the function is for a critic of the user's"

@@ -90,13 +90,13 @@ REFUSED = {
     "--top-k 0": "--top-k must be -1, or at least 1; it is 0.",
     f"--top-k {2**70}": f"--top-k must be at most {2**63 - 1}; it is {2**70}.",
     "--rate inf": "--rate must be finite; it is inf.",
-    "--rate x": "--rate: expected FLOAT, not 'x'. --help lists all flags.",
-    "--top-k 1.5": "--top-k: expected INT, not '1.5'. --help lists all flags.",
-    "--ratee 1": "Unrecognized options: --ratee, 1. Similar: --rate. --help lists all flags.",
-    "--rate": "--rate: expected one argument. --help lists all flags.",
-    "--eager perhaps": "--eager: expected True|False, not 'perhaps'. --help lists all flags.",
-    "--mode fast": "--mode: expected slow|steady, not 'fast'. --help lists all flags.",
-    "stray": "Unrecognized options: stray. --help lists all flags.",
+    "--rate x": "--rate: expected FLOAT, not 'x'. --help-all lists all flags.",
+    "--top-k 1.5": "--top-k: expected INT, not '1.5'. --help-all lists all flags.",
+    "--ratee 1": "Unrecognized options: --ratee, 1. Similar: --rate. --help-all lists all flags.",
+    "--rate": "--rate: expected one argument. --help-all lists all flags.",
+    "--eager perhaps": "--eager: expected True|False, not 'perhaps'. --help-all lists all flags.",
+    "--mode fast": "--mode: expected slow|steady, not 'fast'. --help-all lists all flags.",
+    "stray": "Unrecognized options: stray. --help-all lists all flags.",
     "--eager --top-k 7": "--eager and --top-k 7 do not go together.",
     "--rate 3": "--rate 3 is taken.",
 }
@@ -128,12 +128,43 @@ def test_values_become_what_the_annotation_says():
     assert read("--top_k", "-1", "--rate=-2").rate == -2
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_begins_with_the_model_the_data_and_the_reward(script, capsys):
+def shown_flags(args: type, word: str, capsys) -> list[str]:
     with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["--help"])
+        flags.read(args, args=[word])
+    return re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("word", ["--help", "--help-all"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_begins_with_the_model_the_data_and_the_reward(script, word, capsys):
+    with pytest.raises(SystemExit):
+        flags.read(SCRIPTS[script].Args, args=[word])
     titles = re.findall(r"^([a-z-]+):$", capsys.readouterr().out, re.MULTILINE)
-    assert titles[:4] == ["run", "data", "reward", "algorithm"] and len(titles) == len(set(titles))
+    assert titles[:4] == ["run", "data", "reward", "algorithm"]
+    assert len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
+    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
+    assert 22 <= len(common) <= 30
+    assert {"--model", "--train-files", "--reward", "--train-batch-size", "--lr", "--output-dir"} <= {*common}
+    assert {*shown_flags(SCRIPTS[script].Args, "--help-all", capsys)} == fields(script)
+    with pytest.raises(SystemExit):
+        flags.read(SCRIPTS[script].Args, args=["-h"])
+    assert "All flags: --help-all." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
+    own = dataclasses.make_dataclass("Args", [("imitation", float, 0.0), ("gamma", float, 0.5)], bases=(SCRIPTS[script].Args,))
+    own.__module__ = "my_fork"
+    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
+    assert shown_flags(own, "--help", capsys) == ["--imitation", "--gamma", *common]
+
+
+def test_every_common_flag_is_one_of_a_script():
+    assert {field.name for script in SCRIPTS.values() for field in dataclasses.fields(script.Args)} >= flag_words.COMMON
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
@@ -149,11 +180,12 @@ def test_help_has_groups_ranges_and_texts(capsys):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
     with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["--help"])
+        flags.read(SCRIPTS[script].Args, args=["--help-all"])
     text = capsys.readouterr().out
     groups = re.findall(r"^[a-z-]+:\n(.*)", text, re.MULTILINE)
     assert 10 <= len(groups) <= 16 and all(re.match("  [A-Z][a-z]", line) for line in groups), "a group says what it is"
-    texts = {name: " ".join(below.split()) for name, below in re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)}
+    found = re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)
+    texts = {name: " ".join(below.split()) for name, below in found}
     assert set(texts) == {flag(field.name) for field in dataclasses.fields(SCRIPTS[script].Args)}
     for name, text in texts.items():
         sentence = text.partition(" (default: ")[0]
@@ -305,4 +337,4 @@ def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
 def test_a_word_of_trls_is_answered_with_ours(script, word):
     with pytest.raises(UserError) as error:
         flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
-    assert f" {word}: here {flag_words.HERE[word]}. --help lists all flags." in str(error.value)
+    assert f" {word}: here {flag_words.HERE[word]}. --help-all lists all flags." in str(error.value)
