@@ -28,7 +28,7 @@ from types import ModuleType
 
 import torch
 
-from rl import flag_needs, flags
+from rl import flag_needs, flag_words, flags
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
 from rl.data.prompts import DataArgs
@@ -98,8 +98,9 @@ def read(words: Sequence[str]) -> Replay:
             f"the recorded script cannot be imported ({error}): the code in rl/ is not what it was. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
-    was = {name: tuple(value) if isinstance(value, list) else value for name, value in start["flags"].items()}
-    was = {field.name: was.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    recorded = flag_words.renamed(start["flags"])
+    was = {field.name: recorded.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    was = {name: tuple(value) if isinstance(value, list) else value for name, value in was.items()}
     args = flags.read(script.Args, __doc__, rest, was)
     left_out = sorted(flag_needs.given(script.Args, rest) & flag_needs.NOT_REPLAYED)
     flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
@@ -152,7 +153,10 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
 def same_settings(start: dict, other: dict) -> bool:
     """Tells whether two starts of a run trained by the same flags."""
     kept = MAY_CHANGE - {"ppo_max_token_len_per_gpu"}
-    of = [{n: v for n, v in s["flags"].items() if n not in kept} | {"": s["total_steps"]} for s in (start, other)]
+    of = [
+        {name: value for name, value in flag_words.renamed(of["flags"]).items() if name not in kept} | {"": of["total_steps"]}
+        for of in (start, other)
+    ]
     return of[0] == of[1]
 
 

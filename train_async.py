@@ -7,7 +7,7 @@
 
 `generate` is a generator's life, `train` a learner's, top to bottom. The schedule is in rl/samples/schedule.py, the
 formulas in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
-ppo_mini_batch_size * require_batches groups.
+train_batch_size groups.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too

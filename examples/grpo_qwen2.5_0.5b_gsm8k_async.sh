@@ -17,8 +17,8 @@ torchrun --standalone --nproc-per-node 2 train_async.py --generators 1 \
   --model "${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
   --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 3072 \
-  --staleness-threshold 0.2 --trigger-parameter-sync-step 4 --require-batches 1 --partial-rollout recompute \
-  --ppo-mini-batch-size 64 --rollout-n 8 \
+  --staleness-threshold 0.2 --trigger-parameter-sync-step 4 --partial-rollout recompute \
+  --train-batch-size 64 --rollout-n 8 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
   --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --no-ref-offload --entropy-coeff 0 \
   --overlong-buffer-len 512 --overlong-penalty-factor 1.0 \

@@ -7,6 +7,7 @@ out: verl's words, which rl/from_verl translates.
 import re
 from collections.abc import Iterable, Sequence
 
+DEFAULT_BATCH = 8  # prompts of a step, where no flag says it
 # Fields whose flags --help shows, beside those that a copy of a script adds; --help-all shows every flag
 COMMON = {
     *("model", "total_training_steps", "total_epochs", "test_freq"),
@@ -20,8 +21,8 @@ COMMON = {
 }
 
 HERE = {  # unknown flag -> what it is here
-    # of train_sync.py, in train_async.py
-    "--train-batch-size": "--ppo-mini-batch-size times --require-batches is a step's prompts",
+    # of earlier versions
+    "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     # TRL's GRPOConfig and ScriptArguments (1.8)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
@@ -76,6 +77,14 @@ def current(words: Sequence[str]) -> list[str]:
         else:
             found.append(word)
     return found
+
+
+def renamed(flags: dict) -> dict:
+    """The flags that an earlier version recorded for a run, under today's names."""
+    flags = dict(flags)
+    if batches := flags.pop("require_batches", None):
+        flags["train_batch_size"] = batches * flags["ppo_mini_batch_size"]
+    return flags
 
 
 def hint(unknown: Iterable[str]) -> str:

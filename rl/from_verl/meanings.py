@@ -22,8 +22,10 @@ def files(run: Run) -> dict[str, object]:
 
 
 def batch(run: Run) -> dict[str, object]:
-    size, mini = run["data.train_batch_size"], {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
+    mini = {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
     if run.script != ASYNC:
+        size = run["data.train_batch_size"]
+        run.skips("async_training.require_batches", f"{run.script} has one batch a step")
         if run.script == SYNC and size < (ranks := run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]):
             fit = size // run["trainer.nnodes"]
             fit -= fit % max(1, run["A.rollout.tensor_model_parallel_size"])
@@ -34,7 +36,7 @@ def batch(run: Run) -> dict[str, object]:
             )
         return {"--train-batch-size": size} | mini
     run.skips("data.train_batch_size", "a step is require_batches mini-batches, as in verl's fully async mode, which wants 0")
-    return mini
+    return {"--train-batch-size": run.prompts_a_step} | (mini if run["async_training.require_batches"] > 1 else {})
 
 
 # -- model and learner

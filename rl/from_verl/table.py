@@ -23,9 +23,9 @@ TABLE: dict[str, list[Row]] = {
         to("data.seed=null", "--seed", "here also of the sampling; 0 by default"),
         to("data.train_max_samples=-1", "--train-max-samples"),
         to("data.val_max_samples=-1", "--val-max-samples"),
-        to("data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256", "--train-batch-size, --ppo-mini-batch-size", "both "
-           "count prompts over all ranks, as in verl. In `train_async.py` there is no batch size: a step is "
-           "`--ppo-mini-batch-size` times `--require-batches`", m.batch),
+        to("data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256 async_training.require_batches|async.require_batches",
+           "--train-batch-size, --ppo-mini-batch-size", "both count prompts over all ranks, as in verl. The batch of "
+           "`train_async.py` is verl's `require_batches` times `ppo_mini_batch_size`", m.batch),
         to("data.image_key=images", "--image-key"),
         to("data.mm_processor_kwargs.min_pixels=null", "--min-pixels"),
         to("data.mm_processor_kwargs.max_pixels=null", "--max-pixels"),
@@ -300,7 +300,6 @@ TABLE: dict[str, list[Row]] = {
            "--staleness-threshold"),
         to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step|V1.separate_async.parameter_sync_step",
            "--trigger-parameter-sync-step"),
-        to("async_training.require_batches|async.require_batches", "--require-batches"),
         to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout", "True is `recompute`: a response goes "
            "on with a fresh KV cache; `keep`, the default here, spares the time for it. False is `off`", split.partial_rollout),
         to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness, --stale",

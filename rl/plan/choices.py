@@ -112,10 +112,7 @@ class Job:
         if isinstance(a, ScheduleArgs):
             kept = {field.name: getattr(a, field.name) for field in dataclasses.fields(ScheduleArgs)}
         else:
-            kept = {
-                "ppo_mini_batch_size": a.prompts_per_update,
-                "require_batches": max(1, a.prompts_per_step // a.prompts_per_update),
-            }
+            kept = {"train_batch_size": a.prompts_per_step, "ppo_mini_batch_size": a.prompts_per_update}
         return ScheduleArgs(**kept | {"staleness_threshold": threshold, "trigger_parameter_sync_step": period})
 
     def run(self, setting: Setting, steps: int | None = None) -> Row:

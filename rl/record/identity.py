@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from rl import flag_words
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import _sample
@@ -19,7 +20,7 @@ from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
 MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
-MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"}
+MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "trigger_parameter_sync_step"}
 MAY_CHANGE = {
     # names; what they name is compared by content
     *("model", "train_files", "trust_remote_code"),
@@ -68,9 +69,9 @@ class Identity:
         """The differences from a saved record, a line each. Raises UserError for any without --resume-anyway."""
         if self.script != was["script"]:
             raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Go on with {was['script']}.")
-        now, old = self.record["flags"], self._with_defaults(was["flags"])
+        now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
         changed = {name for name in now if now[name] != old.get(name)} - MAY_CHANGE
-        kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "require_batches" in now else set())
+        kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
         lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
         for name in [name for name in now if name in changed & kept]:
             raise UserError(
@@ -87,7 +88,7 @@ class Identity:
 
     def check_joins(self, learners: dict) -> None:
         """Raises UserError unless generators with this identity sample what learners with that record train."""
-        now, theirs = self.record["flags"], self._with_defaults(learners["flags"])
+        now, theirs = self._settled(self.record["flags"]), self._settled(learners["flags"])
         other = [name for name in now if name not in MAY_DIFFER and now[name] != theirs.get(name)]
         lines = [f"{flag(name)}: {now[name]} here, {theirs.get(name)} there" for name in other]
         for name, content in self.record["contents"].items():
@@ -101,9 +102,13 @@ class Identity:
                 "flags and files:\n  " + "\n  ".join(lines)
             )
 
-    def _with_defaults(self, flags: dict) -> dict:
-        """The flags; those that an older version of the script did not have at their defaults."""
-        return json.loads(json.dumps(asdict(type(self.args)()))) | flags
+    def _settled(self, flags: dict) -> dict:
+        """The flags under today's names, those that an older version did not have at their defaults, and the batch as a
+        number. A mini-batch of the whole batch is None."""
+        flags = json.loads(json.dumps(asdict(type(self.args)()))) | flag_words.renamed(flags)
+        step = flags["train_batch_size"] or flags["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH
+        update = flags["ppo_mini_batch_size"]
+        return flags | {"train_batch_size": step, "ppo_mini_batch_size": None if update == step else update}
 
     def _other_contents(self, was: dict) -> Iterable[str]:
         for name, old in was["contents"].items():

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Annotated, Literal
 
 from rl.errors import UserError
+from rl.flag_words import DEFAULT_BATCH
 from rl.ranges import Range
 from rl.samples.group import Group
 from rl.split import SplitArgs
@@ -52,13 +53,38 @@ class NextTicket:
 
 
 @dataclass
-class ScheduleArgs(SplitArgs):
+class BatchArgs:
+    """The size of a batch."""
+
+    train_batch_size: Annotated[int, Range(at_least=1)] = DEFAULT_BATCH
+    """Prompts of a step, over all ranks; each gets --rollout-n responses."""
+    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts per optimizer step, over all ranks; by default the whole batch."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.ppo_mini_batch_size or self.prompts_per_step
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        if self.prompts_per_step % self.prompts_per_update:
+            raise UserError(
+                f"--train-batch-size {self.prompts_per_step} is not divisible by --ppo-mini-batch-size "
+                f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
+            )
+
+
+@dataclass
+class ScheduleArgs(BatchArgs, SplitArgs):
     """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
 
-    ppo_mini_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
-    require_batches: Annotated[int, Range(at_least=1)] = 1
-    """Mini-batches in a step. The step begins when all of them have arrived."""
+    train_batch_size: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived. By
+    default --ppo-mini-batch-size, or 8 without it."""
     trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
     """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
     staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
@@ -78,11 +104,7 @@ class ScheduleArgs(SplitArgs):
 
     @property
     def prompts_per_step(self) -> int:
-        return self.ppo_mini_batch_size * self.require_batches
-
-    @property
-    def prompts_per_update(self) -> int:
-        return self.ppo_mini_batch_size
+        return self.train_batch_size or self.ppo_mini_batch_size or DEFAULT_BATCH
 
     @property
     def trains_stale(self) -> bool:
@@ -122,29 +144,3 @@ class ScheduleArgs(SplitArgs):
 def _exact(decimal: float) -> Fraction:
     """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
     return Fraction(str(decimal))
-
-
-@dataclass
-class BatchArgs:
-    """The size of a batch."""
-
-    train_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts a step, over all ranks; each gets --rollout-n responses."""
-    ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
-    """Prompts per optimizer step, over all ranks; by default the whole batch."""
-
-    @property
-    def prompts_per_step(self) -> int:
-        return self.train_batch_size
-
-    @property
-    def prompts_per_update(self) -> int:
-        return self.ppo_mini_batch_size or self.train_batch_size
-
-    def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
-        if self.train_batch_size % self.prompts_per_update:
-            raise UserError(
-                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size "
-                f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
-            )

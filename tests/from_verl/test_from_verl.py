@@ -372,7 +372,7 @@ V1 = (
         (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "stale": None}),
         # what it counts in publishes
         ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
-        ((), {"generators": 4, "partial-rollout": "recompute", "ppo-mini-batch-size": 16}),
+        ((), {"generators": 4, "partial-rollout": "recompute", "train-batch-size": 16}),
     ],
 )  # fmt: skip
 def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):

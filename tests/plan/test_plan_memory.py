@@ -134,7 +134,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     """33 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
     prompts, n, prompt, response = 8192, 20, 20, 200
     sizes = {"ppo_mini_batch_size": prompts // 2, "rollout_n": n, "max_prompt_length": prompt, "max_response_length": response}
-    args = train_async.Args(model=model, require_batches=2, **sizes)
+    args = train_async.Args(model=model, train_batch_size=prompts, **sizes)
     memory = dry_run("train_async", args, 32, "cuda", lengths_like("budget", n, response, prompt))
     numbers = np.zeros(response, np.int32)
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
@@ -187,7 +187,7 @@ def test_what_the_memory_flags_move_and_shrink(model):
 @pytest.mark.slow
 def test_a_plan_of_learners_whose_generators_are_other_jobs(model, capsys):
     """With flags that change neither the device's memory nor the time."""
-    sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--require-batches", "2"]
+    sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--train-batch-size", "16"]
     others = ["--publish", "delta", "--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
     elastic = ["--elastic-generators", "here:29600", "--generators", "0"]
     plan.main(["train_async.py", "--model", model, *sizes, *others, *elastic])
@@ -214,7 +214,9 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
 
 def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
     """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
-    held = [memory_plan.samples_held(flags(model, require_batches=2, record=r), nodes) for r in (None, "x") for nodes in (1, 4)]
+    held = [
+        memory_plan.samples_held(flags(model, train_batch_size=16, record=r), nodes) for r in (None, "x") for nodes in (1, 4)
+    ]
     assert held == [32, 8 + 4, 32, 8 + 16]
 
 

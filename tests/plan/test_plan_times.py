@@ -247,7 +247,8 @@ def test_splits_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("script", ["train_sync", "train_one_step_off", "train_async"])
 def test_another_script_is_given_the_same_work(script):
-    words = "--ppo-mini-batch-size 4 --require-batches 3 --rollout-n 4 --no-shuffle --lr 1e-5 --generators 2 --max-num-seqs 32"
+    words = "--ppo-mini-batch-size 4 --train-batch-size 12 --rollout-n 4 --no-shuffle --lr 1e-5"
+    words += " --generators 2 --max-num-seqs 32"
     args = flags.read(train_async.Args, args=words.split())
     modules = {"train_sync": train_sync, "train_one_step_off": train_one_step_off, "train_async": train_async}
     other = flags.read(modules[script].Args, args=flags_for(script, args))

@@ -88,7 +88,7 @@ def test_the_same_flags_give_the_same_bits(sync, tmp_path):
         ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-correction", "token_tis"]),
         ("train_one_step_off.py", 2, 1, [*SMALL, *EVERYTHING]),
         ("train_one_step_off.py", 3, 2, SMALL),
-        ("train_async.py", 2, 1, [*STREAM, "--require-batches", 2, "--trigger-parameter-sync-step", 2, "--filter-groups"]),
+        ("train_async.py", 2, 1, [*STREAM, "--train-batch-size", 8, "--trigger-parameter-sync-step", 2, "--filter-groups"]),
         ("train_async.py", 3, 2, [*STREAM, "--staleness-threshold", 2, "--rollout-correction", "token_tis"]),
     ],
 )

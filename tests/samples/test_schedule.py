@@ -37,7 +37,7 @@ def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
 def test_the_quota_is_verls(threshold, period):
     """verl: int((1 + threshold) * required * period) samples between two syncs, less what is left of the period before."""
     args = ScheduleArgs(
-        ppo_mini_batch_size=10, require_batches=2, trigger_parameter_sync_step=period, staleness_threshold=threshold
+        ppo_mini_batch_size=10, train_batch_size=20, trigger_parameter_sync_step=period, staleness_threshold=threshold
     )
     hundredths = round(100 * threshold)  # in whole numbers: no rounding
     a_period = (100 + hundredths) * 20 * period // 100

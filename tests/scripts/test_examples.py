@@ -90,7 +90,7 @@ def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypa
 VERL = {
     "grpo_qwen2.5_0.5b_gsm8k_async": {
         "devices": (1, 1), "max_prompt_length": 2048, "max_response_length": 3072, "truncation": "left", "rollout_n": 8,
-        "ppo_mini_batch_size": 64, "require_batches": 1, "staleness_threshold": 0.2, "trigger_parameter_sync_step": 4,
+        "train_batch_size": 64, "ppo_mini_batch_size": None, "staleness_threshold": 0.2, "trigger_parameter_sync_step": 4,
         "use_kl_loss": True, "kl_loss_coef": 0.001, "use_kl_in_reward": False, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
         "clip_ratio_c": 10, "entropy_coeff": 0, "loss_agg_mode": "token-mean", "ppo_max_token_len_per_gpu": 5120, "lr": 1e-6,
         "lr_scheduler_type": "constant", "weight_decay": 0.1, "rollout_tp": 1, "gpu_memory_utilization": 0.8,
@@ -115,17 +115,19 @@ VERL = {
         "val_before_train": True, "total_epochs": 15, "save_freq": 0, "test_freq": 0,
     },
     "grpo_qwen3_vl_8b_geo3k_async": {
-        "devices": (16, 16), "staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "require_batches": 2,
+        "devices": (16, 16), "staleness_threshold": 0.1, "trigger_parameter_sync_step": 4,
+        "train_batch_size": 128, "ppo_mini_batch_size": 64,
         "rollout_is": "sequence", "rollout_is_threshold": "2.0", "rollout_is_batch_normalize": True, "rollout_rs": "token_k1",
         "rollout_rs_threshold": "0.6_1.6", "test_freq": 5 * 4,
     },
     "grpo_qwen3_vl_8b_geo3k_async_proposed": {
-        "devices": (16, 16), "staleness_threshold": 10, "trigger_parameter_sync_step": 5, "require_batches": 2,
+        "devices": (16, 16), "staleness_threshold": 10, "trigger_parameter_sync_step": 5,
+        "train_batch_size": 128, "ppo_mini_batch_size": 64,
         "rollout_correction": "sequence_tis_geometric_rs", "test_freq": 5 * 5,
     },
     "dapo_qwen3_30b_a3b_async": {
         "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,
-        "ppo_mini_batch_size": 16, "require_batches": 1, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
+        "train_batch_size": 16, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
         "trigger_parameter_sync_step": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
         "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
         "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,

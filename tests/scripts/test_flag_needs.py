@@ -129,8 +129,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish publish_over",
-    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
-    "elastic_generators",
+    "ScheduleArgs": "train_batch_size trigger_parameter_sync_step staleness_threshold max_staleness elastic_generators",
     "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
     "TimeArgs": "calibrate service_times prompt_tokens plot",
 }

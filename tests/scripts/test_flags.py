@@ -232,9 +232,33 @@ def test_help_under_torchrun_is_said_once():
 def test_the_length_of_a_run(given, steps):
     for args in (
         train_sync.Args(train_batch_size=8, **given),
-        train_async.Args(ppo_mini_batch_size=4, require_batches=2, **given),
+        train_async.Args(ppo_mini_batch_size=4, train_batch_size=8, **given),
     ):
         assert args.total_steps(100) == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "update"),
+    [
+        ({}, 8, 8),
+        ({"train_batch_size": 12}, 12, 12),
+        ({"train_batch_size": 12, "ppo_mini_batch_size": 4}, 12, 4),
+    ],
+)
+def test_the_batch_means_the_same_in_all_scripts(given, step, update):
+    for script in SCRIPTS.values():
+        args = script.Args(**given)
+        check(args)
+        assert (args.prompts_per_step, args.prompts_per_update) == (step, update)
+
+
+def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
+    """So it was before the script had --train-batch-size."""
+    args = train_async.Args(ppo_mini_batch_size=32)
+    check(args)
+    assert (args.prompts_per_step, args.prompts_per_update) == (32, 32)
+    with pytest.raises(UserError, match="--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3"):
+        check(train_async.Args(train_batch_size=8, ppo_mini_batch_size=3))
 
 
 def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
@@ -310,13 +334,13 @@ def fields(name: str) -> set[str]:
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
     named = re.findall(r"--[\w-]+", flag_words.HERE[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
-    assert word not in fields("async" if word == "--train-batch-size" else "sync")
+    assert all(word not in fields(script) for script in SCRIPTS)
 
 
 TABLE = (ROOT / "docs" / "from-verl.md").read_text().partition("## From TRL's GRPOConfig")[2]
 
 
-@pytest.mark.parametrize("word", sorted(flag_words.HERE.keys() - {"--train-batch-size"}))
+@pytest.mark.parametrize("word", sorted(flag_words.HERE.keys() - {"--require-batches"}))
 def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
     """Each flag that the message names is in a row of that word."""
     rows = [
@@ -332,7 +356,7 @@ def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
 
 
 @pytest.mark.parametrize(
-    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--train-batch-size")]
+    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--require-batches")]
 )
 def test_a_word_of_trls_is_answered_with_ours(script, word):
     with pytest.raises(UserError) as error:
