@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 train_async.py                 # the demo: one generator, one learner
     torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
-        --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
+        --publish-every 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
 
 `generate` is a generator's life, `train` a learner's, top to bottom. The schedule is in rl/samples/schedule.py, the
 formulas in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step is one fetch of
@@ -116,7 +116,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         correct_rollout(args, batch)
         batch.reward = batch.token_reward()
         if args.use_kl_in_reward:
-            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
+            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_reward_type)
             batch.reward = batch.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group

@@ -128,7 +128,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         correct_rollout(args, batch)
         batch.reward = batch.token_reward()
         if args.use_kl_in_reward:
-            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_penalty)
+            kl = losses.kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.mask, args.kl_reward_type)
             batch.reward = batch.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group

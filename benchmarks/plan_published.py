@@ -120,7 +120,7 @@ class Fit:
         args = ScheduleArgs(
             train_batch_size=32 * batches,
             ppo_mini_batch_size=32,
-            trigger_parameter_sync_step=period,
+            publish_every=period,
             staleness_threshold=threshold,
             partial_rollout="recompute" if threshold else "off",
         )

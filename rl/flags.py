@@ -47,7 +47,8 @@ def read(
 ) -> Flags:
     """`parse` for other callers: raises UserError. args: the command line; by default this process's. defaults: of fields,
     instead of the class's own."""
-    words = flag_words.current(sys.argv[1:] if args is None else args)
+    names = {field.name for field in dataclasses.fields(flags)}
+    words = flag_words.current(sys.argv[1:] if args is None else args, names)
     if {"-h", "--help", "--help-all"} & {*words}:
         _print_help(flags, description, defaults or {}, show_all="--help-all" in words)
     found, unknown = _parser(flags, defaults or {}).parse_known_args(words)

@@ -31,7 +31,7 @@ class SplitArgs:
     publish_over: Literal["auto", "host"] = "auto"
     """The way of the weights. auto: from device to device (NCCL, HCCL) where each rank has a device of its own. host: through
     host memory, and between nodes over gloo."""
-    cluster_key: str | None = None
+    cluster_key_file: str | None = None
     """File with a secret that all nodes hold, by which those that only generate send samples to those that learn. Without it
     torchrun's store holds one, open to the network that the job trusts."""
 
@@ -45,8 +45,8 @@ class SplitArgs:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         if self.ring_mb > memory:
             raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
-        if self.cluster_key is not None:
-            read_key(self.cluster_key)
+        if self.cluster_key_file is not None:
+            read_key(self.cluster_key_file)
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,11 @@ class TrainingRun:
         if resumed.step:
             self._take_back(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
-        records = args.record and learner.ranks.is_main
-        self.recorder = Recorder(args.record, resumed.origin and resumed.origin.run_dir, self.done) if records else None
+        records = args.record_samples and learner.ranks.is_main
+        self.recorder = Recorder(args.record_samples, resumed.origin and resumed.origin.run_dir, self.done) if records else None
         of_job = (dist.describe_hardware(), job.total_steps, learner.ranks.is_main, job.script)
         held = precisions(args)
-        if args.ppo_max_token_len_per_gpu == "auto":
+        if args.max_tokens_per_micro_batch == "auto":
             if generator and not generator.engine.num_unfinished:
                 generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
             learner.chosen_tokens = choose_tokens(args, learner)
@@ -82,8 +82,8 @@ class TrainingRun:
         self.record = Run(args, *of_job, resumed.origin, job.notes | chosen)
         if words := in_words(held):
             self.record.say(words)
-        if args.ppo_max_token_len_per_gpu == "auto":
-            self.record.say(f"--ppo-max-token-len-per-gpu auto: {learner.chosen_tokens:,} tokens in a micro-batch")
+        if args.max_tokens_per_micro_batch == "auto":
+            self.record.say(f"--max-tokens-per-micro-batch auto: {learner.chosen_tokens:,} tokens in a micro-batch")
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         if samples and self.done:
             recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
@@ -98,7 +98,7 @@ class TrainingRun:
         self._begun = self.done  # the last step that has
         if self.recorder:
             more = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            flags = identity.record["flags"] | {"ppo_max_token_len_per_gpu": learner.micro_batch_tokens}
+            flags = identity.record["flags"] | {"max_tokens_per_micro_batch": learner.micro_batch_tokens}
             self.recorder.begin(self.record.dir, identity.record | {"flags": flags} | more)
 
     def _take_back(self, resumed: Resumed) -> None:
@@ -117,7 +117,7 @@ class TrainingRun:
     def begin(self, groups: list[Group]) -> Batch:
         """The batch of a step. Raises UserError if it is the first of this run and nothing in it could be scored."""
         division = Division.of(self.args, self.learner)
-        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record))
+        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record_samples))
         batch = Batch.of(groups, division)
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:

@@ -23,7 +23,7 @@ CAUSES = {
     ),
     UNSCORED: (
         "too few responses could be scored",
-        "Correct the reward function, or what it needs: the warning of --on-error has its last error",
+        "Correct the reward function, or what it needs: the warning of --on-reward-error has its last error",
     ),
     TRUNCATED: (
         "every response ran into --max-response-length, and all score the same",

@@ -109,7 +109,7 @@ def token_budget(run: Run) -> dict[str, object]:
     least = -(-run.full_length // shared_by)
     if tokens < least:
         run.note(f"A micro-batch takes at least one sequence: {least} tokens a device, where verl's takes {tokens}.")
-    return {"--ppo-max-token-len-per-gpu": max(tokens, least)}
+    return {"--max-tokens-per-micro-batch": max(tokens, least)}
 
 
 # -- algorithm
@@ -183,10 +183,10 @@ def kl_in_reward(run: Run) -> dict[str, object]:
         keys = ("algorithm.kl_penalty", *(of + key for key in ("type", "kl_coef", "target_kl", "horizon")))
         run.skips(" ".join(keys), "use_kl_in_reward is off")
         return {"--use-kl-in-reward": False}
-    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-penalty": run["algorithm.kl_penalty"]}
-    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-coef": run[of + "kl_coef"]}
+    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
+    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-reward-coef": run[of + "kl_coef"]}
     if run[of + "type"] == "adaptive":
-        flags |= {"--target-kl": run[of + "target_kl"], "--horizon": run[of + "horizon"]}
+        flags |= {"--target-kl": run[of + "target_kl"], "--kl-horizon": run[of + "horizon"]}
     return flags
 
 

@@ -50,7 +50,7 @@ class Batch:
 
     tickets: list[int]  # of its groups, also of one none of whose responses could be scored
     unscored: int  # responses left out
-    errors: list[str]  # why responses could not be scored, left out or (--on-error zero) not
+    errors: list[str]  # why responses could not be scored, left out or (--on-reward-error zero) not
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
@@ -77,7 +77,7 @@ class Batch:
     rejected: torch.Tensor | None = None  # [N] bool, tokens that the rollout correction took out of the mask
     chosen: torch.Tensor | None = None  # [N] bool, tokens that clip_cov and kl_cov single out
     images: BatchImages | None = None  # of its prompts, for a model that takes images
-    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-error zero)
+    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-reward-error zero)
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
 

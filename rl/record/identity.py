@@ -20,12 +20,12 @@ from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
 MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
-MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "trigger_parameter_sync_step"}
+MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 MAY_CHANGE = {
     # names; what they name is compared by content
     *("model", "train_files", "trust_remote_code"),
     # where the record goes
-    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record"),
+    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record_samples"),
     # how long the run is, how often it saves and validates, when it is given up
     *(
         "total_training_steps",
@@ -38,7 +38,7 @@ MAY_CHANGE = {
     ),
     *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
-    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
+    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "max_tokens_per_micro_batch"),
     *("elastic_generators", "sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
@@ -46,7 +46,7 @@ MAY_CHANGE = {
 }
 # What generators that join a run (rl/transport/elastic.py) may have otherwise than its learners.
 SCHEDULE = {"total_training_steps", "total_epochs", "total_rollout_steps", "test_freq", "val_before_train"}
-MAY_DIFFER = (MAY_CHANGE | {"cluster_key"}) - SCHEDULE - {"rollout_tp"}  # the learners divide validations among engines
+MAY_DIFFER = (MAY_CHANGE | {"cluster_key_file"}) - SCHEDULE - {"rollout_tp"}  # the learners divide validations among engines
 
 
 class Identity:
@@ -103,12 +103,12 @@ class Identity:
             )
 
     def _settled(self, flags: dict) -> dict:
-        """The flags under today's names, those that an older version did not have at their defaults, and the batch as a
-        number. A mini-batch of the whole batch is None."""
-        flags = json.loads(json.dumps(asdict(type(self.args)()))) | flag_words.renamed(flags)
+        """The flags under today's names, those that an older version did not have at their defaults, and the sizes of a
+        batch as numbers."""
+        defaults = json.loads(json.dumps(asdict(type(self.args)())))
+        flags = defaults | flag_words.renamed(flags, defaults)
         step = flags["train_batch_size"] or flags["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH
-        update = flags["ppo_mini_batch_size"]
-        return flags | {"train_batch_size": step, "ppo_mini_batch_size": None if update == step else update}
+        return flags | {"train_batch_size": step, "ppo_mini_batch_size": flags["ppo_mini_batch_size"] or step}
 
     def _other_contents(self, was: dict) -> Iterable[str]:
         for name, old in was["contents"].items():

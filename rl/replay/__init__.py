@@ -1,1 +1,1 @@
-"""What stands behind --record and replay.py: samples recorded, and a micro-batch that was not finite."""
+"""What stands behind --record-samples and replay.py: samples recorded, and a micro-batch that was not finite."""

@@ -22,7 +22,7 @@ from rl.record import validations
 from rl.report import readers
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
-NAMES |= {"record", "resume_mode"}
+NAMES |= {"record_samples", "resume_mode"}
 PAUSE = 1.0  # seconds between two steps that only a restart explains
 GIVE = "a run's directory (runs/<name>), its metrics.jsonl, a TensorBoard directory or a verl console log"
 

@@ -64,7 +64,7 @@ class Outbox:
         self.ring, self.split = _open_ring(split, args.ring_mb), split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
-            self._forwarder = Forwarder(self.ring, split.store, _receiver_of(split), args.cluster_key)
+            self._forwarder = Forwarder(self.ring, split.store, _receiver_of(split), args.cluster_key_file)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
@@ -170,7 +170,7 @@ class Inbox:
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
         self.crew = split.elastic
         senders = _sends_to(split) if self.ring else []
-        rest = (args.cluster_key, self.crew and self.crew.host)
+        rest = (args.cluster_key_file, self.crew and self.crew.host)
         self._receiver = Receiver(self.ring, split.store, senders, *rest) if senders else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`

@@ -3,9 +3,9 @@
 A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
 start under the weights of version v only if
 
-    k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * trigger_parameter_sync_step
+    k - dropped < (v + 1 + staleness_threshold) * prompts_per_step * publish_every
 
-where a publish comes after every trigger_parameter_sync_step steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
+where a publish comes after every publish_every steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async
 flags). Threshold 0 with period 1 is on-policy, 1 is one step off. Left out: drawing tickets (rl/samples/tickets.py), and which
 groups are trained next (rl/samples/buffer.py).
 """
@@ -85,7 +85,7 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     train_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived. By
     default --ppo-mini-batch-size, or 8 without it."""
-    trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
+    publish_every: Annotated[int, Range(at_least=1)] = 1
     """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
     staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
     """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
@@ -98,7 +98,7 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     elastic_generators: str | None = None
     """HOST:PORT of the first learner at which generators may join and leave while the learners continue: torchrun jobs of their
     own, in which every rank generates (docs/nodes.md). The same for all."""
-    stale: Literal["drop", "wait"] = "drop"
+    on_stale: Literal["drop", "wait"] = "drop"
     """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
     groups before these get too old."""
 
@@ -108,35 +108,35 @@ class ScheduleArgs(BatchArgs, SplitArgs):
 
     @property
     def trains_stale(self) -> bool:
-        return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
+        return self.staleness_threshold > 0 or self.publish_every > 1
 
     def quota(self, version: int) -> int:
         """Tickets that may have started, the dropped ones not counted, under the weights of this version."""
-        period = self.prompts_per_step * self.trigger_parameter_sync_step
+        period = self.prompts_per_step * self.publish_every
         threshold = _exact(self.staleness_threshold)
         return (version + 1) * period + threshold.numerator * period // threshold.denominator
 
     def version_at(self, step: int) -> int:
         """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
-        return (step - 1) // self.trigger_parameter_sync_step
+        return (step - 1) // self.publish_every
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
-        return step == total_steps or step % self.trigger_parameter_sync_step == 0
+        return step == total_steps or step % self.publish_every == 0
 
     def step_of(self, version: int, total_steps: int) -> int:
         """The step after which this version of the weights is published."""
-        return min(version * self.trigger_parameter_sync_step, total_steps)
+        return min(version * self.publish_every, total_steps)
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
         host, _, port = (self.elastic_generators or "host:1").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise UserError(f"--elastic-generators {self.elastic_generators}: give HOST:PORT, such as node1:29600.")
-        if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
+        if self.on_stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
             raise UserError(
-                f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
+                f"--on-stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
-                "other, or take --stale drop."
+                "other, or take --on-stale drop."
             )
 
 

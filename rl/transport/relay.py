@@ -12,8 +12,8 @@ Records travel in frames of 1 MiB at most, and a longer frame is refused: a stra
 the receiver hold no more than one.
 
 All that travels is encrypted, and both ends prove that they know the job's secret (CURVE, https://rfc.zeromq.org/spec/26). With
---cluster-key that is a file's. Otherwise the first to ask makes one up and leaves it in torchrun's store, which is as open as
-the network that c10d and NCCL trust.
+--cluster-key-file that is a file's. Otherwise the first to ask makes one up and leaves it in torchrun's store, which is as open
+as the network that c10d and NCCL trust.
 """
 
 import hashlib
@@ -47,13 +47,13 @@ SILENT_SECONDS = 20  # after which a connection without a sign of life is taken 
 
 
 def read_key(file: str) -> bytes:
-    """The secret in a --cluster-key. Raises UserError for one that cannot be used."""
+    """The secret in a --cluster-key-file. Raises UserError for one that cannot be used."""
     try:
         content = Path(file).read_bytes().strip()
     except OSError as error:
-        raise UserError(f"--cluster-key {file}: {error.strerror}. Give a file that is the same on all nodes.") from None
+        raise UserError(f"--cluster-key-file {file}: {error.strerror}. Give a file that is the same on all nodes.") from None
     if len(content) < 16:
-        raise UserError(f"--cluster-key {file}: a secret of {len(content)} bytes is too short. Put at least 16 into it.")
+        raise UserError(f"--cluster-key-file {file}: a secret of {len(content)} bytes is too short. Put at least 16 into it.")
     return content
 
 
@@ -62,7 +62,10 @@ def _secret(store: Store, file: str | None) -> bytes:
         return bytes(store.compare_set("relay/secret", "", secrets.token_hex(32)))
     content = read_key(file)
     if Path(file).stat().st_mode & stat.S_IROTH:
-        print(f"warning: --cluster-key {file} can be read by every user of this machine. Run: chmod o= {file}", file=sys.stderr)
+        print(
+            f"warning: --cluster-key-file {file} can be read by every user of this machine. Run: chmod o= {file}",
+            file=sys.stderr,
+        )
     return content
 
 
@@ -126,11 +129,16 @@ class Receiver(_Thread):
     """The learners' end: puts what comes from the nodes `senders`, who reach this one as they do `towards`, into its ring."""
 
     def __init__(
-        self, ring: Ring, store: Store, senders: list[int | str], cluster_key: str | None = None, towards: str | None = None
+        self,
+        ring: Ring,
+        store: Store,
+        senders: list[int | str],
+        cluster_key_file: str | None = None,
+        towards: str | None = None,
     ):
         self.ring = Ring.attach(ring.address)  # a ring object is one thread's end
         self.taken: dict[bytes, int] = {}  # forwarder -> records of it that are in the ring
-        secret = _secret(store, cluster_key)
+        secret = _secret(store, cluster_key_file)
         self.context = zmq.Context()
         self.guard = ThreadAuthenticator(self.context)
         self.guard.start()
@@ -180,21 +188,21 @@ class Receiver(_Thread):
 class Forwarder(_Thread):
     """The generators' end: takes what is in the ring of this node, and sends it to its receiver."""
 
-    def __init__(self, ring: Ring, store: Store, node: int | str, cluster_key: str | None = None):
+    def __init__(self, ring: Ring, store: Store, node: int | str, cluster_key_file: str | None = None):
         self.ring = Ring.attach(ring.address)
         self.bytes = 0  # sent, without what was sent again
         self.acknowledged = 0  # records
         self._name, self._count = secrets.token_bytes(16), 0  # records that were taken out of the ring
         self._under_way: deque[list[bytes]] = deque()
         self.context = zmq.Context()
-        secret = _secret(store, cluster_key)
+        secret = _secret(store, cluster_key_file)
         self.socket = _socket(self.context, zmq.DEALER, _keys(secret, b"forwarder"))
         self.socket.curve_serverkey = _keys(secret, b"receiver")[0]
         self._events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         with watchdog.doing("a node with learners to listen for samples"):
             self._address, fingerprint = json.loads(store.get(f"relay/{node}"))
         if fingerprint != _fingerprint(secret):
-            raise UserError("--cluster-key: the node with the learners has another secret. Give all nodes the same file.")
+            raise UserError("--cluster-key-file: the node with the learners has another secret. Give all nodes the same file.")
         self.socket.connect(self._address)
         watchdog.show("records sent to another node", lambda: f"{self._count}, {self.acknowledged} of them have arrived")
         super().__init__("forwarder")

@@ -205,11 +205,11 @@ def test_the_engine_is_as_fast_as_one_that_counts_every_token(seed, slots, n, bu
 def test_no_ticket_is_lost_and_no_token_too_old(seed, prompts, period, threshold, partial, stale, flat, engines, learn, score):
     args = schedule(
         prompts=prompts,
-        trigger_parameter_sync_step=period,
+        publish_every=period,
         staleness_threshold=threshold,
         partial_rollout=partial,
         max_staleness=None if stale is None else int(np.ceil(threshold)),
-        stale=stale or "drop",
+        on_stale=stale or "drop",
     )
     steps, load = 9, Load(prompts, 1, 5, filter_groups=flat > 0, max_num_gen_batches=4)
     t = times(learn=learn, score=score, receive=0.5, publish=0.25)

@@ -224,7 +224,7 @@ def test_the_flags_are_among_the_settings_and_every_setting_is_a_command_that_ru
         args = flags.read(scripts[setting.script].Args, args=setting.flags.split())
         if setting.script == "train_async":
             assert (args.generators, args.staleness_threshold) == (setting.generators, setting.threshold)
-            assert args.trigger_parameter_sync_step == setting.period
+            assert args.publish_every == setting.period
 
 
 def test_a_staler_setting_must_be_worth_it():

@@ -107,7 +107,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_m
     _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
     key = tmp_path / "key"
     key.write_text("a secret of all nodes")
-    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async", "--cluster-key", key]
+    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async", "--cluster-key-file", key]
     consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in layout])
     assert [code for code, _ in consoles] == [0, 0], consoles
     (run,) = (tmp_path / "async").iterdir()

@@ -36,9 +36,7 @@ def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
 @pytest.mark.parametrize("period", [1, 4])
 def test_the_quota_is_verls(threshold, period):
     """verl: int((1 + threshold) * required * period) samples between two syncs, less what is left of the period before."""
-    args = ScheduleArgs(
-        ppo_mini_batch_size=10, train_batch_size=20, trigger_parameter_sync_step=period, staleness_threshold=threshold
-    )
+    args = ScheduleArgs(ppo_mini_batch_size=10, train_batch_size=20, publish_every=period, staleness_threshold=threshold)
     hundredths = round(100 * threshold)  # in whole numbers: no rounding
     a_period = (100 + hundredths) * 20 * period // 100
     assert args.quota(0) == a_period
@@ -102,7 +100,7 @@ def test_no_generator_takes_what_is_the_others_share():
 def test_a_ticket_that_may_start_always_finds_a_generator_below_its_share(engines, prompts, period, threshold, seed):
     """Whatever is under way where, and whatever the learners hold back."""
     random, store = np.random.default_rng(seed), HashStore()
-    args = ScheduleArgs(ppo_mini_batch_size=prompts, trigger_parameter_sync_step=period, staleness_threshold=threshold)
+    args = ScheduleArgs(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold)
     open_tickets(store)
     tickets, under_way = [Tickets(store, args, 10**6, engines) for _ in range(engines)], [0] * engines
     for version in range(30):
@@ -177,13 +175,13 @@ def test_a_stale_group_is_dropped_and_counted():
 
 
 def test_waiting_needs_a_bound_that_the_schedule_can_keep():
-    check(ScheduleArgs(staleness_threshold=1, max_staleness=1, stale="wait"))
-    with pytest.raises(UserError, match=r"--stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
-        check(ScheduleArgs(staleness_threshold=1.5, max_staleness=1, stale="wait"))
+    check(ScheduleArgs(staleness_threshold=1, max_staleness=1, on_stale="wait"))
+    with pytest.raises(UserError, match=r"--on-stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
+        check(ScheduleArgs(staleness_threshold=1.5, max_staleness=1, on_stale="wait"))
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("staleness_threshold", -1), ("trigger_parameter_sync_step", 0), ("max_staleness", -1), ("ring_mb", 0)]
+    ("flag", "value"), [("staleness_threshold", -1), ("publish_every", 0), ("max_staleness", -1), ("ring_mb", 0)]
 )
 def test_settings_that_cannot_work(flag, value):
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be"):
@@ -231,10 +229,10 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     bound = bound if bound is None else max(0, bound)
     args = ScheduleArgs(
         ppo_mini_batch_size=required,
-        trigger_parameter_sync_step=period,
+        publish_every=period,
         staleness_threshold=threshold,
         max_staleness=bound,
-        stale=stale or "drop",
+        on_stale=stale or "drop",
     )
     check(args)
     steps, store = 12, HashStore()
@@ -290,9 +288,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
 def test_a_run_that_ended_within_a_period_and_gets_more_steps_still_waits_for_old_groups():
     """It ended with version 3, after 10 steps in periods of 4, and resumes with version 2. What is filtered then lets more
     groups start under version 2 than had started when the run ended."""
-    args = ScheduleArgs(
-        ppo_mini_batch_size=2, trigger_parameter_sync_step=4, staleness_threshold=0.5, max_staleness=1, stale="wait"
-    )
+    args = ScheduleArgs(ppo_mini_batch_size=2, publish_every=4, staleness_threshold=0.5, max_staleness=1, on_stale="wait")
     ended, buffer = SampleBuffer(args, filter_groups=True), SampleBuffer(args, filter_groups=True)
     for step in range(1, 11):
         for ticket in (2 * step - 2, 2 * step - 1):

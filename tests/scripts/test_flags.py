@@ -163,6 +163,29 @@ def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
     assert shown_flags(own, "--help", capsys) == ["--imitation", "--gamma", *common]
 
 
+@pytest.mark.parametrize("old", flag_words.RENAMED)
+def test_an_earlier_name_is_still_accepted(old):
+    new = flag_words.RENAMED[old]
+    assert {flag(old), flag(new)} & {*fields("sync"), *fields("async")} == {flag(new)}
+    assert flag_words.current([f"--{old}=1", flag(old), "2"]) == [f"{flag(new)}=1", flag(new), "2"]
+    assert flag_words.renamed({old: 3, "lr": 4}) == {new: 3, "lr": 4}
+
+
+def test_a_command_with_earlier_names_is_read_under_todays(capfd):
+    words = "--trigger-parameter-sync-step 3 --stale wait --max_staleness 2 --on_error=zero --ppo-max-token-len-per-gpu auto"
+    args = flags.read(train_async.Args, args=words.split())
+    assert (args.publish_every, args.on_stale, args.on_reward_error) == (3, "wait", "zero")
+    flags.read(train_sync.Args, args=["--kl-coef", "0.1"])
+    assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
+
+
+def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
+    own = dataclasses.make_dataclass("Args", [("horizon", int, 1)], bases=(train_sync.Args,))
+    args = flags.read(own, args=["--horizon", "5"])
+    assert (args.horizon, args.kl_horizon) == (5, 10_000)
+    assert flag_words.renamed({"horizon": 5}, {"horizon"}) == {"horizon": 5}
+
+
 def test_every_common_flag_is_one_of_a_script():
     assert {field.name for script in SCRIPTS.values() for field in dataclasses.fields(script.Args)} >= flag_words.COMMON
 

@@ -134,8 +134,8 @@ def ranks():
 def line(script: str, given: dict, directory) -> list[str]:
     """The script's command line. All that a run writes is below the directory, a record of its samples too."""
     values = BASE | given | {"output_dir": directory}
-    if values.get("record", "None") != "None":
-        values["record"] = f"{directory}/{values['record']}"
+    if values.get("record_samples", "None") != "None":
+        values["record_samples"] = f"{directory}/{values['record_samples']}"
     hints = get_type_hints(SCRIPTS[script].Args)
     return [f"{flag(name)}={value}" for name, value in values.items() if name in hints]
 
@@ -187,10 +187,10 @@ def run_split(script: str, given: dict, directory) -> None:
 
 
 SCHEDULES = {
-    "all at once": {"staleness_threshold": "999999", "trigger_parameter_sync_step": 7, "ring_mb": 1, "max_staleness": 0},
-    "none ahead": {"staleness_threshold": "0", "train_batch_size": 6, "stale": "wait", "max_staleness": 0},
+    "all at once": {"staleness_threshold": "999999", "publish_every": 7, "ring_mb": 1, "max_staleness": 0},
+    "none ahead": {"staleness_threshold": "0", "train_batch_size": 6, "on_stale": "wait", "max_staleness": 0},
     "fractions": {"staleness_threshold": "0.1", "partial_rollout": "off", "use_rollout_log_probs": False},
-    "cannot wait": {"staleness_threshold": "2", "stale": "wait", "max_staleness": 1},
+    "cannot wait": {"staleness_threshold": "2", "on_stale": "wait", "max_staleness": 1},
 }
 
 

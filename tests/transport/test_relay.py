@@ -206,10 +206,10 @@ def test_who_does_not_know_the_secret_gets_nothing_in(store, tmp_path, monkeypat
 def test_a_cluster_key_that_cannot_be_used(store, tmp_path, content):
     if content:
         (tmp_path / "key").write_bytes(content)
-    with pytest.raises(UserError, match=r"--cluster-key .*key"):
+    with pytest.raises(UserError, match=r"--cluster-key-file .*key"):
         Receiver(Ring.create(1 << 16), store, [1], str(tmp_path / "key"))
-    with pytest.raises(UserError, match=r"--cluster-key .*key"):
-        SplitArgs(cluster_key=str(tmp_path / "key")).check()  # before a model is loaded, and where nothing is sent
+    with pytest.raises(UserError, match=r"--cluster-key-file .*key"):
+        SplitArgs(cluster_key_file=str(tmp_path / "key")).check()  # before a model is loaded, and where nothing is sent
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
