@@ -1,7 +1,7 @@
 """Predicts a run's memory and time before it starts: on a laptop, of any number of ranks, without its weights.
 
     python plan.py train_async.py --model Qwen/Qwen2.5-7B-Instruct --generators 4 --dtype bfloat16 --gradient-checkpointing \\
-        --max-prompt-length 1024 --max-response-length 8192 --ppo-max-token-len-per-gpu 16384 \\
+        --max-prompt-length 1024 --max-response-length 8192 --max-tokens-per-micro-batch 16384 \\
         --nnodes 2 --nproc-per-node 8 --device H100-80GB --response-lengths 2000:0.9
 
 After the script's name stand the flags that it will be started with, and those of the plan. A copy of a script is named by its

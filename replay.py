@@ -1,4 +1,4 @@
-"""The learner again on the samples of a run that was recorded (--record DIR), without generators.
+"""The learner again on the samples of a run that was recorded (--record-samples DIR), without generators.
 
     python replay.py runs/demo                                # the same flags: the same weights, bit for bit
     python replay.py runs/demo --loss-mode gspo --lr 3e-5     # what these would have made of the same samples
@@ -27,7 +27,7 @@ from types import ModuleType
 
 import torch
 
-from rl import flag_needs, flags
+from rl import flag_needs, flag_words, flags
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
 from rl.data.prompts import DataArgs
@@ -93,8 +93,9 @@ def read(words: Sequence[str]) -> Replay:
             f"the recorded script cannot be imported ({error}): the code in rl/ is not what it was. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
-    was = {name: tuple(value) if isinstance(value, list) else value for name, value in start["flags"].items()}
-    was = {field.name: was.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    recorded = flag_words.renamed(start["flags"], {field.name for field in dataclasses.fields(script.Args)})
+    was = {field.name: recorded.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    was = {name: tuple(value) if isinstance(value, list) else value for name, value in was.items()}
     args = flags.read(script.Args, __doc__, rest, was)
     left_out = sorted(flag_needs.given(script.Args, rest) & flag_needs.NOT_REPLAYED)
     flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
@@ -118,9 +119,9 @@ def find(where: Path) -> tuple[Record, Path]:
         record = Record(where)
         return record, Path(record.starts[-1]["run"])
     for config in sorted(where.glob("config*.json"), reverse=True):
-        if directory := json.loads(config.read_text())["flags"].get("record"):
+        if directory := flag_words.renamed(json.loads(config.read_text())["flags"]).get("record_samples"):
             return Record(Path(directory)), where
-    raise UserError(f"{where} is neither a run that was recorded (--record DIR) nor a record ({SAMPLES}).")
+    raise UserError(f"{where} is neither a run that was recorded (--record-samples DIR) nor a record ({SAMPLES}).")
 
 
 def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]:
@@ -146,8 +147,11 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
 
 def same_settings(start: dict, other: dict) -> bool:
     """Tells whether two starts of a run trained by the same flags."""
-    kept = MAY_CHANGE - {"ppo_max_token_len_per_gpu"}
-    of = [{n: v for n, v in s["flags"].items() if n not in kept} | {"": s["total_steps"]} for s in (start, other)]
+    kept = MAY_CHANGE - {"max_tokens_per_micro_batch"}
+    of = [
+        {name: value for name, value in flag_words.renamed(of["flags"]).items() if name not in kept} | {"": of["total_steps"]}
+        for of in (start, other)
+    ]
     return of[0] == of[1]
 
 
@@ -173,7 +177,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    args = replace(replay.args, record=None, resume_mode="disable", experiment_name=name)
+    args = replace(replay.args, record_samples=None, resume_mode="disable", experiment_name=name)
     job = set_up(replace(args, test_freq=0), script.__file__)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)

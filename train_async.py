@@ -3,11 +3,11 @@
     torchrun --standalone --nproc-per-node 2 train_async.py                 # the demo: one generator, one learner
     torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --staleness-threshold 0.5 \\
-        --trigger-parameter-sync-step 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
+        --publish-every 4 --ppo-mini-batch-size 32 --max-response-length 512 --lr 1e-6
 
-`generate` is a generator's life, `train` a learner's, top to bottom; `Args.quota` is the bound of staleness. The formulas are
-in losses.py. With --staleness-threshold 0 this trains bit for bit what train_sync.py trains. A step trains
-ppo_mini_batch_size * require_batches groups.
+`generate` is a generator's life, `train` a learner's, top to bottom. The formulas are in losses.py. With
+--staleness-threshold 0 this trains bit for bit what train_sync.py trains. Left out: which groups a step trains
+(rl/samples/buffer.py).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
@@ -37,7 +37,7 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.samples.schedule import ScheduleArgs, exact
+from rl.samples.schedule import ScheduleArgs
 from rl.samples.stream import Stream
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, join
@@ -48,13 +48,6 @@ from rl.weights.publisher import Publisher
 @dataclass
 class Args(ScheduleArgs, CommonArgs):
     """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
-
-    def quota(self, version: int) -> int:
-        """The bound of staleness: how many prompts may have started under the weights of this version, those that were dropped
-        not counted. With a threshold of 0 these are the prompts that the version is published to sample, with 1 also those of
-        the publish after it (AReaL, arXiv 2505.24298, eq. 3; verl's fully async flags)."""
-        ahead = int(exact(self.staleness_threshold) * self.prompts_per_publish)
-        return (version + 1) * self.prompts_per_publish + ahead
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -112,7 +105,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         targets.is_weight, targets.rejected = correct_rollout(args, batch)
         targets.reward = batch.token_reward()
         if args.use_kl_in_reward:
-            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_penalty)
+            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
@@ -145,7 +138,9 @@ def generate(args: Args, split: Split, job: Job) -> None:
     while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
             loop.update_weights(todo.version, recompute_kv=args.partial_rollout == "recompute")
-        for ticket in todo.tickets:  # of each: ticket - dropped < args.quota(version)
+        # The bound of staleness: prompt k of the run starts under the weights of version v only if
+        #     k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish      (AReaL, arXiv 2505.24298, eq. 3)
+        for ticket in todo.tickets:
             loop.start(ticket)
         ended = generator.decode()  # responses; they are scored in other processes while the rest is sampled
         for group in generator.score(ended, idle=todo.idle):

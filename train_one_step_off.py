@@ -125,7 +125,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         targets.is_weight, targets.rejected = correct_rollout(args, batch)
         targets.reward = batch.token_reward()
         if args.use_kl_in_reward:
-            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_penalty)
+            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group

@@ -3,7 +3,7 @@
     python benchmarks/micro_batch.py      # about 10 minutes on 2 cores; writes benchmarks/results/micro_batch.{json,md}
 
 The same tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
-the tensors of one micro-batch hold at their peak, counted (rl/plan/memory_count.py). What --ppo-max-token-len-per-gpu auto
+the tensors of one micro-batch hold at their peak, counted (rl/plan/memory_count.py). What --max-tokens-per-micro-batch auto
 takes on a CPU, CPU_TOKENS of rl/learning/token_budget.py, follows from this table.
 """
 

@@ -44,7 +44,7 @@ class Case:
         batch = "--ppo-mini-batch-size" if self.mode == "async" else "--train-batch-size"
         out = [batch, str(self.prompts), "--max-num-seqs", str(self.slots), *(SLOW if self.slow else ())]
         if self.mode == "async":
-            out += ["--staleness-threshold", str(self.threshold), "--trigger-parameter-sync-step", str(self.period)]
+            out += ["--staleness-threshold", str(self.threshold), "--publish-every", str(self.period)]
         return out
 
     @property

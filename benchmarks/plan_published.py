@@ -118,9 +118,9 @@ class Fit:
         they are not the synchronous rows'."""
         period = PROMPTS // (32 * batches)
         args = ScheduleArgs(
+            train_batch_size=32 * batches,
             ppo_mini_batch_size=32,
-            require_batches=batches,
-            trigger_parameter_sync_step=period,
+            publish_every=period,
             staleness_threshold=threshold,
             partial_rollout="recompute" if threshold else "off",
         )

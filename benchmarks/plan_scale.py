@@ -36,7 +36,7 @@ class Args:
 
 
 def one_run(engines: int, tickets: int) -> dict:
-    args = ScheduleArgs(ppo_mini_batch_size=128, require_batches=4, trigger_parameter_sync_step=4, staleness_threshold=0.5)
+    args = ScheduleArgs(train_batch_size=512, ppo_mini_batch_size=128, publish_every=4, staleness_threshold=0.5)
     work, steps = Drawn(16, 2000, 0.8, 16_000, prompt=100), tickets // args.prompts_per_step
     for ticket in range(0, tickets + 4096, 1024):
         work.group(ticket)

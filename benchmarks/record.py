@@ -1,4 +1,4 @@
-"""What --record costs: its share of a step (timing_s/record), bytes a token, and how fast samples of any size are packed.
+"""What --record-samples costs: its share of a step (timing_s/record), bytes a token, and how fast samples are packed.
 
 python benchmarks/record.py                     # the demo in three modes, and packing alone: under five minutes on 2 cores
 python benchmarks/record.py --steps 40 --rounds 5
@@ -38,7 +38,7 @@ class Args:
 def one_run(mode: str, steps: int) -> dict[str, float]:
     """Medians over the steps of a run that records: share of the step, ms, and bytes a token, prompts once a group."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record", f"{folder}/record"]
+        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", f"{folder}/record"]
         _, rows = run_script(sys.executable, MODES[mode], *flags)
         size = (Path(folder) / "record" / SAMPLES).stat().st_size
     late = [row for row in rows if row["step"] > steps // 5]

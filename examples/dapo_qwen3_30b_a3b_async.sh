@@ -27,12 +27,12 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --model "${MODEL:-Qwen/Qwen3-30B-A3B-Base}" \
   --train-files "$DATA/dapo-math-17k.parquet" --val-files "$DATA/aime-2024.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 6144 \
-  --staleness-threshold 0.75 --trigger-parameter-sync-step 2 --require-batches 1 --partial-rollout recompute \
-  --ppo-mini-batch-size 16 --rollout-n 4 \
+  --staleness-threshold 0.75 --publish-every 2 --partial-rollout recompute \
+  --train-batch-size 16 --rollout-n 4 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
   --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 4096 --sequence-parallel 8 \
+  --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 4096 --sequence-parallel 8 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 --max-num-seqs 128 --max-num-batched-tokens 8192 \
   --enable-chunked-prefill --no-enforce-eager \

@@ -17,13 +17,13 @@ torchrun --standalone --nproc-per-node 2 train_async.py --generators 1 \
   --model "${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
   --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 3072 \
-  --staleness-threshold 0.2 --trigger-parameter-sync-step 4 --require-batches 1 --partial-rollout recompute \
-  --ppo-mini-batch-size 64 --rollout-n 8 \
+  --staleness-threshold 0.2 --publish-every 4 --partial-rollout recompute \
+  --train-batch-size 64 --rollout-n 8 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
   --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --no-ref-offload --entropy-coeff 0 \
   --overlong-buffer-len 512 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 5120 \
+  --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 5120 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --enable-chunked-prefill --max-num-batched-tokens 5120 \
   --total-epochs 1 --total-rollout-steps 51200 --no-val-before-train --test-freq 80 --save-freq 0 --log-val-generations 10 \

@@ -22,7 +22,7 @@ torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
   --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --ref-offload --entropy-coeff 0 \
   --lr 3e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
-  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 12288 \
+  --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 12288 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --load-format safetensors \
   --total-epochs 15 --test-freq 0 --save-freq 0 \
   --experiment-name grpo-qwen2.5-3b-gsm8k-one-step-off \

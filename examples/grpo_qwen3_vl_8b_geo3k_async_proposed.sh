@@ -24,13 +24,13 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --model "${MODEL:-Qwen/Qwen3-VL-8B-Instruct}" \
   --train-files "$DATA/train.parquet" --val-files "$DATA/test.parquet" --no-shuffle \
   --max-prompt-length 1024 --max-response-length 2048 --filter-overlong-prompts --truncation error \
-  --staleness-threshold 10 --trigger-parameter-sync-step 5 --require-batches 2 --partial-rollout recompute \
-  --ppo-mini-batch-size 64 --rollout-n 4 \
+  --staleness-threshold 10 --publish-every 5 --partial-rollout recompute \
+  --train-batch-size 128 --ppo-mini-batch-size 64 --rollout-n 4 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
   --rollout-correction sequence_tis_geometric_rs \
   --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --no-ref-offload --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
-  --dtype bfloat16 --gradient-checkpointing --ppo-max-token-len-per-gpu 16384 \
+  --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 16384 \
   --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --max-num-batched-tokens 32768 \
   --total-epochs 200 --total-rollout-steps 51200 --no-val-before-train --test-freq 25 --save-freq 0 \
   --experiment-name grpo-qwen3-vl-8b-geo3k-async-proposed \

@@ -24,7 +24,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 25 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 --sequence-parallel 4 \
+  --dtype bfloat16 --gradient-checkpointing --param-offload --max-tokens-per-micro-batch 10240 --sequence-parallel 4 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --max-num-batched-tokens 10240 --enable-chunked-prefill \
   --total-training-steps 500 --no-val-before-train --test-freq 10 --save-freq 10 --max-ckpt-to-keep 0 --log-val-generations 2 \

@@ -32,7 +32,7 @@ torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
-  --dtype bfloat16 --gradient-checkpointing --param-offload --ppo-max-token-len-per-gpu 10240 --expert-parallel 8 \
+  --dtype bfloat16 --gradient-checkpointing --param-offload --max-tokens-per-micro-batch 10240 --expert-parallel 8 \
   --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.8 --max-num-batched-tokens 10240 \
   --total-training-steps 300 --no-val-before-train --test-freq 0 --save-freq 0 \
   --experiment-name gspo-qwen3-30b-a3b \

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl import flag_words
 from rl.ranges import flag
 from rl.ranks import launch
 from rl.ranks.device import has_accelerator
@@ -43,7 +44,7 @@ class Facts:
 class Need:
     """What a flag needs to have an effect."""
 
-    words: str | Callable[[Any], str]  # behind "--kl-coef does nothing": of the script's flags
+    words: str | Callable[[Any], str]  # behind "--kl-reward-coef does nothing": of the script's flags
     is_met: Callable[..., bool]  # of the script's flags, and with `later` of the Facts, too
     unless: tuple = ()  # values that ask for nothing but what happens without the need
     later: bool = False  # the Facts say whether it is met
@@ -109,9 +110,7 @@ PROCESSES = Need(
     lambda args, facts: bool(args.reward or facts.graders - HARMLESS),
     later=True,
 )
-STALE = Need(
-    "without --staleness-threshold above 0 or --trigger-parameter-sync-step above 1", lambda args: args.trains_stale, ("off",)
-)
+STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
 # Flags that are not here have an effect by themselves, or are refused where they cannot have one.
@@ -123,11 +122,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "clip_ratio_c": (_clip("clip_c"),),
     "kl_loss_coef": (_with("use_kl_loss", unless=(0,)),),
     "kl_loss_type": (KL_LOSS,),
-    "kl_penalty": (KL_REWARD,),
+    "kl_reward_type": (KL_REWARD,),
     "kl_ctrl_type": (KL_REWARD,),
-    "kl_coef": (_with("use_kl_in_reward", unless=(0,)),),
+    "kl_reward_coef": (_with("use_kl_in_reward", unless=(0,)),),
     "target_kl": (KL_REWARD, ADAPTIVE),
-    "horizon": (KL_REWARD, ADAPTIVE),
+    "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
@@ -172,7 +171,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
-    "stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
+    "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
     # plan.py
     "calibrate_seconds": (_with("calibrate"),),
     "flat_groups": (_with("filter_groups", unless=(0,)),),
@@ -181,14 +180,16 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
-NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record", "resume_mode", "resume_anyway"}
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
 NOT_REPLAYED |= {"generators", "ring_mb", "publish"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:
     """The fields of the dataclass whose flags are on the command line."""
     fields = {field.name for field in dataclasses.fields(flags)}
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    names = {
+        word[2:].partition("=")[0].replace("-", "_") for word in flag_words.current(words, fields) if word.startswith("--")
+    }
     return fields & (names | {name.removeprefix("no_") for name in names})
 
 

@@ -1,13 +1,42 @@
-"""Words of TRL, and of another script of ours, for our flags: what the message for an unknown flag says.
+"""Names of flags: which are common, and what the names of other programs are here.
 
-The table in docs/from-verl.md says more of each. Left out: verl's, which rl/from_verl translates.
+COMMON is what --help shows. HERE is what the message for an unknown flag says; docs/from-verl.md explains the same words. Left
+out: verl's words, which rl/from_verl translates.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable, Sequence
+
+from rl.ranges import flag
+
+DEFAULT_BATCH = 8  # prompts of a step, where no flag says it
+# Fields whose flags --help shows, beside those that a copy of a script adds; --help-all shows every flag
+COMMON = {
+    *("model", "total_training_steps", "total_epochs", "test_freq"),
+    *("train_files", "val_files", "max_prompt_length"),
+    "reward",
+    *("adv_estimator", "loss_mode", "clip_ratio_high", "use_kl_loss", "kl_loss_coef"),
+    *("train_batch_size", "ppo_mini_batch_size", "publish_every", "staleness_threshold", "generators"),
+    *("engine", "rollout_n", "max_response_length", "temperature", "rollout_tp"),
+    *("lr", "gradient_checkpointing"),
+    *("experiment_name", "output_dir", "logger", "save_freq"),
+}
+
+RENAMED = {  # an earlier name of a field, which stays accepted -> today's
+    "trigger_parameter_sync_step": "publish_every",
+    "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
+    "stale": "on_stale",
+    "on_error": "on_reward_error",
+    "record": "record_samples",
+    "cluster_key": "cluster_key_file",
+    "kl_penalty": "kl_reward_type",
+    "kl_coef": "kl_reward_coef",
+    "horizon": "kl_horizon",
+}
 
 HERE = {  # unknown flag -> what it is here
-    # of train_sync.py, in train_async.py
-    "--train-batch-size": "--ppo-mini-batch-size times --require-batches is a step's prompts",
+    # of earlier versions
+    "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     # TRL's GRPOConfig and ScriptArguments (1.8)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
@@ -27,7 +56,7 @@ HERE = {  # unknown flag -> what it is here
     "--importance-sampling-level": "--loss-mode gspo for sequences",
     "--scale-rewards": "--adv-estimator dr_grpo for none",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",
-    "--per-device-train-batch-size": "--ppo-max-token-len-per-gpu tokens make a micro-batch",
+    "--per-device-train-batch-size": "--max-tokens-per-micro-batch tokens make a micro-batch",
     "--gradient-accumulation-steps": "it follows from --ppo-mini-batch-size, the prompts of an optimizer step",
     "--num-train-epochs": "--total-epochs",
     "--max-steps": "--total-training-steps",
@@ -44,6 +73,37 @@ HERE = {  # unknown flag -> what it is here
     "--vllm-enable-sleep-mode": "--free-cache-engine",
     "--use-peft": "not here: adapters are not trained",
 }
+
+
+NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
+
+
+def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
+    """The command line as the parser takes it: flags with hyphens and under today's names, and a negative number joined to its
+    flag (-1e-3 alone would be taken for a flag). fields: of the script, whose own names stay."""
+    found: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        field = name[2:].replace("-", "_")
+        if word.startswith("--"):
+            found.append(flag(_today(field, fields)) + equals + value)
+        elif NEGATIVE.fullmatch(word) and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _today(name: str, fields: Container[str]) -> str:
+    return name if name in fields else RENAMED.get(name, name)
+
+
+def renamed(flags: dict, fields: Container[str] = ()) -> dict:
+    """The flags that an earlier version recorded for a run, under today's names. fields: of the script; their names stay."""
+    flags = {_today(name, fields): value for name, value in flags.items()}
+    if batches := flags.pop("require_batches", None):
+        flags["train_batch_size"] = batches * flags["ppo_mini_batch_size"]
+    return flags
 
 
 def hint(unknown: Iterable[str]) -> str:

@@ -5,9 +5,7 @@ A number's range is in the type of its field:
     lr: Annotated[float, Range(above=0)] = 1e-4
 """
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -76,16 +74,6 @@ def check(args) -> None:
     for part in reversed(type(args).__mro__):
         if "check" in vars(part):
             vars(part)["check"](args)
-
-
-def refuse_known(flags: type, words: Sequence[str]) -> None:
-    """Raises UserError, with the reason, if the command line has a word that is marked Unavailable."""
-    pairs = {(name.replace("_", "-"), value) for name, value in itertools.pairwise(words)}
-    pairs |= {(name.replace("_", "-"), value) for name, _, value in (word.partition("=") for word in words)}
-    for name, hint in get_type_hints(flags, include_extras=True).items():
-        for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, Unavailable) and (flag(name), mark.word) in pairs:
-                raise UserError(f"{flag(name)} {mark.word} {mark.reason}")
 
 
 def ranges(flags: type) -> dict[str, Range]:

@@ -72,7 +72,7 @@ class TrainingRun:
             self._restore(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
         self._choose_micro_batch()
-        self.recorder = self._open_samples(resumed)  # of --record; before the run's directory is made
+        self.recorder = self._open_samples(resumed)  # of --record-samples; before the run's directory is made
         self.record = self._open_record(resumed)
         self.timer = self.record.timer
         self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
@@ -95,17 +95,17 @@ class TrainingRun:
 
     def _choose_micro_batch(self) -> None:
         """Measures how many tokens a micro-batch has where the flag says auto."""
-        if self.args.ppo_max_token_len_per_gpu != "auto":
+        if self.args.max_tokens_per_micro_batch != "auto":
             return
         if self.generator and not self.generator.engine.num_unfinished:
             self.generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
         self.learner.chosen_tokens = choose_tokens(self.args, self.learner)
 
     def _open_samples(self, resumed: Resumed) -> Recorder | None:
-        """The record of the samples (--record), on the first learner."""
-        if not (self.args.record and self.learner.ranks.is_main):
+        """The record of the samples (--record-samples), on the first learner."""
+        if not (self.args.record_samples and self.learner.ranks.is_main):
             return None
-        return Recorder(self.args.record, resumed.origin and resumed.origin.run_dir, self.done)
+        return Recorder(self.args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _open_record(self, resumed: Resumed) -> Run:
         """The run's directory, loggers and console, with the first lines there."""
@@ -115,8 +115,8 @@ class TrainingRun:
         record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
         if words := in_words(held):
             record.say(words)
-        if args.ppo_max_token_len_per_gpu == "auto":
-            record.say(f"--ppo-max-token-len-per-gpu auto: {tokens:,} tokens in a micro-batch")
+        if args.max_tokens_per_micro_batch == "auto":
+            record.say(f"--max-tokens-per-micro-batch auto: {tokens:,} tokens in a micro-batch")
         return record
 
     def _skip_recorded_validations(self) -> None:
@@ -135,7 +135,7 @@ class TrainingRun:
         if not self.recorder:
             return
         identity = self._identity.record
-        flags = identity["flags"] | {"ppo_max_token_len_per_gpu": self.learner.micro_batch_tokens}
+        flags = identity["flags"] | {"max_tokens_per_micro_batch": self.learner.micro_batch_tokens}
         start = {"after": self.done, "total_steps": self.job.total_steps, "hardware": dist.describe_hardware()}
         self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
 
@@ -144,10 +144,10 @@ class TrainingRun:
         return range(self.done + 1, self.job.total_steps + 1)
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begins a step: makes its batch, and records the groups where --record asks for it. Raises UserError if it is the
-        first step of this run and nothing in it could be scored. A collective of the learners."""
+        """Begins a step: makes its batch, and records the groups where --record-samples asks for it. Raises UserError if it is
+        the first step of this run and nothing in it could be scored. A collective of the learners."""
         division = Division.of(self.args, self.learner)
-        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record))
+        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record_samples))
         batch = Batch.of(groups, division)
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:

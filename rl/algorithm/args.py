@@ -44,16 +44,16 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
     """Estimator of the KL (losses.py). With "+" its gradient is unbiased, too."""
     use_kl_in_reward: bool = False
-    """Subtract --kl-coef times the KL to the reference policy from each token's reward."""
-    kl_penalty: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
+    """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
+    kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
     """Estimator of the KL in the reward."""
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep --kl-coef, or adapt it so that the KL approaches --target-kl."""
-    kl_coef: Annotated[float, Range(at_least=0)] = 1e-3
+    """Keep --kl-reward-coef, or adapt it so that the KL approaches --target-kl."""
+    kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL in the reward; the first one if it is adaptive."""
     target_kl: Annotated[float, Range(above=0)] = 0.1
     """KL per token that the adaptive weight aims at."""
-    horizon: Annotated[int, Range(at_least=1)] = 10_000
+    kl_horizon: Annotated[int, Range(at_least=1)] = 10_000
     """Responses over which the adaptive weight reacts: the larger, the slower."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By

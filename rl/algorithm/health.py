@@ -23,7 +23,7 @@ CAUSES = {
     ),
     UNSCORED: (
         "too few responses could be scored",
-        "Correct the reward function, or what it needs: the warning of --on-error has its last error",
+        "Correct the reward function, or what it needs: the warning of --on-reward-error has its last error",
     ),
     TRUNCATED: (
         "every response ran into --max-response-length, and all score the same",
@@ -72,8 +72,8 @@ class Health:
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
             self._warn("endless_steps", "steps in which every response ran into --max-response-length", 1, detail)
         new, self._skipped = metrics["actor/skipped_steps"] - self._skipped, metrics["actor/skipped_steps"]
-        detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32. To look for the "
-        detail += f"cause, train with --record DIR, and compute the step again: python replay.py RUN --from-step {step}."
+        detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32. To look for "
+        detail += f"the cause, add --record-samples DIR, and compute the step again: python replay.py RUN --from-step {step}."
         self._warn("skipped_updates", "optimizer steps skipped", new, detail)
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
 

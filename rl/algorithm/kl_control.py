@@ -8,22 +8,22 @@ class KLControl:
     """The weight of the KL in the reward: fixed, or steered towards --target-kl."""
 
     def __init__(self, args: AlgorithmArgs):
-        self.args, self.coef = args, args.kl_coef
+        self.args, self.coef = args, args.kl_reward_coef
 
     def update(self, kl: float, responses: int) -> dict[str, float]:
         """Takes the batch's KL per token; returns it and the weight that the batch was trained with, under verl's names."""
         used = self.coef
         if self.args.kl_ctrl_type == "adaptive":
-            self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.horizon)
+            self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.kl_horizon)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
 
     def state(self) -> dict[str, float]:
-        return {"coef": self.coef, "kl_coef": self.args.kl_coef}
+        return {"coef": self.coef, "kl_coef": self.args.kl_reward_coef}
 
     def restore(self, state: dict[str, float] | float) -> None:
         """Take the steered weight back. The flag counts where nothing steers, and where it has changed: steering then begins
         again from it. Older checkpoints hold the weight alone."""
         if not isinstance(state, dict):
-            state = {"coef": state, "kl_coef": self.args.kl_coef}
-        if self.args.kl_ctrl_type == "adaptive" and state["kl_coef"] == self.args.kl_coef:
+            state = {"coef": state, "kl_coef": self.args.kl_reward_coef}
+        if self.args.kl_ctrl_type == "adaptive" and state["kl_coef"] == self.args.kl_reward_coef:
             self.coef = state["coef"]

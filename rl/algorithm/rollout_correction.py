@@ -34,18 +34,18 @@ class RolloutCorrectionArgs:
     """Corrections for tokens to which generator and learner give different probabilities."""
 
     rollout_correction: Literal[tuple(PRESETS)] | None = None
-    """A preset of the flags below. Each of them may still be given, and wins."""
+    """A preset of the flags below. A flag that is given overrides the preset."""
     rollout_is: Literal[losses.IS_LEVELS] | None = None
-    """Weight tokens by the ratio of the learner's probability to the generator's, taken at this level."""
+    """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
     rollout_is_threshold: str | None = None
     """Cap of the weight ("2.0", the default), or a band outside of which the weight is 0 ("0.5_5.0")."""
     rollout_is_batch_normalize: bool = False
     """Scale the weights to a mean of 1 over the batch."""
     rollout_rs: str | None = None
-    """Leave out tokens or responses whose log-probs disagree: level_divergence, several with commas. Levels: token, seq_sum,
-    seq_mean, seq_max; divergences: k1, k2, k3 (losses.py)."""
+    """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence, several with commas.
+    Levels: token, seq_sum, seq_mean, seq_max; divergences: k1, k2, k3 (losses.py)."""
     rollout_rs_threshold: str | None = None
-    """Bounds of --rollout-rs, as many, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
+    """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
 
     @property
     def weight_level(self) -> str | None:

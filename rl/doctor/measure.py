@@ -93,7 +93,7 @@ class Checks:
             "--rollout-n",
             "1",
         ]
-        given += ["--lr", "1e-4", "--lr-warmup-steps", "0", "--ppo-max-token-len-per-gpu", "4096"]
+        given += ["--lr", "1e-4", "--lr-warmup-steps", "0", "--max-tokens-per-micro-batch", "4096"]
         self.args = flags.read(train_sync.Args, args=given)
         self.engine_name, self.ranks = args.engine, ranks
         self.device = ranks.device

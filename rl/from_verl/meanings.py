@@ -22,8 +22,10 @@ def files(run: Run) -> dict[str, object]:
 
 
 def batch(run: Run) -> dict[str, object]:
-    size, mini = run["data.train_batch_size"], {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
+    mini = {"--ppo-mini-batch-size": run["A.actor.ppo_mini_batch_size"]}
     if run.script != ASYNC:
+        size = run["data.train_batch_size"]
+        run.skips("async_training.require_batches", f"{run.script} has one batch a step")
         if run.script == SYNC and size < (ranks := run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]):
             fit = size // run["trainer.nnodes"]
             fit -= fit % max(1, run["A.rollout.tensor_model_parallel_size"])
@@ -34,7 +36,7 @@ def batch(run: Run) -> dict[str, object]:
             )
         return {"--train-batch-size": size} | mini
     run.skips("data.train_batch_size", "a step is require_batches mini-batches, as in verl's fully async mode, which wants 0")
-    return mini
+    return {"--train-batch-size": run.prompts_a_step} | (mini if run["async_training.require_batches"] > 1 else {})
 
 
 # -- model and learner
@@ -107,7 +109,7 @@ def token_budget(run: Run) -> dict[str, object]:
     least = -(-run.full_length // shared_by)
     if tokens < least:
         run.note(f"A micro-batch takes at least one sequence: {least} tokens a device, where verl's takes {tokens}.")
-    return {"--ppo-max-token-len-per-gpu": max(tokens, least)}
+    return {"--max-tokens-per-micro-batch": max(tokens, least)}
 
 
 # -- algorithm
@@ -181,10 +183,10 @@ def kl_in_reward(run: Run) -> dict[str, object]:
         keys = ("algorithm.kl_penalty", *(of + key for key in ("type", "kl_coef", "target_kl", "horizon")))
         run.skips(" ".join(keys), "use_kl_in_reward is off")
         return {"--use-kl-in-reward": False}
-    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-penalty": run["algorithm.kl_penalty"]}
-    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-coef": run[of + "kl_coef"]}
+    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
+    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-reward-coef": run[of + "kl_coef"]}
     if run[of + "type"] == "adaptive":
-        flags |= {"--target-kl": run[of + "target_kl"], "--horizon": run[of + "horizon"]}
+        flags |= {"--target-kl": run[of + "target_kl"], "--kl-horizon": run[of + "horizon"]}
     return flags
 
 

@@ -22,7 +22,7 @@ def off_policy(run: Run) -> dict[str, object]:
     )
     if strategy not in ("drop", "wait"):
         run.lacks(V1 + "sampler.max_off_policy_strategy", "only drop and wait")
-    return {"--max-staleness": max(0, versions - 1), "--stale": "wait" if strategy == "wait" else "drop"}
+    return {"--max-staleness": max(0, versions - 1), "--on-stale": "wait" if strategy == "wait" else "drop"}
 
 
 def over_sample(run: Run) -> dict[str, object]:

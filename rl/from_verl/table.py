@@ -23,9 +23,9 @@ TABLE: dict[str, list[Row]] = {
         to("data.seed=null", "--seed", "here also of the sampling; 0 by default"),
         to("data.train_max_samples=-1", "--train-max-samples"),
         to("data.val_max_samples=-1", "--val-max-samples"),
-        to("data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256", "--train-batch-size, --ppo-mini-batch-size", "both "
-           "count prompts over all ranks, as in verl. In `train_async.py` there is no batch size: a step is "
-           "`--ppo-mini-batch-size` times `--require-batches`", m.batch),
+        to("data.train_batch_size=1024 A.actor.ppo_mini_batch_size=256 async_training.require_batches|async.require_batches",
+           "--train-batch-size, --ppo-mini-batch-size", "both count prompts over all ranks, as in verl. The batch of "
+           "`train_async.py` is verl's `require_batches` times `ppo_mini_batch_size`", m.batch),
         to("data.image_key=images", "--image-key"),
         to("data.mm_processor_kwargs.min_pixels=null", "--min-pixels"),
         to("data.mm_processor_kwargs.max_pixels=null", "--max-pixels"),
@@ -76,7 +76,7 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.grad_clip|A.actor.optim.clip_grad=1.0", "--grad-clip"),
         to("A.actor.ppo_epochs=1", "--ppo-epochs"),
         to("A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
-           "A.actor.ppo_micro_batch_size=null", "--ppo-max-token-len-per-gpu", "micro-batches are always filled by tokens; a "
+           "A.actor.ppo_micro_batch_size=null", "--max-tokens-per-micro-batch", "micro-batches are always filled by tokens; a "
            "micro-batch size becomes so many prompts and responses of full length; where verl is given none, which it refuses, "
            "as many as fit. At least one full sequence together with `--sequence-parallel`", m.token_budget),
         to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size|"
@@ -182,7 +182,8 @@ TABLE: dict[str, list[Row]] = {
            "--kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
         to("algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed "
            "algorithm.kl_ctrl.kl_coef=0.001 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
-           "--use-kl-in-reward, --kl-penalty, --kl-ctrl-type, --kl-coef, --target-kl, --horizon", "", m.kl_in_reward),
+           "--use-kl-in-reward, --kl-reward-type, --kl-ctrl-type, --kl-reward-coef, --target-kl, --kl-horizon", "",
+           m.kl_in_reward),
         to("algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "
            "algorithm.rollout_correction.rollout_is_batch_normalize=False algorithm.rollout_correction.rollout_rs=null "
            "algorithm.rollout_correction.rollout_rs_threshold=null", "--rollout-is, --rollout-is-threshold, "
@@ -299,11 +300,10 @@ TABLE: dict[str, list[Row]] = {
         to("async_training.staleness_threshold|async.staleness_threshold|V1.separate_async.num_warmup_batches",
            "--staleness-threshold"),
         to("async_training.trigger_parameter_sync_step|async.trigger_parameter_sync_step|V1.separate_async.parameter_sync_step",
-           "--trigger-parameter-sync-step"),
-        to("async_training.require_batches|async.require_batches", "--require-batches"),
+           "--publish-every"),
         to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout", "True is `recompute`: a response goes "
            "on with a fresh KV cache; `keep`, the default here, spares the time for it. False is `off`", split.partial_rollout),
-        to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness, --stale",
+        to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness, --on-stale",
            "verl counts the versions that a response spans, `--max-staleness` the age of its oldest token: one less. null is "
            "no bound", split.off_policy),
         to("V1.colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "
@@ -315,7 +315,7 @@ TABLE: dict[str, list[Row]] = {
         missing("V1.sampler.custom_sampler.* V1.sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
         unneeded("trainer.use_v1 V1.sync V1.*", "of verl's newer trainer alone"),
         unneeded("V1.sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
-                 "`--on-error`"),
+                 "`--on-reward-error`"),
         to("trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.nnodes|A.rollout.nnodes=1 "
            "rollout.n_gpus_per_node|A.rollout.n_gpus_per_node=8 A.rollout.n_gpus|rollout.n_gpus=null", "--generators",
            "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, with "
@@ -339,7 +339,7 @@ TABLE: dict[str, list[Row]] = {
            "end the run earlier. A step may reach from one epoch into the next, where verl drops the rest of an epoch",
            m.length),
         to("trainer.test_freq|rollout.test_freq=-1", "--test-freq", "in steps; verl's fully async mode counts publishes: times "
-           "`--trigger-parameter-sync-step`. -1 in verl, 0 here is never", m.test_freq),
+           "`--publish-every`. -1 in verl, 0 here is never", m.test_freq),
         to("trainer.val_before_train=True", "--val-before-train"),
         to("trainer.save_freq=-1", "--save-freq", "as `--test-freq`; there is always a checkpoint at the end", m.save_freq),
         to("trainer.max_actor_ckpt_to_keep=null", "--max-ckpt-to-keep", "verl keeps all, here 3 by default; 0 keeps all",
@@ -353,7 +353,7 @@ TABLE: dict[str, list[Row]] = {
         to("trainer.log_val_generations=0", "--log-val-generations"),
         missing("trainer.val_only=False", "validation alone"),
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
-        missing("trainer.rollout_data_dir=null", "`--record` writes down every sample, as tokens"),
+        missing("trainer.rollout_data_dir=null", "`--record-samples` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
         missing("trainer.checkpoint_callback_class=null", "call it in your copy of the script"),
         missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* trainer.npu_profile.*",

@@ -223,7 +223,7 @@ class Generator:
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
             penalty = self._overlong(len(output.token_ids))
-            value = 0.0 if score.event and self.args.on_error == "zero" and output.token_ids else score.score
+            value = 0.0 if score.event and self.args.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
             extra = dict(score.extra)
             if self.args.overlong_buffer_len and value is not None:

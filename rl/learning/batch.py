@@ -65,7 +65,7 @@ class Batch:
 
     tickets: list[int]  # of its groups, also of one none of whose responses could be scored
     unscored: int  # responses left out
-    errors: list[str]  # why responses could not be scored, left out or (--on-error zero) not
+    errors: list[str]  # why responses could not be scored, left out or (--on-reward-error zero) not
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
@@ -84,7 +84,7 @@ class Batch:
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
     images: BatchImages | None = None  # of its prompts, for a model that takes images
-    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-error zero)
+    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-reward-error zero)
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
     targets: Targets = field(default_factory=Targets)

@@ -45,7 +45,7 @@ from rl.ranks.device import default_dtype, is_accelerator, memory_gb, peak_flops
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
-UNMEASURED_TOKENS = 8192  # of a micro-batch, where --ppo-max-token-len-per-gpu auto has not measured
+UNMEASURED_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-micro-batch auto has not measured
 
 
 @dataclass
@@ -67,12 +67,12 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
-    ppo_max_token_len_per_gpu: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
+    max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto is as many as an accelerator's memory
     holds (with images 8,192), and on a CPU as many as make it fast; never fewer than one sequence of full length."""
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
-    this many times --ppo-max-token-len-per-gpu tokens."""
+    this many times --max-tokens-per-micro-batch tokens."""
     expert_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
@@ -236,7 +236,7 @@ class Learner:
     @property
     def micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch on this rank."""
-        given = self.args.ppo_max_token_len_per_gpu
+        given = self.args.max_tokens_per_micro_batch
         return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
     def log_probs(

@@ -1,4 +1,4 @@
-"""--ppo-max-token-len-per-gpu auto: a micro-batch of as many tokens as this machine is best at.
+"""--max-tokens-per-micro-batch auto: a micro-batch of as many tokens as this machine is best at.
 
 On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
 forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
@@ -27,9 +27,9 @@ MULTIPLE = 256  # of which the number is one
 
 def settled(args):
     """The flags with the number for auto where nothing is measured, as in a plan."""
-    if args.ppo_max_token_len_per_gpu != "auto":
+    if args.max_tokens_per_micro_batch != "auto":
         return args
-    return dataclasses.replace(args, ppo_max_token_len_per_gpu=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
+    return dataclasses.replace(args, max_tokens_per_micro_batch=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
 
 
 def longest_on_a_rank(args) -> int:

@@ -84,7 +84,7 @@ class ModelFlags(Protocol):
 
     max_prompt_length: int
     max_response_length: int
-    ppo_max_token_len_per_gpu: int | Literal["auto"]
+    max_tokens_per_micro_batch: int | Literal["auto"]
     sequence_parallel: int
     trust_remote_code: bool
 
@@ -104,13 +104,13 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
 def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
     prompt, response = args.max_prompt_length, args.max_response_length
-    own, shared_by = args.ppo_max_token_len_per_gpu, args.sequence_parallel
+    own, shared_by = args.max_tokens_per_micro_batch, args.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if own != "auto" and prompt + response > own * shared_by:
-        limit = f"--ppo-max-token-len-per-gpu is {own}"
+        limit = f"--max-tokens-per-micro-batch is {own}"
         if shared_by > 1:
             limit += f" and --sequence-parallel {shared_by}, {own * shared_by} tokens together"
         raise UserError(f"{sizes}, but {limit}: a sequence must fit in one micro-batch.")

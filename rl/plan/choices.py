@@ -72,7 +72,7 @@ class Setting:
             split += f" --rollout-tp {self.ranks.per_engine}"
         if self.script == "train_one_step_off":
             return split
-        return f"{split} --staleness-threshold {self.threshold:g} --trigger-parameter-sync-step {self.period}"
+        return f"{split} --staleness-threshold {self.threshold:g} --publish-every {self.period}"
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,8 @@ class Job:
         if isinstance(a, ScheduleArgs):
             kept = {field.name: getattr(a, field.name) for field in dataclasses.fields(ScheduleArgs)}
         else:
-            kept = {
-                "ppo_mini_batch_size": a.prompts_per_update,
-                "require_batches": max(1, a.prompts_per_step // a.prompts_per_update),
-            }
-        return ScheduleArgs(**kept | {"staleness_threshold": threshold, "trigger_parameter_sync_step": period})
+            kept = {"train_batch_size": a.prompts_per_step, "ppo_mini_batch_size": a.prompts_per_update}
+        return ScheduleArgs(**kept | {"staleness_threshold": threshold, "publish_every": period})
 
     def run(self, setting: Setting, steps: int | None = None) -> Row:
         """The setting in simulated time, over this many steps, by default over PUBLISHES publishes."""
@@ -137,7 +134,7 @@ def compare(job: Job) -> list[Row]:
     rows = []
     if machine.nodes * machine.per_node % per_engine == 0:
         rows.append(job.run(Setting("train_sync", machine.colocated(per_engine))))
-    threshold, period = getattr(args, "staleness_threshold", 1.0), getattr(args, "trigger_parameter_sync_step", 1)
+    threshold, period = getattr(args, "staleness_threshold", 1.0), getattr(args, "publish_every", 1)
     streams = []
     for generators in _splits(machine.per_node, per_engine):
         ranks = machine.split(generators, per_engine)
@@ -171,7 +168,7 @@ HEAD = ("mode", "gen:\nlearn", "stale", "sync", "tok/s", "s/step", "learn\nidle"
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row's columns, as HEAD names them: ranks of either role, --staleness-threshold, --trigger-parameter-sync-step, ...,
+    """The row's columns, as HEAD names them: ranks of either role, --staleness-threshold, --publish-every, ...,
     lag in steps, age of the oldest token in versions, tickets dropped."""
     steps, setting, ranks = row.steps, row.setting, row.setting.ranks
     streams = setting.script == "train_async"

@@ -187,7 +187,7 @@ def make_groups(
 ) -> tuple[list[Group], list[Images | None]]:
     """The prompts of an update with their responses and images, or as many of them as fill MICROS micro-batches a rank.
     prompts: ticket -> the prompt, where they have images."""
-    room = MICROS * args.ppo_max_token_len_per_gpu * ranks.world_size
+    room = MICROS * args.max_tokens_per_micro_batch * ranks.world_size
     groups, images, tokens = [], [], 0
     while len(groups) < args.prompts_per_update and tokens < room:
         ticket = len(groups)
@@ -219,7 +219,7 @@ def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[
     """The rank with the largest micro-batch of all, and how many each has."""
     rows = [(number, len(g.prompt_ids), len(r.token_ids)) for number, g in enumerate(groups) for r in g.responses]
     lengths, prompts = [prompt + response for _, prompt, response in rows], [prompt for _, prompt, _ in rows]
-    budget = args.ppo_max_token_len_per_gpu * ranks.sequence_parallel
+    budget = args.max_tokens_per_micro_batch * ranks.sequence_parallel
     plan = pack(lengths, prompts, [number for number, *_ in rows], budget, ranks.data_size)
     loads = [max(sum(lengths[i] for i in part) for part in of_rank) for of_rank in plan]
     return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])

@@ -75,13 +75,13 @@ def plan_memory(
     UserError for what cannot be planned."""
     console = Console()
     plan = make_plan(script, settled(args), machine, lengths, device, image_size)
-    is_auto = args.ppo_max_token_len_per_gpu == "auto"
+    is_auto = args.max_tokens_per_micro_batch == "auto"
     if is_auto and plan.lacking():
-        fewest = dataclasses.replace(args, ppo_max_token_len_per_gpu=longest_on_a_rank(args))
+        fewest = dataclasses.replace(args, max_tokens_per_micro_batch=longest_on_a_rank(args))
         plan = make_plan(script, fewest, machine, lengths, device, image_size)
     show(plan, machine, console)
     if is_auto:
-        tokens = plan.args.ppo_max_token_len_per_gpu
+        tokens = plan.args.max_tokens_per_micro_batch
         console.print(f"Counted with {tokens:,} tokens in a micro-batch; the run's auto takes as many as fit.", highlight=False)
     if not (lacking := plan.lacking()):
         console.print(f"It fits on {device.name}.", highlight=False)
@@ -149,8 +149,8 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if args.ppo_max_token_len_per_gpu > longest_on_a_rank(args):
-        yield {"ppo_max_token_len_per_gpu": longest_on_a_rank(args)}
+    if args.max_tokens_per_micro_batch > longest_on_a_rank(args):
+        yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
     if args.needs_reference and not args.ref_offload:
         yield {"ref_offload": True}
     share = args.gpu_memory_utilization
@@ -159,7 +159,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
         yield {"rollout_tp": 2 * args.rollout_tp}
     if not args.activation_offload:
         yield {"gradient_checkpointing": True, "activation_offload": True}
-    yield {"sequence_parallel": shared.sequence_parallel, "ppo_max_token_len_per_gpu": longest_on_a_rank(shared)}
+    yield {"sequence_parallel": shared.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
     if not args.optimizer_offload and not args.param_offload:
         yield {"optimizer_offload": True}
     if not args.param_offload:
@@ -205,11 +205,11 @@ def node_memory(plan: Plan, machine: Machine) -> int:
 
 def samples_held(args: CommonArgs, nodes: int) -> int:
     """Groups whose tokens the learners of the first of this many nodes hold at most: of those that have been made, for this
-    step and ahead of it, what came in there, and of this step's what is trained there, or with --record all."""
+    step and ahead of it, what came in there, and of this step's what is trained there, or with --record-samples all."""
     made = args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
     if isinstance(args, ScheduleArgs):
         made = args.quota(0)
-    arrives = args.prompts_per_step if args.record else -(-args.prompts_per_step // nodes)
+    arrives = args.prompts_per_step if args.record_samples else -(-args.prompts_per_step // nodes)
     return min(made, -(-made // nodes) + arrives)
 
 

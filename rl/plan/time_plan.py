@@ -20,7 +20,7 @@ from rl.plan.service_times import ServiceTimes
 from rl.plan.simulation import Ranks
 from rl.plan.workload import Drawn, lengths_like
 from rl.ranges import Range
-from rl.samples.schedule import BatchArgs, SplitArgs
+from rl.samples.schedule import SplitArgs
 from rl.setup import CommonArgs
 
 
@@ -127,11 +127,7 @@ def flags_for(script: str, args: CommonArgs) -> list[str]:
     own = {field.name for field in dataclasses.fields(there)} - known  # of a copy
     values = {name: getattr(args, name) for name in own if hasattr(args, name)}
     values |= {field.name: getattr(args, field.name) for field in dataclasses.fields(CommonArgs)}
-    if issubclass(there, BatchArgs):
-        values |= {"train_batch_size": args.prompts_per_step, "ppo_mini_batch_size": args.prompts_per_update}
-    else:
-        values |= {"ppo_mini_batch_size": args.prompts_per_update}
-        values |= {"require_batches": -(-args.prompts_per_step // args.prompts_per_update)}
+    values |= {"train_batch_size": args.prompts_per_step, "ppo_mini_batch_size": args.prompts_per_update}
     if issubclass(there, SplitArgs) and isinstance(args, SplitArgs):
         values |= {field.name: getattr(args, field.name) for field in dataclasses.fields(SplitArgs)}
     words = []

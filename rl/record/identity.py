@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from rl import flag_words
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import _sample
@@ -19,12 +20,12 @@ from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
 MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
-MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step"}
+MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 MAY_CHANGE = {
     # names; what they name is compared by content
     *("model", "train_files", "trust_remote_code"),
     # where the record goes
-    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record"),
+    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record_samples"),
     # how long the run is, how often it saves and validates, when it is given up
     *(
         "total_training_steps",
@@ -37,7 +38,7 @@ MAY_CHANGE = {
     ),
     *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
-    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "ppo_max_token_len_per_gpu"),
+    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "max_tokens_per_micro_batch"),
     *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
@@ -65,9 +66,9 @@ class Identity:
         """The differences from a saved record, a line each. Raises UserError for any without --resume-anyway."""
         if self.script != was["script"]:
             raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Go on with {was['script']}.")
-        now, old = self.record["flags"], self._with_defaults(was["flags"])
+        now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
         changed = {name for name in now if now[name] != old.get(name)} - MAY_CHANGE
-        kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "require_batches" in now else set())
+        kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
         lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
         for name in [name for name in now if name in changed & kept]:
             raise UserError(
@@ -82,9 +83,13 @@ class Identity:
             )
         return lines
 
-    def _with_defaults(self, flags: dict) -> dict:
-        """The flags; those that an older version of the script did not have at their defaults."""
-        return json.loads(json.dumps(asdict(type(self.args)()))) | flags
+    def _settled(self, flags: dict) -> dict:
+        """The flags under today's names, those that an older version did not have at their defaults, and the sizes of a
+        batch as numbers."""
+        defaults = json.loads(json.dumps(asdict(type(self.args)())))
+        flags = defaults | flag_words.renamed(flags, defaults)
+        step = flags["train_batch_size"] or flags["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH
+        return flags | {"train_batch_size": step, "ppo_mini_batch_size": flags["ppo_mini_batch_size"] or step}
 
     def _other_contents(self, was: dict) -> Iterable[str]:
         for name, old in was["contents"].items():

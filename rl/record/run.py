@@ -52,7 +52,7 @@ class LogArgs:
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Responses of each validation to write into a table, next to the images of their prompts."""
-    record: str | None = None
+    record_samples: str | None = None
     """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
     each run."""
 
@@ -187,7 +187,8 @@ class Run:
 
     def warn_unscored(self, errors: list[str]) -> None:
         """Warns of responses that could not be scored, with the last one's error."""
-        self.warn("responses that could not be scored (--on-error)", len(errors), f"The last: {errors[-1]}" if errors else "")
+        last = f"The last: {errors[-1]}" if errors else ""
+        self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
 
     def finish(self, checkpoint: Path) -> None:
         """Draws the reward plot, closes everything, and says where things are."""

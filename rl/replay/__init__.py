@@ -1,1 +1,1 @@
-"""What --record writes and replay.py reads: the samples of a run."""
+"""What --record-samples writes and replay.py reads: the samples of a run."""

@@ -46,12 +46,14 @@ class Recorder:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             frames = list(scan(self._file))
             if frames and (run_dir is None or frames[0].start["run"] != str(run_dir.resolve())):
-                raise UserError(f"--record {directory} holds the samples of {frames[0].start['run']}. Give another directory.")
+                raise UserError(
+                    f"--record-samples {directory} holds the samples of {frames[0].start['run']}. Give another directory."
+                )
             self._end = max((frame.end for frame in frames if frame.step <= after), default=0)
             self._set_rest_aside()
         except OSError as error:
             raise UserError(
-                f"--record {directory}: {error.filename or self.path} cannot be written ({error.strerror})."
+                f"--record-samples {directory}: {error.filename or self.path} cannot be written ({error.strerror})."
             ) from error
 
     def begin(self, run_dir: Path, start: dict) -> None:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from rl import flag_words
 from rl.errors import UserError
 from rl.record import validations
 from rl.report import readers
 
 NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
-NAMES |= {"record", "resume_mode"}
+NAMES |= {"record_samples", "resume_mode"}
 PAUSE = 1.0  # seconds between two steps that only a restart explains
 GIVE = "a run's directory (runs/<name>), its metrics.jsonl, a TensorBoard directory or a verl console log"
 
@@ -44,7 +45,7 @@ class Log:
         for row in self.rows:  # of all ranks together, for runs on equal machines: perf/throughput is a rank's, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
-        self.flags, self.script = self.config.get("flags", {}), self.config.get("script", "")
+        self.flags, self.script = flag_words.renamed(self.config.get("flags", {})), self.config.get("script", "")
         if self.off_policy:
             made = f"its samples were made by other weights, those of {self.config['replay']['of']}"
             self.notes.append(f"a replay, off-policy: {made}. Rewards and lengths are theirs")
@@ -83,10 +84,9 @@ class Log:
     def responses_per_step(self) -> int | None:
         """Responses that one step trains; None where config.json does not say."""
         f = self.flags
-        if "rollout_n" not in f:
+        if not {"rollout_n", "train_batch_size"} <= {*f}:
             return None
-        prompts = f.get("train_batch_size") or f.get("ppo_mini_batch_size", 0) * f.get("require_batches", 1)
-        return prompts * f["rollout_n"] or None
+        return (f["train_batch_size"] or f["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH) * f["rollout_n"]
 
     @property
     def off_policy(self) -> bool:

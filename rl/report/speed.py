@@ -150,7 +150,7 @@ def _resampled(steps: np.ndarray, block: int, random: np.random.Generator) -> np
 
 def _period(log: Log) -> int:
     """Steps from one publish to the next, of which the first may wait for all."""
-    return log.flags.get("trigger_parameter_sync_step") or 1
+    return log.flags.get("publish_every") or 1
 
 
 def _ranks(group: RunGroup) -> int | None:

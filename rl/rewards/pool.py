@@ -2,7 +2,7 @@
 
 The pool runs them in processes of their own, so that a response that cannot be scored - the function hangs, raises, returns
 no finite number, eats the memory, dies - becomes a counted event, never a stuck run: it is left out of the training
-(--on-error). The worker is rl/rewards/worker.py; what passes between is JSON, nothing is pickled.
+(--on-reward-error). The worker is rl/rewards/worker.py; what passes between is JSON, nothing is pickled.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class RewardArgs:
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
     extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
     reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
-    """Seconds that scoring a response may take. For one that takes longer see --on-error."""
+    """Seconds that scoring a response may take. For one that takes longer see --on-reward-error."""
     reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
     """CPU seconds that scoring a response may take, over all threads of its process; 0 is no limit."""
     reward_workers: Annotated[int, Range(at_least=1, at_most=1024)] = 1
@@ -48,7 +48,7 @@ class RewardArgs:
     reward_env: tuple[str, ...] = ()
     """Environment variables that the reward function gets in any case, by name or pattern (MY_*). Secrets (*TOKEN*, *KEY*,
     *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are left out otherwise."""
-    on_error: Literal["mask", "zero"] = "mask"
+    on_reward_error: Literal["mask", "zero"] = "mask"
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
     give it a score of 0. It is counted either way. In a validation it counts as wrong, with 0 or, where that is below 0, the
     worst score of its source in this validation."""

@@ -41,7 +41,7 @@ class SampleBuffer:
     def take(self, step: int) -> list[Group] | None:
         """The groups of step `step` (from 1), or None while there are not enough."""
         args, version = self.args, self.args.version_at(step)
-        if args.max_staleness is not None and args.stale == "drop":
+        if args.max_staleness is not None and args.on_stale == "drop":
             for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
                 del self.waiting[ticket]
                 self._drop(ticket, "stale")
@@ -87,17 +87,17 @@ class SampleBuffer:
         return line
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """True if, with --stale wait, all that these tickets leave over can still be trained before it is too old: what
+        """True if, with --on-stale wait, all that these tickets leave over can still be trained before it is too old: what
         started under version v or before (tickets below a bound) must be trained before version v + max_staleness + 1."""
         args = self.args
-        if args.max_staleness is None or args.stale == "drop":
+        if args.max_staleness is None or args.on_stale == "drop":
             return True
         version = args.version_at(step)
         for started_under in range(max(0, version - args.max_staleness), version + 1):
             known = started_under < len(self._bounds)
             bound = self._bounds[started_under] if known else args.quota(started_under) + self.dropped.total()
             left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
-            steps_left = (started_under + args.max_staleness + 1) * args.trigger_parameter_sync_step - step
+            steps_left = (started_under + args.max_staleness + 1) * args.publish_every - step
             if left > steps_left * args.prompts_per_step:
                 return False
         return True

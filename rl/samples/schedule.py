@@ -1,8 +1,13 @@
 """Which prompts make a step, and the async schedule: which ticket may start when.
 
-A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. Which may start under which
-weights is the bound of staleness, `quota` in train_async.py. Left out: drawing tickets (rl/samples/tickets.py), and which
-groups are trained next (rl/samples/buffer.py).
+A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
+start under the weights of version v only if
+
+    k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish
+
+where a publish comes after every publish_every steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async flags). Threshold 0 is
+on-policy if every step publishes, 1 is one step off. Left out: drawing tickets (rl/samples/tickets.py), and which groups are
+trained next (rl/samples/buffer.py).
 """
 
 from collections.abc import Sequence
@@ -12,6 +17,7 @@ from functools import cache
 from typing import Annotated, Literal
 
 from rl.errors import UserError
+from rl.flag_words import DEFAULT_BATCH
 from rl.ranges import Range
 from rl.samples.group import Group
 from rl.split import SplitArgs
@@ -47,80 +53,11 @@ class NextTicket:
 
 
 @dataclass
-class ScheduleArgs(SplitArgs):
-    """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
-
-    ppo_mini_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts per optimizer step, over all ranks; each has --rollout-n responses."""
-    require_batches: Annotated[int, Range(at_least=1)] = 1
-    """Mini-batches in a step. The step begins when all of them have arrived."""
-    trigger_parameter_sync_step: Annotated[int, Range(at_least=1)] = 1
-    """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
-    staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
-    """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
-    partial_rollout: Literal["keep", "recompute", "off"] = "keep"
-    """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
-    their KV cache is computed again; off: the new weights wait until they have ended."""
-    max_staleness: Annotated[int | None, Range(at_least=0)] = None
-    """Age in versions of the oldest token that may be trained; each publish makes a version. By default
-    --staleness-threshold alone bounds the age."""
-    stale: Literal["drop", "wait"] = "drop"
-    """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
-    groups before these get too old."""
-
-    @property
-    def prompts_per_step(self) -> int:
-        return self.ppo_mini_batch_size * self.require_batches
-
-    @property
-    def prompts_per_update(self) -> int:
-        return self.ppo_mini_batch_size
-
-    @property
-    def trains_stale(self) -> bool:
-        return self.staleness_threshold > 0 or self.trigger_parameter_sync_step > 1
-
-    @property
-    def prompts_per_publish(self) -> int:
-        return self.prompts_per_step * self.trigger_parameter_sync_step
-
-    def quota(self, version: int) -> int:
-        """How many tickets may have started under the weights of this version, the dropped ones not counted."""
-        raise NotImplementedError("the bound of staleness is the script's: see Args.quota in train_async.py")
-
-    def version_at(self, step: int) -> int:
-        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
-        return (step - 1) // self.trigger_parameter_sync_step
-
-    def publishes_after(self, step: int, total_steps: int) -> bool:
-        return step == total_steps or step % self.trigger_parameter_sync_step == 0
-
-    def step_of(self, version: int, total_steps: int) -> int:
-        """The step after which this version of the weights is published."""
-        return min(version * self.trigger_parameter_sync_step, total_steps)
-
-    def check(self) -> None:
-        """Raises UserError for settings that cannot work."""
-        if self.stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
-            raise UserError(
-                f"--stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
-                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
-                "other, or take --stale drop."
-            )
-
-
-@cache
-def exact(decimal: float) -> Fraction:
-    """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
-    return Fraction(str(decimal))
-
-
-@dataclass
 class BatchArgs:
     """The size of a batch."""
 
-    train_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Prompts a step, over all ranks; each gets --rollout-n responses."""
+    train_batch_size: Annotated[int, Range(at_least=1)] = DEFAULT_BATCH
+    """Prompts of a step, over all ranks; each gets --rollout-n responses."""
     ppo_mini_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts per optimizer step, over all ranks; by default the whole batch."""
 
@@ -130,12 +67,78 @@ class BatchArgs:
 
     @property
     def prompts_per_update(self) -> int:
-        return self.ppo_mini_batch_size or self.train_batch_size
+        return self.ppo_mini_batch_size or self.prompts_per_step
 
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
-        if self.train_batch_size % self.prompts_per_update:
+        if self.prompts_per_step % self.prompts_per_update:
             raise UserError(
-                f"--train-batch-size {self.train_batch_size} is not divisible by --ppo-mini-batch-size "
+                f"--train-batch-size {self.prompts_per_step} is not divisible by --ppo-mini-batch-size "
                 f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
             )
+
+
+@dataclass
+class ScheduleArgs(BatchArgs, SplitArgs):
+    """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
+
+    train_batch_size: Annotated[int | None, Range(at_least=1)] = None
+    """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived. By
+    default --ppo-mini-batch-size, or 8 without it."""
+    publish_every: Annotated[int, Range(at_least=1)] = 1
+    """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
+    staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
+    """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
+    partial_rollout: Literal["keep", "recompute", "off"] = "keep"
+    """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
+    their KV cache is computed again; off: the new weights wait until they have ended."""
+    max_staleness: Annotated[int | None, Range(at_least=0)] = None
+    """Age in versions of the oldest token that may be trained; each publish makes a version. By default
+    --staleness-threshold alone bounds the age."""
+    on_stale: Literal["drop", "wait"] = "drop"
+    """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
+    groups before these get too old."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size or self.ppo_mini_batch_size or DEFAULT_BATCH
+
+    @property
+    def trains_stale(self) -> bool:
+        return self.staleness_threshold > 0 or self.publish_every > 1
+
+    @property
+    def prompts_per_publish(self) -> int:
+        return self.prompts_per_step * self.publish_every
+
+    def quota(self, version: int) -> int:
+        """The bound of staleness: how many tickets may have started under the weights of this version, the dropped ones not
+        counted. A fraction of a prompt ahead is none, as in verl."""
+        ahead = int(_exact(self.staleness_threshold) * self.prompts_per_publish)
+        return (version + 1) * self.prompts_per_publish + ahead
+
+    def version_at(self, step: int) -> int:
+        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        return (step - 1) // self.publish_every
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or step % self.publish_every == 0
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """The step after which this version of the weights is published."""
+        return min(version * self.publish_every, total_steps)
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        if self.on_stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
+            raise UserError(
+                f"--on-stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
+                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
+                "other, or take --on-stale drop."
+            )
+
+
+@cache
+def _exact(decimal: float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
+    return Fraction(str(decimal))

@@ -120,13 +120,13 @@ def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are(
 def test_kl_in_the_reward(trainer):
     """After some training away from the reference the KL is there, is charged, and its weight moves."""
     trainer.steps(3, lr=1e-3)
-    flags = {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_coef": 0.5}
+    flags = {"use_kl_in_reward": True, "kl_reward_type": "k3", "kl_reward_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
     kl = losses.kl_penalty(batch.targets.old_log_prob, batch.targets.ref_log_prob, batch.mask, "k3")
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(whole_batch.mean_of_responses(kl, batch)) and kl.mean() > 0
     assert torch.allclose(batch.targets.reward, batch.token_reward() - 0.5 * kl)
     assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
-    flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-12, "horizon": 16}
+    flags |= {"kl_ctrl_type": "adaptive", "target_kl": 1e-12, "kl_horizon": 16}
     coefs = [m["actor/reward_kl_penalty_coeff"] for m, _ in trainer.steps(3, **flags)]
     assert coefs == pytest.approx([0.5, 0.6, 0.72]), "far above the target: +20% for every 16 responses"
 
@@ -136,7 +136,7 @@ def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer,
     """As in verl: each optimizer step's, over its mini-batch, and then the mean over the steps."""
     monkeypatch.setattr(trainer.learner, "step", lambda: trainer.learner.optimizer.zero_grad() or {"actor/grad_norm": 0.0})
     flags = {"loss_agg_mode": mode, "ppo_mini_batch_size": 2, "adv_estimator": "remax", "use_kl_loss": True}
-    flags |= {"entropy_coeff": 0.5, "kl_loss_coef": 0.25, "ppo_max_token_len_per_gpu": 100}
+    flags |= {"entropy_coeff": 0.5, "kl_loss_coef": 0.25, "max_tokens_per_micro_batch": 100}
     for _ in range(20):  # until advantages do not cancel
         ((metrics, batch),) = trainer.steps(1, **flags)
         means = []
@@ -177,7 +177,7 @@ def test_rollout_correction(trainer):
 @pytest.mark.parametrize("updates", [1, 2])
 def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkeypatch, updates):
     """Of the first update's own tokens; the weights and all metrics of them are bit for bit those with a pass."""
-    flags = {"ppo_max_token_len_per_gpu": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
+    flags = {"max_tokens_per_micro_batch": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
     args = train_sync.Args(**vars(trainer.args) | flags | {"ppo_mini_batch_size": 4 // updates})
     assert not args.recompute_old_log_probs(updates)
     results = []
@@ -204,7 +204,7 @@ def test_where_old_log_probs_come_from():
     stale = (
         train_async.Args(),
         train_one_step_off.Args(),
-        train_async.Args(staleness_threshold=0, trigger_parameter_sync_step=2),
+        train_async.Args(staleness_threshold=0, publish_every=2),
     )
     fresh = (train_sync.Args(), train_async.Args(staleness_threshold=0))
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)

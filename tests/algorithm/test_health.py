@@ -182,7 +182,7 @@ def test_an_estimator_without_groups_looks_at_the_whole_batch():
 
 
 def test_what_could_not_be_scored_and_counts_as_0_is_not_blamed_on_equal_scores():
-    """--on-error zero."""
+    """--on-reward-error zero."""
     tokens = np.array([5, 1], np.int32)
     of_one = (tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 0.0, {}, "timeout: no score after 10 s")
     made = batch(Group(0, tokens, "demo", [Response(*of_one) for _ in range(4)]), signal=False)

@@ -98,10 +98,10 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
 def test_on_error_chooses_what_becomes_of_them():
     scores = [Score(1.0), Score(None, event="timeout", message="slow")]
     args = train_sync.Args(rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
-    assert args.on_error == "mask"
+    assert args.on_reward_error == "mask"
     good, bad = group_of(args, scores).responses
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, None, "timeout: slow")
-    zero = dataclasses.replace(args, on_error="zero")
+    zero = dataclasses.replace(args, on_reward_error="zero")
     good, bad = group_of(zero, scores).responses
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, -0.5, "timeout: slow")
     batch = Batch.of([group_of(zero, scores)])
@@ -128,7 +128,7 @@ def test_without_the_greedy_baseline_no_response_is_trained():
     group = group_of(args, scores)
     assert [r.score for r in group.responses] == [None, None]
     assert {r.error for r in group.responses} == {"the greedy response: died: gone"}
-    group = group_of(dataclasses.replace(args, on_error="zero"), scores)
+    group = group_of(dataclasses.replace(args, on_reward_error="zero"), scores)
     assert [r.score for r in group.responses] == [1, 0] and group.baseline == 0
     assert group_of(args, [*scores[:2], Score(0.5)]).baseline == 0.5
 
@@ -221,7 +221,7 @@ def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind,
     processes, *flags = SCRIPTS[script]
     flags += ["--test-freq", 0, "--reward", tmp_path / "mine.py:score"]
     if kind == "raises":
-        flags += ["--on-error", "zero"]
+        flags += ["--on-reward-error", "zero"]
     done = run_script(script, "--output-dir", tmp_path / "runs", *flags, ranks=processes, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr[-3000:]

@@ -24,7 +24,7 @@ STEPS, WARM_UP, LR = 8, 2, 1e-3
 FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", LR, "--test-freq", 0, "--save-freq", 1]
 FLAGS += ["--max-ckpt-to-keep", 0, "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 8]
 FOUR_UPDATES = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2]
-KL = ["--use-kl-in-reward", "--kl-coef", 0.001]
+KL = ["--use-kl-in-reward", "--kl-reward-coef", 0.001]
 
 
 def rates(first: int, last: int = STEPS) -> list[float]:
@@ -55,7 +55,7 @@ def bits(run: Path) -> dict[str, bytes]:
 def recorded(demo_model, tmp_path_factory) -> Path:
     """Four updates a step."""
     out = tmp_path_factory.mktemp("recorded")
-    how = ["--output-dir", out, "--experiment-name", "run", "--record", out / "record"]
+    how = ["--output-dir", out, "--experiment-name", "run", "--record-samples", out / "record"]
     run_script("train_sync.py", *how, *FLAGS, *FOUR_UPDATES, *KL)
     assert logged(out / "run", "actor/lr", 1) == pytest.approx(rates(1))
     return out / "run"
@@ -65,14 +65,14 @@ def recorded(demo_model, tmp_path_factory) -> Path:
     ("first", "flags"),
     [
         (5, ["--ppo-epochs", 1]),
-        (2, ["--ppo-epochs", 1, "--kl-coef", 0.5]),
+        (2, ["--ppo-epochs", 1, "--kl-reward-coef", 0.5]),
         pytest.param(3, ["--ppo-epochs", 3], marks=pytest.mark.slow),
     ],
 )
 def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, first, flags):
     run_script("replay.py", recorded, "--from-step", first, "--output-dir", tmp_path, "--experiment-name", "again", *flags)
     assert logged(tmp_path / "again", "actor/lr", 1) == pytest.approx(rates(first))
-    weight = 0.5 if "--kl-coef" in flags else 0.001
+    weight = 0.5 if "--kl-reward-coef" in flags else 0.001
     assert logged(tmp_path / "again", "actor/reward_kl_penalty_coeff", 1) == [weight] * (STEPS + 1 - first)
 
 
@@ -82,10 +82,10 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
 )
 def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
     """Fewer updates a step than before, and more."""
-    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-coef", 0.25, "--resume-anyway")
+    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-reward-coef", 0.25, "--resume-anyway")
     assert logged(run, "actor/lr", 4) == pytest.approx(rates(4))
     assert logged(run, "actor/reward_kl_penalty_coeff", 4) == [0.25] * (STEPS - 3)
-    assert "--kl-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said
+    assert "--kl-reward-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said
 
 
 @pytest.mark.slow
@@ -142,16 +142,16 @@ CHANGED = {  # another value of every number that the optimizer or the KL's weig
     "adam_beta1": 0.5,
     "adam_beta2": 0.9,
     "grad_clip": 0.01,
-    "kl_coef": 0.25,
+    "kl_reward_coef": 0.25,
     "target_kl": 0.03,
-    "horizon": 50,
+    "kl_horizon": 50,
 }
 RESTORED_AFTER = 6
 
 
 def test_every_number_is_looked_at():
     of_optimizer = {field.name for field in dataclasses.fields(OptimizerArgs) if isinstance(field.default, int | float)}
-    assert {*CHANGED} == of_optimizer - {"optimizer_offload"} | {"kl_coef", "target_kl", "horizon"}
+    assert {*CHANGED} == of_optimizer - {"optimizer_offload"} | {"kl_reward_coef", "target_kl", "kl_horizon"}
 
 
 def update(learner: Learner, seed: int) -> dict[str, float]:
@@ -206,22 +206,22 @@ def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
 
 
 def steered(**flags) -> AlgorithmArgs:
-    return AlgorithmArgs(use_kl_in_reward=True, kl_coef=0.1, **flags)
+    return AlgorithmArgs(use_kl_in_reward=True, kl_reward_coef=0.1, **flags)
 
 
 @pytest.mark.parametrize(
     ("flags", "coef"),
     [
         ({}, 0.12),  # as it was steered to: 0.1 * (1 + 0.2)
-        ({"kl_coef": 0.25}, 0.25),
+        ({"kl_reward_coef": 0.25}, 0.25),
         ({"kl_ctrl_type": "fixed"}, 0.1),
-        ({"kl_ctrl_type": "fixed", "kl_coef": 0.25}, 0.25),
+        ({"kl_ctrl_type": "fixed", "kl_reward_coef": 0.25}, 0.25),
         ({"target_kl": 0.03}, 0.12),
-        ({"horizon": 50}, 0.12),
+        ({"kl_horizon": 50}, 0.12),
     ],
 )
 def test_the_weight_of_the_kl_follows_the_flags(flags, coef):
-    before = KLControl(steered(kl_ctrl_type="adaptive", target_kl=0.01, horizon=10))
+    before = KLControl(steered(kl_ctrl_type="adaptive", target_kl=0.01, kl_horizon=10))
     before.update(kl=1.0, responses=10)
     args = dataclasses.replace(before.args, **flags)
     control = KLControl(args)
@@ -230,9 +230,9 @@ def test_the_weight_of_the_kl_follows_the_flags(flags, coef):
     control.update(kl=0.0102, responses=10)
     if args.kl_ctrl_type == "adaptive":
         error = min(0.2, max(-0.2, 0.0102 / args.target_kl - 1))
-        assert control.coef == pytest.approx(coef * (1 + error * 10 / args.horizon))
+        assert control.coef == pytest.approx(coef * (1 + error * 10 / args.kl_horizon))
     else:
-        assert control.coef == args.kl_coef
+        assert control.coef == args.kl_reward_coef
     again = KLControl(args)
     again.restore(json.loads(json.dumps(control.state())))
     assert again.coef == control.coef, "what was steered from the new weight is kept"
@@ -266,6 +266,6 @@ def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule)
 
 
 def test_the_help_says_where_the_warm_up_begins():
-    done = run_script("train_sync.py", "--help")
+    done = run_script("train_sync.py", "--help-all")
     words = " ".join(done.stdout.replace("│", " ").split())
     assert flag("lr_warmup_steps") in words and "of W steps the first trains with --lr / W" in words

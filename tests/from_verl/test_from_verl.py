@@ -262,12 +262,12 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("data.train_batch_size=64 A.actor.ppo_mini_batch_size=16 A.actor.optim.lr_warmup_steps=10", {"lr-warmup-steps": 10}),
         ("trainer.total_training_steps=200 A.actor.optim.lr_warmup_steps_ratio=0.1 A.actor.ppo_mini_batch_size=1024",
          {"lr-warmup-steps": 20, "total-training-steps": 200}),
-        ("A.actor.use_dynamic_bsz=False A.actor.ppo_micro_batch_size_per_gpu=4", {"ppo-max-token-len-per-gpu": 4096}),
-        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600", {"ppo-max-token-len-per-gpu": 1024}),
+        ("A.actor.use_dynamic_bsz=False A.actor.ppo_micro_batch_size_per_gpu=4", {"max-tokens-per-micro-batch": 4096}),
+        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600", {"max-tokens-per-micro-batch": 1024}),
         ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600 A.actor.ulysses_sequence_parallel_size=2",
-         {"sequence-parallel": 2, "ppo-max-token-len-per-gpu": 600}),
+         {"sequence-parallel": 2, "max-tokens-per-micro-batch": 600}),
         ("A.actor.ppo_micro_batch_size_per_gpu=3 A.actor.fsdp_config.ulysses_sequence_parallel_size=4",
-         {"sequence-parallel": 4, "ppo-max-token-len-per-gpu": 768}),
+         {"sequence-parallel": 4, "max-tokens-per-micro-batch": 768}),
         ("A.actor.clip_ratio=0.3", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.3}),
         ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),
@@ -278,13 +278,13 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.policy_loss.loss_mode=sapo", {"loss-agg-mode": "seq-mean-token-mean"}),
         ("A.actor.policy_loss.loss_mode=dppo_tv", {"clip-ratio-c": 3.0}),
         ("A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_c=10000", {"clip-ratio-c": 10000}),
-        ("A.actor.use_dynamic_bsz=False", {"ppo-max-token-len-per-gpu": None}),
+        ("A.actor.use_dynamic_bsz=False", {"max-tokens-per-micro-batch": None}),
         ("trainer.nnodes=1", {"logger": ["console", "wandb"]}),
         ("trainer.logger=console", {"logger": ["console"]}),
         ("A.actor.policy_loss.loss_mode=kl_cov", {"loss-args": ["ratio=0.0002", "coef=0.1"]}),
         ("A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2", {"loss-args": ["tau_pos=1.0", "tau_neg=1.2"]}),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl",
-         {"use-kl-in-reward": True, "kl-coef": 0.01, "kl-penalty": "low_var_kl"}),
+         {"use-kl-in-reward": True, "kl-reward-coef": 0.01, "kl-reward-type": "low_var_kl"}),
         ("trainer.save_freq=-1 trainer.test_freq=-1", {"save-freq": 0, "test-freq": 0}),
         ("trainer.save_freq=5", {"save-freq": 5, "max-ckpt-to-keep": 0}),
         ("A.rollout.val_kwargs.do_sample=False A.rollout.val_kwargs.temperature=1.0", {"val-temperature": 0}),
@@ -364,22 +364,22 @@ V1 = (
     ("words", "flags_"),
     [
         # verl's defaults: 4 updates a step, one batch ahead, at most 8 versions in a response
-        ((), {"trigger-parameter-sync-step": 4, "staleness-threshold": 1.0, "max-staleness": 7, "stale": "drop"}),
+        ((), {"publish-every": 4, "staleness-threshold": 1.0, "max-staleness": 7, "on-stale": "drop"}),
         (("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.num_warmup_batches=1.5"),
-         {"trigger-parameter-sync-step": 2, "staleness-threshold": 1.5}),
+         {"publish-every": 2, "staleness-threshold": 1.5}),
         (("trainer.v1.sampler.max_off_policy_threshold=3", "trainer.v1.sampler.max_off_policy_strategy=wait"),
-         {"max-staleness": 2, "stale": "wait"}),
-        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "stale": None}),
+         {"max-staleness": 2, "on-stale": "wait"}),
+        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "on-stale": None}),
         # what it counts in publishes
         ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
-        ((), {"generators": 4, "partial-rollout": "recompute", "ppo-mini-batch-size": 16}),
+        ((), {"generators": 4, "partial-rollout": "recompute", "train-batch-size": 16}),
     ],
 )  # fmt: skip
 def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
     found = ours(*V1, *words, script="trainer.main_ppo")
     assert found.script == "train_async.py" and not found.refusal
     got = shown(found) | {"trainer": None}
-    defaults = {"staleness-threshold": 1.0, "stale": "drop"} if "max-staleness" in got else {"staleness-threshold": 1.0}
+    defaults = {"staleness-threshold": 1.0, "on-stale": "drop"} if "max-staleness" in got else {"staleness-threshold": 1.0}
     assert {name: got.get(name, defaults.get(name)) for name in flags_} == flags_
 
 
@@ -445,7 +445,7 @@ def test_fully_async_counts_in_publishes_and_prompts():
     found = ours(*SPLIT, *words, "rollout.total_rollout_steps=5000", script="fully_async_main")
     got = shown(found)
     assert (got["test-freq"], got["save-freq"], got["total-rollout-steps"], got["total-epochs"]) == (20, 40, 5000, 30)
-    assert (got["trigger-parameter-sync-step"], got["staleness-threshold"], got["partial-rollout"]) == (4, 0.1, "recompute")
+    assert (got["publish-every"], got["staleness-threshold"], got["partial-rollout"]) == (4, 0.1, "recompute")
     assert found.script == "train_async.py" and not found.refusal
     assert shown(ours(*SPLIT, *words, script="fully_async_main"))["total-rollout-steps"] == 100
 

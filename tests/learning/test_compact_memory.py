@@ -246,7 +246,7 @@ def test_the_precision_of_everything_is_said_unless_all_is_fp32():
 def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest, n, chosen):
     """On a CPU: 4,096 tokens, more for a whole group up to 8,192, and a sequence of full length."""
     lengths = {"max_prompt_length": 50, "max_response_length": longest - 50, "rollout_n": n}
-    auto, number = (train_sync.Args(ppo_max_token_len_per_gpu=tokens, **lengths) for tokens in ("auto", 4096))
+    auto, number = (train_sync.Args(max_tokens_per_micro_batch=tokens, **lengths) for tokens in ("auto", 4096))
     learner, later, other = (Learner(models["qwen3"], args, ranks, 10) for args in (auto, auto, number))
     learner.chosen_tokens = choose_tokens(auto, learner)
     assert learner.micro_batch_tokens == chosen
@@ -267,8 +267,8 @@ def test_a_number_for_auto_where_pixels_are_not_counted(sharing, longest):
     learner = SimpleNamespace(
         ranks=SimpleNamespace(device=torch.device("cuda")), policy=SimpleNamespace(takes_images=True), chosen_tokens=None
     )
-    assert choose_tokens(args, learner) == settled(args).ppo_max_token_len_per_gpu == max(8192, longest // sharing)
-    number = dataclasses.replace(args, ppo_max_token_len_per_gpu=123)
+    assert choose_tokens(args, learner) == settled(args).max_tokens_per_micro_batch == max(8192, longest // sharing)
+    number = dataclasses.replace(args, max_tokens_per_micro_batch=123)
     assert settled(number) == number
 
 

@@ -83,14 +83,14 @@ def test_terms_that_train_every_token_leave_nothing_out(models, ranks, pays, mor
 
 def test_kl_in_the_reward_is_an_advantage(models, ranks, pays):
     """Scores are equal, but tokens lie apart from the reference once the weights have moved."""
-    flags = {"use_kl_in_reward": True, "kl_coef": 0.1, "lr": 1e-2, "ppo_max_token_len_per_gpu": 32}
+    flags = {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "lr": 1e-2, "max_tokens_per_micro_batch": 32}
     found = taught(models["qwen3"], ranks, [make_groups(), make_groups()], **flags)
     assert found[3][0] > 0.2 and found[3][1] == 0
 
 
 def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks, pays):
     """The batch's log-probs are random, so that the correction rejects many. A micro-batch has one or two of them."""
-    flags = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3", "ppo_max_token_len_per_gpu": 32}
+    flags = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3", "max_tokens_per_micro_batch": 32}
     found = taught(models["qwen3"], ranks, [make_groups(())], **flags)
     assert 0 < found[3][0] < 1
     assert_the_same(found, taught(models["qwen3"], ranks, [make_groups(())], **flags, **BOTH_WAYS))
@@ -157,8 +157,8 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
     ("ranks", "kind", "layout"),
     [
         (2, "qwen3", {}),
-        pytest.param(2, "qwen3", {"gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 32}, marks=pytest.mark.slow),
-        pytest.param(4, "qwen2-tied", {"sequence_parallel": 2, "ppo_max_token_len_per_gpu": 16}, marks=pytest.mark.slow),
+        pytest.param(2, "qwen3", {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 32}, marks=pytest.mark.slow),
+        pytest.param(4, "qwen2-tied", {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}, marks=pytest.mark.slow),
         pytest.param(2, "moe", {"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,7 @@ REPLAYS = {
     "R2, four updates": ({"router_replay": "R2", "ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
     "R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
 }
-TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
+TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
 LAYOUTS = {
     2: {"sp 2": {"sequence_parallel": 2}, "ep 2": {"expert_parallel": 2}},
     4: {

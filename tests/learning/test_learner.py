@@ -88,7 +88,7 @@ def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks,
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**SMALL | {"num_key_value_heads": 4}, head_dim=16, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path)
-    flags = {"lr": 1e-2, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "ppo_max_token_len_per_gpu": 40}
+    flags = {"lr": 1e-2, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "max_tokens_per_micro_batch": 40}
     learner = Learner(str(tmp_path), LearnerArgs(**flags), ranks, 10, temperature=0.7)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, fused=True)

@@ -55,7 +55,7 @@ class Counted:
 
 @pytest.mark.parametrize(("kind", "budget", "at_least"), [("qwen3", 8192, 0.0), ("qwen3", 130, 0.05), ("qwen3", 80, 0.2)])
 def test_what_is_reported_is_what_is_called(models, ranks, monkeypatch, kind, budget, at_least):
-    learner = Learner(models[kind], LearnerArgs(ppo_max_token_len_per_gpu=budget, ppo_epochs=2), ranks, 10)
+    learner = Learner(models[kind], LearnerArgs(max_tokens_per_micro_batch=budget, ppo_epochs=2), ranks, 10)
     groups = [make_group(t, sizes, prompt=20 + 7 * t) for t, sizes in enumerate([[5, 9, 30], [1], [17, 2, 2, 40]])]
     batch = Batch.of(groups)
     with torch.no_grad():  # not a part of the update

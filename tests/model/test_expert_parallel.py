@@ -17,7 +17,7 @@ from rl.errors import UserError
 from rl.model.expert_parallel import fetch_ahead, share_experts
 from rl.ranks.dist import Ranks
 
-TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
+TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
 OFFLOAD = {"optimizer_offload": True, "activation_offload": True}
 LAYOUTS = {
     2: {

@@ -28,7 +28,7 @@ from rl.model.pretrained import check_model, end_token_ids, load_tokenizer, reso
 class Flags:
     max_prompt_length: int = 16
     max_response_length: int = 16
-    ppo_max_token_len_per_gpu: int = 64
+    max_tokens_per_micro_batch: int = 64
     sequence_parallel: int = 1
     trust_remote_code: bool = False
 
@@ -205,8 +205,8 @@ def test_lengths_that_the_model_or_a_micro_batch_cannot_hold(model):
     check_model(model, build_tokenizer(), Flags())
     with pytest.raises(UserError, match="the model's context is 256"):
         check_model(model, build_tokenizer(), Flags(max_response_length=256))
-    with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu is 31"):
-        check_model(model, build_tokenizer(), Flags(ppo_max_token_len_per_gpu=31))
+    with pytest.raises(UserError, match="--max-tokens-per-micro-batch is 31"):
+        check_model(model, build_tokenizer(), Flags(max_tokens_per_micro_batch=31))
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizers

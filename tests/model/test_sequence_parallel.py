@@ -19,7 +19,7 @@ def alone(models):
 
 
 def test_groups_of_two_ranks_are_taught_what_one_rank_is(models, alone):
-    flags = {"sequence_parallel": 2, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 16}
+    flags = {"sequence_parallel": 2, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 16}
     found = learn_on(4, {"2 x 2": [models["qwen2-tied"], flags]})
     assert len(found) == len(CASES)
     assert_taught_the_same(found, alone)
@@ -30,7 +30,7 @@ def test_groups_of_two_ranks_are_taught_what_one_rank_is(models, alone):
 def test_all_ranks_on_one_row_are_taught_what_one_rank_is(models, alone, size):
     """Four ranks: each of the two heads of keys and values is on two of them, and a row of one token is mostly padding."""
     flags = {"sequence_parallel": size}
-    tight = flags | {"ppo_max_token_len_per_gpu": 32 // size}  # of one rank: no whole sequence
+    tight = flags | {"max_tokens_per_micro_batch": 32 // size}  # of one rank: no whole sequence
     found = learn_on(size, {"tight": [models["qwen2-tied"], tight], "roomy": [models["qwen2-tied"], flags | ALONE]})
     assert_taught_the_same(found, alone)
 
@@ -57,16 +57,16 @@ def test_64k_tokens_in_one_sequence_go_over_four_ranks(tmp_path):
     small = SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
     AutoModelForCausalLM.from_config(Qwen2Config(**small)).save_pretrained(tmp_path / "model")
     case = {"long": ({"entropy_coeff": 0.1}, [[65_530]])}
-    four = {"sequence_parallel": 4, "ppo_max_token_len_per_gpu": 16_400}
+    four = {"sequence_parallel": 4, "max_tokens_per_micro_batch": 16_400}
     found = learn_on(4, {"four": [str(tmp_path / "model"), four]}, case)
-    assert_taught_the_same(found, learn_on(1, {"one": [str(tmp_path / "model"), {"ppo_max_token_len_per_gpu": 65_600}]}, case))
+    assert_taught_the_same(found, learn_on(1, {"one": [str(tmp_path / "model"), {"max_tokens_per_micro_batch": 65_600}]}, case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "ranks", "flags"), [("train_sync.py", 2, []), ("train_async.py", 3, ["--generators", "1"])])
 def test_the_demo_is_trained_on_shared_sequences(script, ranks, flags, tmp_path):
     """Prompt and response do not fit on one rank."""
-    flags = [*flags, "--sequence-parallel", "2", "--ppo-max-token-len-per-gpu", "24", "--total-training-steps", "3"]
+    flags = [*flags, "--sequence-parallel", "2", "--max-tokens-per-micro-batch", "24", "--total-training-steps", "3"]
     metrics, _, _ = train(script, *flags, "--max-prompt-length", "24", "--max-response-length", "16", out=tmp_path, ranks=ranks)
     for step in (1, 2, 3):
         assert metrics[step]["training/rollout_probs_diff_max"] < 1e-3 or script == "train_async.py"
@@ -91,7 +91,7 @@ def test_verls_gspo_run_goes_over_shared_sequences(tmp_path, demo_model):
         "1",
     ]
     flags += ["--train-batch-size", "8", "--ppo-mini-batch-size", "2", "--rollout-n", "4", "--total-training-steps", "2"]
-    flags += ["--max-prompt-length", "24", "--max-response-length", "16", "--ppo-max-token-len-per-gpu", "10"]
+    flags += ["--max-prompt-length", "24", "--max-response-length", "16", "--max-tokens-per-micro-batch", "10"]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "out", ranks=4, timeout=400)
     assert metrics[2]["actor/grad_norm"] > 0 and metrics[2]["actor/skipped_steps"] == 0
 

@@ -198,6 +198,6 @@ def test_a_model_with_images_of_another_family_is_refused_rather_than_trained_on
     config = getattr(transformers, kind)()
     config.save_pretrained(tmp_path)
     args = types.SimpleNamespace(trust_remote_code=False, max_prompt_length=8, max_response_length=8, sequence_parallel=1)
-    args.ppo_max_token_len_per_gpu = "auto"
+    args.max_tokens_per_micro_batch = "auto"
     with pytest.raises(UserError, match=f"it takes images, and is a {config.model_type}. Of such models {FAMILIES[0]}"):
         check_model(str(tmp_path), build_tokenizer(), args)

@@ -17,8 +17,8 @@ CASES = {
     "one image": ({"entropy_coeff": 0.1}, SIZES[:1]),
     "frozen": ({"freeze_vision_tower": True, "entropy_coeff": 0.1}, SIZES),
 }
-TIGHT = {"ppo_max_token_len_per_gpu": 40, "gradient_checkpointing": True}
-ROOMIER = {"ppo_max_token_len_per_gpu": 80}  # for a rank that has each sequence for itself
+TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
+ROOMIER = {"max_tokens_per_micro_batch": 80}  # for a rank that has each sequence for itself
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
 
 PROGRAM = "tests/programs/plan_memory.py"
-FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "ppo_max_token_len_per_gpu": 100, "use_kl_loss": True}
+FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 100, "use_kl_loss": True}
 OTHERS = [
-    {"ppo_max_token_len_per_gpu": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
+    {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
     {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1},
 ]
 
@@ -117,7 +117,7 @@ def flags(model: str, **more) -> train_async.Args:
 
 
 def test_shards_by_arithmetic(model):
-    args = flags(model, dtype="bfloat16", ppo_max_token_len_per_gpu=240, save_freq=5, use_kl_loss=True)
+    args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, use_kl_loss=True)
     memory = dry_run("train_async", args, 4, "cuda", lengths_like("budget", 4, 100, 20))
     own = parameters() / 4
     assert memory.parameters == parameters()
@@ -134,13 +134,13 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     """33 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
     prompts, n, prompt, response = 8192, 20, 20, 200
     sizes = {"ppo_mini_batch_size": prompts // 2, "rollout_n": n, "max_prompt_length": prompt, "max_response_length": response}
-    args = train_async.Args(model=model, require_batches=2, **sizes)
+    args = train_async.Args(model=model, train_batch_size=prompts, **sizes)
     memory = dry_run("train_async", args, 32, "cuda", lengths_like("budget", n, response, prompt))
     numbers = np.zeros(response, np.int32)
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
     groups = [Group(ticket, np.zeros(prompt, np.int32), "plan", [answer] * n) for ticket in range(prompts)]
     ranks = Ranks(0, 32, 0, torch.device("cpu"))
-    batch = Batch.of(groups, Division(prompts // 2, settled(args).ppo_max_token_len_per_gpu, ranks))
+    batch = Batch.of(groups, Division(prompts // 2, settled(args).max_tokens_per_micro_batch, ranks))
     own = len(batch.token)
     assert own == pytest.approx(prompts * n * response / 32, rel=0.01)
     tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]
@@ -163,7 +163,7 @@ def test_a_published_change_needs_the_copy_before(model):
 @pytest.mark.slow
 def test_what_the_memory_flags_move_and_shrink(model):
     """Moments are 2 bytes a parameter and a scale for each row of 64, gradients travel in bf16, and so do layers' inputs."""
-    plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 2400}
+    plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "max_tokens_per_micro_batch": 2400}
     compact = {"optim": "adamw_8bit", "optimizer_offload": True, "grad_dtype": "bfloat16", "activation_offload": True}
     before, after = (
         dry_run("train_async", flags(model, **plain, **more), 4, "cuda", lengths_like("budget", 4, 100, 20))
@@ -197,7 +197,7 @@ def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
 
 @pytest.mark.slow
 def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
-    args = flags(model, ppo_max_token_len_per_gpu=4096, ppo_mini_batch_size=32)
+    args = flags(model, max_tokens_per_micro_batch=4096, ppo_mini_batch_size=32)
     machine, kind = Machine(1, 2), devices.device("H100-80GB")
     needed = memory_plan.make_plan("train_async", args, machine, "budget", kind).learner.peak
     short = dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE))
@@ -212,7 +212,8 @@ def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
 
 def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
     """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
-    held = [memory_plan.samples_held(flags(model, require_batches=2, record=r), nodes) for r in (None, "x") for nodes in (1, 4)]
+    runs = [flags(model, train_batch_size=16, record_samples=directory) for directory in (None, "x")]
+    held = [memory_plan.samples_held(run, nodes) for run in runs for nodes in (1, 4)]
     assert held == [32, 8 + 4, 32, 8 + 16]
 
 
@@ -227,6 +228,6 @@ def test_what_cannot_be_planned_is_one_message():
     with pytest.raises(UserError, match="--sequence-parallel 2 does not divide the 3 learners"):
         plan.main(["train_sync.py", "--sequence-parallel", "2", "--nproc-per-node", "3", "--device", "H100"])
     with pytest.raises(UserError, match="a sequence must fit in one micro-batch"):
-        plan.main(["train_sync.py", "--ppo-max-token-len-per-gpu", "20", "--device", "H100"])
+        plan.main(["train_sync.py", "--max-tokens-per-micro-batch", "20", "--device", "H100"])
     with pytest.raises(UserError, match="--device"):
         plan.main(["train_async.py", "--device", "abacus"])

@@ -12,7 +12,7 @@ from rl.plan.service_times import EngineTimes, LearnerTimes, ServiceTimes
 from rl.plan.simulation import Load, Ranks, Scorers, generate, one_step_off, sync
 from rl.plan.stream import asynchronous
 from rl.plan.workload import Drawn
-from train_async import Args
+from rl.samples.schedule import ScheduleArgs
 
 ONE = Ranks(engines=1, learners=1)
 
@@ -33,8 +33,8 @@ def times(learn=0.0, step=1.0, source="hand", **more) -> ServiceTimes:
     return ServiceTimes(EngineTimes((1,), (step,), **more), LearnerTimes(step=learn, publish=publish), source)
 
 
-def schedule(**flags) -> Args:
-    return Args(ppo_mini_batch_size=flags.pop("prompts", 1), **flags)
+def schedule(**flags) -> ScheduleArgs:
+    return ScheduleArgs(ppo_mini_batch_size=flags.pop("prompts", 1), **flags)
 
 
 def test_sync_by_hand():
@@ -205,11 +205,11 @@ def test_the_engine_is_as_fast_as_one_that_counts_every_token(seed, slots, n, bu
 def test_no_ticket_is_lost_and_no_token_too_old(seed, prompts, period, threshold, partial, stale, flat, engines, learn, score):
     args = schedule(
         prompts=prompts,
-        trigger_parameter_sync_step=period,
+        publish_every=period,
         staleness_threshold=threshold,
         partial_rollout=partial,
         max_staleness=None if stale is None else int(np.ceil(threshold)),
-        stale=stale or "drop",
+        on_stale=stale or "drop",
     )
     steps, load = 9, Load(prompts, 1, 5, filter_groups=flat > 0, max_num_gen_batches=4)
     t = times(learn=learn, score=score, receive=0.5, publish=0.25)

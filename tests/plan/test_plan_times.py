@@ -224,7 +224,7 @@ def test_the_flags_are_among_the_settings_and_every_setting_is_a_command_that_ru
         args = flags.read(scripts[setting.script].Args, args=setting.flags.split())
         if setting.script == "train_async":
             assert (args.generators, args.staleness_threshold) == (setting.generators, setting.threshold)
-            assert args.trigger_parameter_sync_step == setting.period
+            assert args.publish_every == setting.period
 
 
 def test_a_staler_setting_must_be_worth_it():
@@ -247,7 +247,8 @@ def test_splits_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("script", ["train_sync", "train_one_step_off", "train_async"])
 def test_another_script_is_given_the_same_work(script):
-    words = "--ppo-mini-batch-size 4 --require-batches 3 --rollout-n 4 --no-shuffle --lr 1e-5 --generators 2 --max-num-seqs 32"
+    words = "--ppo-mini-batch-size 4 --train-batch-size 12 --rollout-n 4 --no-shuffle --lr 1e-5"
+    words += " --generators 2 --max-num-seqs 32"
     args = flags.read(train_async.Args, args=words.split())
     modules = {"train_sync": train_sync, "train_one_step_off": train_one_step_off, "train_async": train_async}
     other = flags.read(modules[script].Args, args=flags_for(script, args))

@@ -114,7 +114,7 @@ def learn(
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     flags = {"dtype": "float32"} | flags
-    args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, ppo_max_token_len_per_gpu=64, **flags)
+    args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
     if args.router_replay == "R3":
@@ -163,7 +163,7 @@ def fill(path: str, **flags) -> None:
     keeps the number where a little less is free, takes fewer on a smaller device, and one sequence at the least."""
     flags = {"dtype": "float32"} | flags
     place, longest = start(), {"max_prompt_length": 1, "max_response_length": 99}
-    args = train_sync.Args(model=path, rollout_n=64, ppo_max_token_len_per_gpu="auto", **longest, **flags)
+    args = train_sync.Args(model=path, rollout_n=64, max_tokens_per_micro_batch="auto", **longest, **flags)
     with FakeDevice(), MemoryCount(32) as count:
         model, size = Learner(path, args, place, 10), 100_000_000
 

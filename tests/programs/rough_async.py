@@ -62,7 +62,7 @@ def rough_score(generator, *arguments, **keywords):
     global finished
     strike("generator", 60)
     amid = any(output.token_ids for output in generator.engine.unfinished())
-    if how == "slow-decoding" and finished >= args.prompts_per_step * args.trigger_parameter_sync_step and amid:
+    if how == "slow-decoding" and finished >= args.prompts_per_step * args.publish_every and amid:
         wait_until(lambda: control.read().version > generator.engine.version)  # the learners have what they need for it
         finished = -1000
     if how.startswith("slow"):

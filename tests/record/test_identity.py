@@ -43,7 +43,7 @@ def saved(identity: Identity) -> dict:
 def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script, prompts, demo_model, monkeypatch):
     for digest in ("_digest_model", "_digest_prompts", "_digest_tokenizer", "_digest_files"):  # the content stays
         monkeypatch.setattr(identity, digest, lambda _: "the same")
-    args = SCRIPTS[script]()
+    args = SCRIPTS[script](train_batch_size=8)
     was = saved(Identity(args, script, demo_model, prompts))
     assert Identity(args, script, demo_model, prompts).check(was, Path("step_1")) == []
     stays = MUST_STAY | (MUST_STAY_IN_A_STREAM if script == "train_async" else set())
@@ -66,8 +66,9 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
             with pytest.raises(UserError, match="its state means nothing under another value"):
                 now.check(was, Path("step_1"))
         else:
-            (line,) = now.check(was, Path("step_1"))
+            line, *rest = now.check(was, Path("step_1"))
             assert line.startswith(f"{name}: was ") and ", is " in line
+            assert not rest or field.name == "train_batch_size", "a mini-batch that was not given is the batch"
 
 
 def test_the_table_names_no_flag_that_is_gone():
@@ -88,6 +89,20 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
     assert Identity(train_sync.Args(), "train_sync", demo_model, prompts).check(was, Path("x")) == []
     with pytest.raises(UserError, match=r"--grad-clip: was 1\.0, is 2\.0"):
         Identity(train_sync.Args(grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
+
+
+def test_a_run_of_a_version_with_require_batches_resumes(prompts, demo_model):
+    """Its batch was --ppo-mini-batch-size times --require-batches."""
+    args = train_async.Args(train_batch_size=8, ppo_mini_batch_size=4)
+    was = saved(Identity(args, "train_async", demo_model, prompts))
+    del was["flags"]["train_batch_size"]
+    was["flags"]["require_batches"] = 2
+    was["flags"]["publish_every"] = was["flags"].pop("publish_every")
+    assert Identity(args, "train_async", demo_model, prompts).check(was, Path("x")) == []
+    was["flags"] |= {"ppo_mini_batch_size": 8, "require_batches": 1}
+    assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
+    with pytest.raises(UserError, match="written with --train-batch-size 8, now it is 16"):
+        Identity(train_async.Args(train_batch_size=16), "train_async", demo_model, prompts).check(was, Path("x"))
 
 
 def rows(path: Path, texts) -> Path:

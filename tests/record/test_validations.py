@@ -279,9 +279,9 @@ class Flags(ScheduleArgs, RunArgs):
         (dict(test_freq=1), 0, 5, None),  # nothing is saved
         (dict(test_freq=1), 0, 12, 12),
         (dict(test_freq=3), 0, 8, 6),
-        (dict(test_freq=4, trigger_parameter_sync_step=4), 0, 6, 4),  # a restart would publish the weights of step 6
-        (dict(test_freq=4, trigger_parameter_sync_step=4), 0, 4, 0),
-        (dict(test_freq=4, trigger_parameter_sync_step=4, val_before_train=False), 0, 4, None),
+        (dict(test_freq=4, publish_every=4), 0, 6, 4),  # a restart would publish the weights of step 6
+        (dict(test_freq=4, publish_every=4), 0, 4, 0),
+        (dict(test_freq=4, publish_every=4, val_before_train=False), 0, 4, None),
         (dict(test_freq=1), 4, 6, 5),
         (dict(test_freq=4), 6, 8, None),  # the run had no --test-freq before it resumed: step 4 never was validated
         (dict(test_freq=0), 0, 12, None),
@@ -466,7 +466,7 @@ SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-war
         *[
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("train_async", ["--trigger-parameter-sync-step", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
+                ("train_async", ["--publish-every", "2", "--test-freq", "2"], (0, 2, 4, 6), 2),
                 ("train_one_step_off", ["--test-freq", "1"], range(7), 3),
                 ("train_one_step_off", ["--test-freq", "2"], (0, 2, 4, 6), 2),
             )
@@ -483,7 +483,7 @@ def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
     expected = {step: (10 - number) / 10 for number, step in enumerate(validated)}
     assert accuracies(run) == expected
     lines = strict(run / "validations.jsonl")
-    period = 2 if "--trigger-parameter-sync-step" in flags else 1
+    period = 2 if "--publish-every" in flags else 1
     assert all(line["version"] * period == line["training/validated_step"] == line["step"] for line in lines)
     assert max(Counter(line["at_step"] for line in lines).values()) == together
     for step, row in metrics.items():
@@ -519,7 +519,7 @@ def test_a_branch_has_a_best_of_its_own(demo_model, tmp_path):
 @pytest.mark.timeout(300)
 def test_weights_that_are_published_within_a_period_are_validated_under_their_own_step(demo_model, tmp_path):
     """A run resumes after step 3 of periods of two steps: what goes out as version 1 then are the weights of step 3."""
-    flags = ("--trigger-parameter-sync-step", "2", "--save-freq", "1", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
+    flags = ("--publish-every", "2", "--save-freq", "1", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
     flags += ("--lr", "3e-3")
     named("train_async.py", tmp_path, *flags, "--test-freq", "0", ranks=2)
     run = tmp_path / "run"

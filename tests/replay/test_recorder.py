@@ -101,11 +101,11 @@ def test_the_record_of_another_run_is_left_alone(tmp_path):
     record(tmp_path, 2)
     before = (tmp_path / "record" / SAMPLES).read_bytes()
     for run_dir in (None, tmp_path / "other"):
-        with pytest.raises(UserError, match=r"--record .*record holds the samples of .*run\. Give another directory"):
+        with pytest.raises(UserError, match=r"--record-samples .*record holds the samples of .*run\. Give another directory"):
             Recorder(str(tmp_path / "record"), run_dir, 1)
     assert (tmp_path / "record" / SAMPLES).read_bytes() == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--record .*file cannot be written"):
+    with pytest.raises(UserError, match=r"--record-samples .*file cannot be written"):
         Recorder(str(tmp_path / "file"), None, 0)
     with pytest.raises(UserError, match="no samples were recorded here"):
         Record(tmp_path / "nowhere")

@@ -28,13 +28,14 @@ SMALL = ["--train-batch-size", 4, "--rollout-n", 4]
 STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
 # two mini-batches, two epochs, an adaptive KL, several micro-batches: whatever a step carries to the next
 EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward", "--kl-ctrl-type", "adaptive"]
-EVERYTHING += ["--ppo-max-token-len-per-gpu", 120, "--entropy-coeff", 0.01]
+EVERYTHING += ["--max-tokens-per-micro-batch", 120, "--entropy-coeff", 0.01]
 MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer", "fully_async/rollouter")
 
 
 def record(script, out: Path, *flags, **how) -> Path:
     """Trains and records; returns the run's directory."""
-    run_script(script, "--output-dir", out, "--experiment-name", "run", "--record", out / "record", *FLAGS, *flags, **how)
+    where = ["--output-dir", out, "--experiment-name", "run", "--record-samples", out / "record"]
+    run_script(script, *where, *FLAGS, *flags, **how)
     return out / "run"
 
 
@@ -87,7 +88,7 @@ def test_the_same_flags_give_the_same_bits(sync, tmp_path):
         ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-correction", "token_tis"]),
         ("train_one_step_off.py", 2, 1, [*SMALL, *EVERYTHING]),
         ("train_one_step_off.py", 3, 2, SMALL),
-        ("train_async.py", 2, 1, [*STREAM, "--require-batches", 2, "--trigger-parameter-sync-step", 2, "--filter-groups"]),
+        ("train_async.py", 2, 1, [*STREAM, "--train-batch-size", 8, "--publish-every", 2, "--filter-groups"]),
         ("train_async.py", 3, 2, [*STREAM, "--staleness-threshold", 2, "--rollout-correction", "token_tis"]),
     ],
 )
@@ -96,7 +97,7 @@ def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ran
     again, said = replayed(run, tmp_path, ranks=learners if learners > 1 else None)
     same(run, again)
     assert "bit for bit" in said
-    if {"--trigger-parameter-sync-step", "--over-sample"} & {*flags}:
+    if {"--publish-every", "--over-sample"} & {*flags}:
         assert max(row["staleness/max"] for row in rows(again).values()) > 0
 
 
@@ -224,7 +225,7 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
     bad = "    first = (batch.group == batch.tickets.index(18)).nonzero()[0] if 18 in batch.tickets else -1\n"
     bad += "    bad = (seq == first).float()\n"
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
-    flags = [*SMALL, "--max-prompt-length", 16, "--ppo-max-token-len-per-gpu", 60]
+    flags = [*SMALL, "--max-prompt-length", 16, "--max-tokens-per-micro-batch", 60]
     run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)})
     assert [rows(run)[step]["actor/skipped_steps"] for step in (4, 5, 6)] == [0, 1, 1]
     same(run, replayed(run, tmp_path, "--from-step", 5)[0], first=5)

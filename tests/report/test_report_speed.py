@@ -93,7 +93,7 @@ def test_the_interval_is_that_of_a_plain_bootstrap_where_steps_are_independent()
 def test_steps_that_wait_for_a_whole_period_are_not_passed_over():
     """Of four steps the first waits 9 s, and the others take what came with it: 4 steps in 12 s. The median step takes 1 s, and
     would make the run four times as fast as one whose steps take 3 s."""
-    flags = {"flags": {"trigger_parameter_sync_step": 4}}
+    flags = {"flags": {"publish_every": 4}}
     uneven = run("uneven", [9.0, 1.0, 1.0, 1.0] * 10, [300.0] * 40, config=flags)
     even = run("even", [3.0] * 40, [300.0] * 40)
     told = said(group("uneven", uneven), group("even", even), "tokens/s")

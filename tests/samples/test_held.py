@@ -53,7 +53,7 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """By another rule than the schedule's: all that this version's bound allows have started, and more will be trained."""
-        period = self.args.prompts_per_step * self.args.trigger_parameter_sync_step
+        period = self.args.prompts_per_step * self.args.publish_every
         allowed = int(period * (self.engine.version + 1 + Fraction(str(self.args.staleness_threshold))))
         before = started(self.store) - self.known
         self.held += seconds * (before == allowed < self.total)
@@ -70,7 +70,7 @@ class World:
     def _advance(self) -> bool:
         if self.busy_until is not None and self.now >= self.busy_until:
             self.step, self.busy_until = self.step + 1, None
-            if self.step % self.args.trigger_parameter_sync_step == 0 or self.step == self.steps:
+            if self.step % self.args.publish_every == 0 or self.step == self.steps:
                 self.version += 1
             return True
         if self.busy_until is None and self.step < self.steps and len(self.arrived) >= self.args.prompts_per_step:
@@ -167,9 +167,7 @@ def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
 def test_held_and_without_work_are_told_apart(seed, prompts, period, threshold, slots):
     """Responses and steps of any length, and dropped samples, each of which makes room for another."""
     random, steps = np.random.default_rng(seed), 6
-    args = flags(
-        ppo_mini_batch_size=prompts, trigger_parameter_sync_step=period, staleness_threshold=threshold, max_num_seqs=slots
-    )
+    args = flags(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold, max_num_seqs=slots)
     lengths = random.integers(1, 9, 99)
     dropped = random.choice(prompts * steps, random.integers(0, 3), replace=False)
     world = World(args, steps, lengths.tolist(), random.uniform(0.1, 30, steps).tolist(), dropped.tolist())
@@ -182,7 +180,7 @@ def test_held_and_without_work_are_told_apart(seed, prompts, period, threshold, 
 
 def test_the_bound_of_the_first_seed_is_verls():
     """64 prompts a mini-batch, a publish after 4 steps, 0.2 of a period ahead: int(64 * 1.2 * 4)."""
-    args = train_async.Args(ppo_mini_batch_size=64, trigger_parameter_sync_step=4, staleness_threshold=0.2)
+    args = train_async.Args(ppo_mini_batch_size=64, publish_every=4, staleness_threshold=0.2)
     assert SampleBuffer(args).metrics(started=0)["fully_async/count/max_required_samples"] == 307
 
 

@@ -60,7 +60,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
         assert 0 < args.generators < ranks and args.generators % args.rollout_tp == 0
     learners = nodes * (ranks - getattr(args, "generators", 0))
     assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
-    assert args.ppo_max_token_len_per_gpu * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
+    assert args.max_tokens_per_micro_batch * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
     assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
 
 
@@ -90,9 +90,9 @@ def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypa
 VERL = {
     "grpo_qwen2.5_0.5b_gsm8k_async": {
         "devices": (1, 1), "max_prompt_length": 2048, "max_response_length": 3072, "truncation": "left", "rollout_n": 8,
-        "ppo_mini_batch_size": 64, "require_batches": 1, "staleness_threshold": 0.2, "trigger_parameter_sync_step": 4,
+        "train_batch_size": 64, "ppo_mini_batch_size": None, "staleness_threshold": 0.2, "publish_every": 4,
         "use_kl_loss": True, "kl_loss_coef": 0.001, "use_kl_in_reward": False, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10, "entropy_coeff": 0, "loss_agg_mode": "token-mean", "ppo_max_token_len_per_gpu": 5120, "lr": 1e-6,
+        "clip_ratio_c": 10, "entropy_coeff": 0, "loss_agg_mode": "token-mean", "max_tokens_per_micro_batch": 5120, "lr": 1e-6,
         "lr_scheduler_type": "constant", "weight_decay": 0.1, "rollout_tp": 1, "gpu_memory_utilization": 0.8,
         "enable_chunked_prefill": True, "max_num_batched_tokens": 5120, "temperature": 1, "top_p": 1, "val_top_p": 0.7,
         "val_temperature": 1, "overlong_buffer_len": 512, "overlong_penalty_factor": 1, "val_before_train": False,
@@ -115,21 +115,23 @@ VERL = {
         "val_before_train": True, "total_epochs": 15, "save_freq": 0, "test_freq": 0,
     },
     "grpo_qwen3_vl_8b_geo3k_async": {
-        "devices": (16, 16), "staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "require_batches": 2,
+        "devices": (16, 16), "staleness_threshold": 0.1, "publish_every": 4,
+        "train_batch_size": 128, "ppo_mini_batch_size": 64,
         "rollout_is": "sequence", "rollout_is_threshold": "2.0", "rollout_is_batch_normalize": True, "rollout_rs": "token_k1",
         "rollout_rs_threshold": "0.6_1.6", "test_freq": 5 * 4,
     },
     "grpo_qwen3_vl_8b_geo3k_async_proposed": {
-        "devices": (16, 16), "staleness_threshold": 10, "trigger_parameter_sync_step": 5, "require_batches": 2,
+        "devices": (16, 16), "staleness_threshold": 10, "publish_every": 5,
+        "train_batch_size": 128, "ppo_mini_batch_size": 64,
         "rollout_correction": "sequence_tis_geometric_rs", "test_freq": 5 * 5,
     },
     "dapo_qwen3_30b_a3b_async": {
         "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,
-        "ppo_mini_batch_size": 16, "require_batches": 1, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
-        "trigger_parameter_sync_step": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
+        "train_batch_size": 16, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
+        "publish_every": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
         "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
         "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,
-        "ppo_max_token_len_per_gpu": 4096, "sequence_parallel": 8,
+        "max_tokens_per_micro_batch": 4096, "sequence_parallel": 8,
         "max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True, "enforce_eager": False,
         "overlong_buffer_len": 0, "val_top_p": 0.7, "val_temperature": 1, "test_freq": 25 * 2, "save_freq": 50 * 2,
         "filter_groups": False,
@@ -138,7 +140,7 @@ VERL = {
         "devices": (0, 8), "train_batch_size": 512, "ppo_mini_batch_size": 128, "max_prompt_length": 2048,
         "max_response_length": 8192, "rollout_n": 16, "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
         "loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": False, "entropy_coeff": 0, "grad_clip": 1, "lr": 1e-6,
-        "weight_decay": 0.1, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 10240, "sequence_parallel": 4,
+        "weight_decay": 0.1, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 10240, "sequence_parallel": 4,
         "rollout_tp": 2,
         "gpu_memory_utilization": 0.6, "enable_chunked_prefill": True, "overlong_buffer_len": 0, "test_freq": 10,
         "save_freq": 10, "total_training_steps": 500,
@@ -155,7 +157,7 @@ for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_propos
     VERL[run] |= {
         "max_prompt_length": 1024, "max_response_length": 2048, "filter_overlong_prompts": True, "truncation": "error",
         "shuffle": False, "rollout_n": 4, "ppo_mini_batch_size": 64, "lr": 1e-6, "use_kl_loss": True, "kl_loss_coef": 0.01,
-        "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "ppo_max_token_len_per_gpu": 16384,
+        "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 16384,
         "rollout_tp": 1, "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 32768,
         "total_epochs": 200, "total_rollout_steps": 51200,
     }

@@ -88,7 +88,7 @@ def test_async_without_staleness_is_sync_bit_for_bit_with_routes_too(model, tmp_
         "R3",
         "--rollout-dtype",
         "bfloat16",
-        "--ppo-max-token-len-per-gpu",
+        "--max-tokens-per-micro-batch",
         80,
         *LONGER,
     ]

@@ -45,13 +45,13 @@ CASES = [
     ("--kl-loss-coef 0.1", "", "--use-kl-loss"),
     ("--kl-loss-coef 0.001", "--no-use-kl-loss", "--use-kl-loss True"),
     ("--kl-loss-type k1", "", "--use-kl-loss"),
-    ("--kl-penalty k2", "--use-kl-loss", "--use-kl-in-reward"),
+    ("--kl-reward-type k2", "--use-kl-loss", "--use-kl-in-reward"),
     ("--kl-ctrl-type adaptive", "", "--use-kl-in-reward"),
     ("--kl-ctrl-type fixed", "", "--use-kl-in-reward"),
-    ("--kl-coef 0.1", "", "--use-kl-in-reward"),
+    ("--kl-reward-coef 0.1", "", "--use-kl-in-reward"),
     ("--target-kl 0.2", "--kl-ctrl-type adaptive", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--target-kl 0.2", "--use-kl-in-reward", "--kl-ctrl-type adaptive --use-kl-in-reward"),
-    ("--horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
+    ("--kl-horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--max-num-gen-batches 3", "", "--filter-groups"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),
     ("--rollout-is-threshold 3", "--rollout-correction geometric_rs", "--rollout-correction token_tis"),
@@ -101,8 +101,8 @@ CASES = [
     ("--resume-anyway", "", "--experiment-name x"),
     ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
-    ("--partial-rollout keep", "--staleness-threshold 0", "--trigger-parameter-sync-step 2", "async"),
-    ("--stale wait", "", "--max-staleness 2", "async"),
+    ("--partial-rollout keep", "--staleness-threshold 0", "--publish-every 2", "async"),
+    ("--on-stale wait", "", "--max-staleness 2", "async"),
     ("--calibrate-seconds 5", "", "--calibrate", "plan"),
     ("--flat-groups 0.5", "", "--filter-groups", "plan"),
     ("--from-run a", "--service-times b", "", "plan"),
@@ -116,20 +116,20 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_correction rollout_is rollout_rs",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
-    "RewardArgs": "reward on_error overlong_buffer_len",
+    "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
     "rollout_dtype rollout_tp rollout_seeds",
-    "LearnerArgs": "dtype gradient_checkpointing compile ppo_max_token_len_per_gpu sequence_parallel expert_parallel "
+    "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
     "OptimizerArgs": "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
     "RouterArgs": "router_replay",
-    "LogArgs": "experiment_name output_dir logger record",
+    "LogArgs": "experiment_name output_dir logger record_samples",
     "CheckpointArgs": "save_freq max_ckpt_to_keep resume_mode",
     "WatchdogArgs": "hang_timeout",
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish publish_over",
-    "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness",
+    "ScheduleArgs": "train_batch_size publish_every staleness_threshold max_staleness",
     "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
     "TimeArgs": "calibrate service_times prompt_tokens plot",
 }
@@ -181,7 +181,7 @@ def test_the_clips_are_those_that_each_loss_takes():
 @pytest.mark.parametrize(
     "words",
     [
-        "--kl-coef 0 --kl-loss-coef 0.0 --no-use-kl-loss",
+        "--kl-reward-coef 0 --kl-loss-coef 0.0 --no-use-kl-loss",
         "--test-freq 0 --no-val-before-train --val-max-samples -1 --log-val-generations 0",
         "--engine transformers --no-enforce-eager --no-enable-chunked-prefill",
         "--filter-overlong-prompts --truncation error",
@@ -199,8 +199,8 @@ def test_defaults_that_were_not_given_are_no_mistake(capfd):
 
 
 def test_how_a_flag_is_written_does_not_matter(capfd):
-    for words in (["--kl-coef", "1"], ["--kl_coef", "1"], ["--kl-coef=1"], ["--kl_coef=1"]):
-        assert [*flag_needs.given(train_sync.Args, words)] == ["kl_coef"]
+    for words in (["--kl-reward-coef", "1"], ["--kl_reward_coef", "1"], ["--kl-reward-coef=1"], ["--kl_reward_coef=1"]):
+        assert [*flag_needs.given(train_sync.Args, words)] == ["kl_reward_coef"]
     assert flag_needs.given(train_sync.Args, ["--no-val-before-train", "--lr", "1"]) == {"val_before_train", "lr"}
 
 
@@ -221,19 +221,19 @@ def test_what_hangs_on_the_size_of_the_job(monkeypatch):
 def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():
     @dataclasses.dataclass
     class Args:
-        kl_coef: float = 0.0
+        kl_reward_coef: float = 0.0
         clip_ratio_c: float = 3.0
 
-    assert flag_needs.without_effect(Args(), ["kl_coef", "clip_ratio_c"], CPU) == {}
+    assert flag_needs.without_effect(Args(), ["kl_reward_coef", "clip_ratio_c"], CPU) == {}
 
 
 def test_a_run_says_it_once_in_one_line_and_in_its_config(tmp_path):
-    words = "--kl-coef 0.1 --loss-mode gspo --clip-ratio-c 10 --reward-workers 2 --optimizer-offload --total-training-steps 1"
-    words += " --test-freq 0 --train-batch-size 2 --ppo-mini-batch-size 2 --rollout-n 2"
+    words = "--kl-reward-coef 0.1 --loss-mode gspo --clip-ratio-c 10 --reward-workers 2 --optimizer-offload"
+    words += " --total-training-steps 1 --test-freq 0 --train-batch-size 2 --ppo-mini-batch-size 2 --rollout-n 2"
     _, directory, done = train("train_sync.py", *words.split(), out=tmp_path, ranks=2)
     warnings = [line for line in done.stderr.splitlines() if "does nothing" in line]
     assert len(warnings) == 2, "one as the flags are read, one when the model and the data are"
-    assert "; --kl-coef does nothing without --use-kl-in-reward." in warnings[0] and "--clip-ratio-c" in warnings[0]
+    assert "; --kl-reward-coef does nothing without --use-kl-in-reward." in warnings[0] and "--clip-ratio-c" in warnings[0]
     assert "--reward-workers" in warnings[1] and "--optimizer-offload does nothing on a CPU" in warnings[1]
     noted = json.loads((directory / "config.json").read_text())["flags_without_effect"]
     assert len(noted) == 4 and all("does nothing" in line for line in noted)
@@ -250,7 +250,7 @@ def test_gae_is_refused_with_the_reason(words):
 
 def test_gae_is_not_offered(capsys):
     with pytest.raises(SystemExit):
-        flags.read(train_sync.Args, args=["--help"])
+        flags.read(train_sync.Args, args=["--help-all"])
     text = capsys.readouterr().out
     assert "grpo_passk" in text and not re.search(r"\bgae\b", text)
     assert "gae" in losses.ADVANTAGES, "the function is for a critic of the user's"
@@ -262,5 +262,5 @@ def test_plan_says_it_too(monkeypatch, capsys):
     """Before it plans."""
     for part in ("plan_memory", "plan_time"):
         monkeypatch.setattr(plan, part, lambda *_: None)
-    plan.main(["train_sync.py", "--model", "demo", "--kl-coef", "0.1", "--device", "H100-80GB"])
-    assert "--kl-coef does nothing without --use-kl-in-reward" in capsys.readouterr().err
+    plan.main(["train_sync.py", "--model", "demo", "--kl-reward-coef", "0.1", "--device", "H100-80GB"])
+    assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capsys.readouterr().err

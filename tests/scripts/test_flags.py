@@ -6,7 +6,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass
-from typing import Annotated, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers import ROOT, environment, run_script, train
@@ -59,6 +59,8 @@ class EngineArgs:
 class MoreEngineArgs(EngineArgs):
     rate: Annotated[float, Range()] = 0.0
     recompute: bool | None = None
+    mode: Literal["slow", "steady"] | None = None
+    sizes: tuple[int, ...] = ()
 
     def check(self):
         if self.rate == 3:
@@ -88,13 +90,13 @@ REFUSED = {
     "--top-k 0": "--top-k must be -1, or at least 1; it is 0.",
     f"--top-k {2**70}": f"--top-k must be at most {2**63 - 1}; it is {2**70}.",
     "--rate inf": "--rate must be finite; it is inf.",
-    "--rate x": "--rate: could not convert string to float: 'x'. --help lists all flags.",
-    "--top-k 1.5": "--top-k: no type matching {None}|INT could be instantiated from ['1.5']. --help lists all flags.",
-    "--ratee 1": "Unrecognized options: --ratee, 1. Similar: --rate. --help lists all flags.",
-    "--rate": "Missing value for argument '--rate'. Expected 1 values. --help lists all flags.",
-    "--eager perhaps": "invalid choice 'Perhaps' for argument '--eager'. Expected one of ('True', 'False'). "
-    "--help lists all flags.",
-    "stray": "Unrecognized options: stray. --help lists all flags.",
+    "--rate x": "--rate: expected FLOAT, not 'x'. --help-all lists all flags.",
+    "--top-k 1.5": "--top-k: expected INT, not '1.5'. --help-all lists all flags.",
+    "--ratee 1": "Unrecognized options: --ratee, 1. Similar: --rate. --help-all lists all flags.",
+    "--rate": "--rate: expected one argument. --help-all lists all flags.",
+    "--eager perhaps": "--eager: expected True|False, not 'perhaps'. --help-all lists all flags.",
+    "--mode fast": "--mode: expected slow|steady, not 'fast'. --help-all lists all flags.",
+    "stray": "Unrecognized options: stray. --help-all lists all flags.",
     "--eager --top-k 7": "--eager and --top-k 7 do not go together.",
     "--rate 3": "--rate 3 is taken.",
 }
@@ -117,21 +119,83 @@ def test_a_boolean_can_be_written_in_every_way(name):
     assert read("--recompute", "none").recompute is None and read().recompute is None
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_begins_with_the_model_the_data_and_the_reward(script, capsys):
+def test_values_become_what_the_annotation_says():
+    assert read("--mode", "steady").mode == "steady"
+    assert read("--mode", "None").mode is None
+    assert read("--sizes", "1", "-2").sizes == (1, -2)
+    assert read("--sizes").sizes == ()
+    assert read("--rate", "-1e-3").rate == -1e-3
+    assert read("--top_k", "-1", "--rate=-2").rate == -2
+
+
+def shown_flags(args: type, word: str, capsys) -> list[str]:
     with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["--help"])
-    shown = (line.strip("│╭╮╰╯─-+ ") for line in capsys.readouterr().out.splitlines())
-    titles = [line.removesuffix(" options") for line in shown if re.fullmatch(r"[a-z-]+ options", line)]
-    assert titles[:4] == ["run", "data", "reward", "algorithm"] and len(titles) == len(set(titles))
+        flags.read(args, args=[word])
+    return re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("word", ["--help", "--help-all"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_begins_with_the_model_the_data_and_the_reward(script, word, capsys):
+    with pytest.raises(SystemExit):
+        flags.read(SCRIPTS[script].Args, args=[word])
+    titles = re.findall(r"^([a-z-]+):$", capsys.readouterr().out, re.MULTILINE)
+    assert titles[:4] == ["run", "data", "reward", "algorithm"]
+    assert len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
+    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
+    assert 22 <= len(common) <= 30
+    assert {"--model", "--train-files", "--reward", "--train-batch-size", "--lr", "--output-dir"} <= {*common}
+    assert {*shown_flags(SCRIPTS[script].Args, "--help-all", capsys)} == fields(script)
+    with pytest.raises(SystemExit):
+        flags.read(SCRIPTS[script].Args, args=["-h"])
+    assert "All flags: --help-all." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
+    own = dataclasses.make_dataclass("Args", [("imitation", float, 0.0), ("gamma", float, 0.5)], bases=(SCRIPTS[script].Args,))
+    own.__module__ = "my_fork"
+    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
+    assert shown_flags(own, "--help", capsys) == ["--imitation", "--gamma", *common]
+
+
+@pytest.mark.parametrize("old", flag_words.RENAMED)
+def test_an_earlier_name_is_still_accepted(old):
+    new = flag_words.RENAMED[old]
+    assert {flag(old), flag(new)} & {*fields("sync"), *fields("async")} == {flag(new)}
+    assert flag_words.current([f"--{old}=1", flag(old), "2"]) == [f"{flag(new)}=1", flag(new), "2"]
+    assert flag_words.renamed({old: 3, "lr": 4}) == {new: 3, "lr": 4}
+
+
+def test_a_command_with_earlier_names_is_read_under_todays(capfd):
+    words = "--publish-every 3 --on-stale wait --max_staleness 2 --on_reward_error=zero --max-tokens-per-micro-batch auto"
+    args = flags.read(train_async.Args, args=words.split())
+    assert (args.publish_every, args.on_stale, args.on_reward_error) == (3, "wait", "zero")
+    flags.read(train_sync.Args, args=["--kl-reward-coef", "0.1"])
+    assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
+
+
+def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
+    own = dataclasses.make_dataclass("Args", [("horizon", int, 1)], bases=(train_sync.Args,))
+    args = flags.read(own, args=["--kl-horizon", "5"])
+    assert (args.kl_horizon, args.kl_horizon) == (5, 10_000)
+    assert flag_words.renamed({"horizon": 5}, {"horizon"}) == {"horizon": 5}
+
+
+def test_every_common_flag_is_one_of_a_script():
+    assert {field.name for script in SCRIPTS.values() for field in dataclasses.fields(script.Args)} >= flag_words.COMMON
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
     with pytest.raises(SystemExit) as end:
         read("--help")
-    text = " ".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
+    text = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0
-    assert "engine options" in text and "What generates." in text
+    assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
     assert "--top-k INT (-1, or at least 1)" in text
 
@@ -139,21 +203,15 @@ def test_help_has_groups_ranges_and_texts(capsys):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
     with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["--help"])
-    shown = [line.strip("│╭╮╰╯─") for line in capsys.readouterr().out.splitlines()]
-    lines = [line.rstrip() if line.startswith("    ") else line.strip() for line in shown]  # texts are further in than flags
-    lines = [line for line in lines if line.strip("-")]  # boxes are drawn in one of two ways
-    titles = [i for i, line in enumerate(lines) if re.fullmatch(r"[a-z-]+ options", line)]
-    assert 10 <= len(titles) <= 16 and all(re.match("[A-Z][a-z]", lines[i + 1]) for i in titles), "a group says what it is"
-    texts: dict[str, list[str]] = {}
-    for i, line in enumerate(lines[titles[0] :], titles[0]):
-        if line.startswith("--"):  # no text, which would be further in
-            texts[name := line.split()[0]] = []
-        elif texts and i not in titles and i - 1 not in titles:
-            texts[name].append(line.strip())
+        flags.read(SCRIPTS[script].Args, args=["--help-all"])
+    text = capsys.readouterr().out
+    groups = re.findall(r"^[a-z-]+:\n(.*)", text, re.MULTILINE)
+    assert 10 <= len(groups) <= 16 and all(re.match("  [A-Z][a-z]", line) for line in groups), "a group says what it is"
+    found = re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)
+    texts = {name: " ".join(below.split()) for name, below in found}
     assert set(texts) == {flag(field.name) for field in dataclasses.fields(SCRIPTS[script].Args)}
     for name, text in texts.items():
-        sentence = " ".join(text).partition(" (default: ")[0]
+        sentence = text.partition(" (default: ")[0]
         assert re.search(r"[a-z]{2}.*[.]$", sentence), f"{name}: {sentence!r}"
 
 
@@ -197,9 +255,33 @@ def test_help_under_torchrun_is_said_once():
 def test_the_length_of_a_run(given, steps):
     for args in (
         train_sync.Args(train_batch_size=8, **given),
-        train_async.Args(ppo_mini_batch_size=4, require_batches=2, **given),
+        train_async.Args(ppo_mini_batch_size=4, train_batch_size=8, **given),
     ):
         assert args.total_steps(100) == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "update"),
+    [
+        ({}, 8, 8),
+        ({"train_batch_size": 12}, 12, 12),
+        ({"train_batch_size": 12, "ppo_mini_batch_size": 4}, 12, 4),
+    ],
+)
+def test_the_batch_means_the_same_in_all_scripts(given, step, update):
+    for script in SCRIPTS.values():
+        args = script.Args(**given)
+        check(args)
+        assert (args.prompts_per_step, args.prompts_per_update) == (step, update)
+
+
+def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
+    """So it was before the script had --train-batch-size."""
+    args = train_async.Args(ppo_mini_batch_size=32)
+    check(args)
+    assert (args.prompts_per_step, args.prompts_per_update) == (32, 32)
+    with pytest.raises(UserError, match="--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3"):
+        check(train_async.Args(train_batch_size=8, ppo_mini_batch_size=3))
 
 
 def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
@@ -275,13 +357,13 @@ def fields(name: str) -> set[str]:
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
     named = re.findall(r"--[\w-]+", flag_words.HERE[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
-    assert word not in fields("async" if word == "--train-batch-size" else "sync")
+    assert all(word not in fields(script) for script in SCRIPTS)
 
 
 TABLE = (ROOT / "docs" / "from-verl.md").read_text().partition("## From TRL's GRPOConfig")[2]
 
 
-@pytest.mark.parametrize("word", sorted(flag_words.HERE.keys() - {"--train-batch-size"}))
+@pytest.mark.parametrize("word", sorted(flag_words.HERE.keys() - {"--require-batches"}))
 def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
     """Each flag that the message names is in a row of that word."""
     rows = [
@@ -297,9 +379,9 @@ def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
 
 
 @pytest.mark.parametrize(
-    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--train-batch-size")]
+    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--require-batches")]
 )
 def test_a_word_of_trls_is_answered_with_ours(script, word):
     with pytest.raises(UserError) as error:
         flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
-    assert f" {word}: here {flag_words.HERE[word]}. --help lists all flags." in str(error.value)
+    assert f" {word}: here {flag_words.HERE[word]}. --help-all lists all flags." in str(error.value)

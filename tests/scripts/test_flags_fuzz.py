@@ -29,7 +29,7 @@ BASE = {"total_training_steps": 1, "train_batch_size": 2, "rollout_n": 2, "max_r
 BASE |= {"train_max_samples": 3, "val_max_samples": 2}
 # What a large number of makes a run long, and nothing else: these stay small.
 WORK = {"rollout_n", "val_n", "train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "total_training_steps", "total_epochs"}
-WORK |= {"max_num_gen_batches", "reward_workers", "require_batches", "total_rollout_steps"}
+WORK |= {"max_num_gen_batches", "reward_workers", "total_rollout_steps"}
 # Not drawn: where things are read and written, vLLM (an engine of its own) and a service on the network.
 APART = {"model", "train_files", "val_files", "output_dir", "engine", "logger", "wandb_mode", "train_max_samples"}
 JUNK = [
@@ -134,8 +134,8 @@ def ranks():
 def line(script: str, given: dict, directory) -> list[str]:
     """The script's command line. All that a run writes is below the directory, a record of its samples too."""
     values = BASE | given | {"output_dir": directory}
-    if values.get("record", "None") != "None":
-        values["record"] = f"{directory}/{values['record']}"
+    if values.get("record_samples", "None") != "None":
+        values["record_samples"] = f"{directory}/{values['record_samples']}"
     hints = get_type_hints(SCRIPTS[script].Args)
     return [f"{flag(name)}={value}" for name, value in values.items() if name in hints]
 
@@ -187,10 +187,10 @@ def run_split(script: str, given: dict, directory) -> None:
 
 
 SCHEDULES = {
-    "all at once": {"staleness_threshold": "999999", "trigger_parameter_sync_step": 7, "ring_mb": 1, "max_staleness": 0},
-    "none ahead": {"staleness_threshold": "0", "require_batches": 3, "stale": "wait", "max_staleness": 0},
+    "all at once": {"staleness_threshold": "999999", "publish_every": 7, "ring_mb": 1, "max_staleness": 0},
+    "none ahead": {"staleness_threshold": "0", "train_batch_size": 6, "on_stale": "wait", "max_staleness": 0},
     "fractions": {"staleness_threshold": "0.1", "partial_rollout": "off", "use_rollout_log_probs": False},
-    "cannot wait": {"staleness_threshold": "2", "stale": "wait", "max_staleness": 1},
+    "cannot wait": {"staleness_threshold": "2", "on_stale": "wait", "max_staleness": 1},
 }
 
 

@@ -94,7 +94,7 @@ def rough(demo_model, tmp_path_factory):
     """A stream with few slots, rewards that take their time and a slow learner: {mode: (metrics, run, process)}."""
     flags = ["--total-training-steps", "16", "--test-freq", "8", "--max-num-seqs", "12", *REWARD]
     flags += ["--val-max-samples", "24"]
-    flags += ["--ppo-mini-batch-size", "4", "--trigger-parameter-sync-step", "2", "--reward-workers", "4"]
+    flags += ["--ppo-mini-batch-size", "4", "--publish-every", "2", "--reward-workers", "4"]
     modes = {
         "drop": [
             "--staleness-threshold",
@@ -111,7 +111,7 @@ def rough(demo_model, tmp_path_factory):
             "1.5",
             "--max-staleness",
             "2",
-            "--stale",
+            "--on-stale",
             "wait",
             "--partial-rollout",
             "recompute",

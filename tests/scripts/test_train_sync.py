@@ -185,7 +185,7 @@ BAD = {
         r"--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3",
     ),
     "over the context": (["--max-response-length", "5000"], r"--max-response-length 5000 = \d+ tokens.*context is 512"),
-    "over the micro-batch": (["--ppo-max-token-len-per-gpu", "50"], r"--ppo-max-token-len-per-gpu is 50"),
+    "over the micro-batch": (["--max-tokens-per-micro-batch", "50"], r"--max-tokens-per-micro-batch is 50"),
     "no tokenizer": (no_tokenizer, r"the directory has no tokenizer"),
     "no model": (["--model", "/nowhere/at-all"], r"--model /nowhere/at-all: no model can be read"),
     "file missing": (["--train-files", "nowhere.parquet"], r"nowhere\.parquet: no such file"),

@@ -21,7 +21,7 @@ CASES = {  # flags, and the sizes of the responses of each group
     "kl loss, entropy": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1}, GROUPS),
     "one response: some ranks have no work": ({"entropy_coeff": 0.1}, [[20]]),
 }
-ALONE = {"ppo_max_token_len_per_gpu": 4096}  # a batch is one micro-batch
+ALONE = {"max_tokens_per_micro_batch": 4096}  # a batch is one micro-batch
 
 
 def learn_on(
