@@ -1,12 +1,28 @@
-"""The documents: links lead somewhere, every page is in the index, and the tests that are promised exist."""
+"""The documents: links lead somewhere, every page is in the index, promised tests exist, and made pages are up to date."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+FIRST_QUESTIONS = {  # page -> the words with which it answers
+    "docs/cuda.md": "pip install -r requirements-cuda.txt",  # How do I install it on my GPU ...
+    "docs/ascend.md": "pip install -r requirements-npu.txt",  # ... or NPU?
+    "README.md": "--train-files",  # How do I train my model on my data?
+    "docs/choose.md": "## Which script",  # Which script, and how many generators?
+    "docs/rewards.md": "--reward my_reward.py:score",  # How do I score responses myself?
+    "docs/forking.md": "## A loss with a knob of its own",  # How do I change the loss?
+    "docs/plan.md": "python plan.py",  # Will it fit, and how long will it take?
+    "docs/six-numbers.md": "`critic/score/mean`",  # Which numbers should I watch?
+    "docs/checkpoints.md": "--experiment-name",  # How do I resume?
+    "docs/serving.md": "vllm serve",  # How do I serve the result?
+    "docs/loggers.md": "--logger wandb",  # How do I log to W&B or TensorBoard?
+    "docs/not-here.md": "LoRA",  # What is not supported?
+}
 
 
 def anchors(page: Path) -> set[str]:
@@ -25,6 +41,21 @@ def test_links_lead_somewhere(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def linked(page: Path) -> set[Path]:
+    """The pages that it links to."""
+    links = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", page.read_text())
+    return {(page.parent / link).resolve() for link in links if not link.startswith("http")}
+
+
+@pytest.mark.parametrize(("page", "answer"), FIRST_QUESTIONS.items())
+def test_a_first_question_is_answered_within_two_clicks_of_the_readme(page, answer):
+    readme = ROOT / "README.md"
+    near = {readme} | linked(readme)
+    near |= {second for first in near if first.exists() for second in linked(first)}
+    assert ROOT / page in near
+    assert answer in (ROOT / page).read_text()
 
 
 def test_every_page_is_in_the_index():
@@ -64,9 +95,22 @@ def test_the_lines_of_each_folder_are_those_that_the_design_says():
 def test_the_tests_that_are_promised_exist():
     """A name is of a file, which may have a star, or of a test in it: tests/transport/test_ring.py::test_name."""
     named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
-    assert len(named) > 20
+    assert len(named) > 10
     for name in named:
         pattern, _, test = name.partition("::")
         files = list(ROOT.glob(pattern))
         assert files, name
         assert not test or any(f"def {test}(" in file.read_text() for file in files), name
+
+
+def test_the_page_of_promises_is_made_of_the_tests_docstrings():
+    made = subprocess.run(
+        [sys.executable, "-c", "import make; print(make.page(), end='')"], cwd=ROOT / "docs", capture_output=True
+    )
+    page = (ROOT / "docs" / "generated" / "promises.md").read_text()
+    assert page == made.stdout.decode(), "run python docs/make.py"
+
+
+def test_every_test_file_says_what_it_checks():
+    promises = (ROOT / "docs" / "generated" / "promises.md").read_text()
+    assert not re.findall(r"^\| `[^`]+` \|\s*\|$", promises, re.M)

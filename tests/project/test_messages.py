@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 from helpers import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
 FOREIGN = {  # of vLLM, torch and its shared memory
     "No available memory for the cache blocks",
     "CPU Generator does not use offset",

@@ -214,13 +214,18 @@ def flags_of(text: str) -> set[str]:
     return {flag for span in FLAG.findall(text) for flag in re.findall(r"--[a-z][a-z0-9-]+", span)}
 
 
+def verl_pages() -> str:
+    """What the documents say of verl's and TRL's words: the page that people read, and the table of all keys."""
+    return "".join((ROOT / "docs" / name).read_text() for name in ("from-verl.md", "generated/verl-keys.md"))
+
+
 def known_flags() -> set[str]:
     names = {name for module in SCRIPTS.values() for name in module.Args.__dataclass_fields__}
     return {f"--{name.replace('_', '-')}" for name in names} | {f"--no-{name.replace('_', '-')}" for name in names}
 
 
 def test_the_tables_name_only_flags_that_exist():
-    text = (ROOT / "docs" / "from-verl.md").read_text()
+    text = verl_pages()
     of_torchrun = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--standalone", "--rdzv-endpoint"}
     of_accelerate = {"--cpu", "--multi", "--num"}  # up to their underscore
     assert flags_of(text) - known_flags() - of_torchrun - {"--table"} == set()
@@ -233,4 +238,4 @@ def test_the_tables_cover_every_flag_of_the_recipes():
     used = {flag for recipe in RECIPES for flag in re.findall(r"(?<=\s)--[a-z][a-z0-9-]+|(?<=\()--[a-z-]+", recipe.read_text())}
     mine = {flag.replace("--no-", "--", 1) for flag in used & known_flags()}
     assert len(mine) > 40
-    assert mine - flags_of((ROOT / "docs" / "from-verl.md").read_text()) == set()
+    assert mine - flags_of(verl_pages()) == set()
