@@ -1,4 +1,4 @@
-"""docs/generated/promises.md, out of the first paragraph of each test file.
+"""Pages out of docstrings: docs/generated/code-map.md (each file of rl/) and docs/generated/promises.md (each test file).
 
     python docs/make.py
 
@@ -6,31 +6,50 @@ The other generated pages: `python -m rl.from_verl --table` writes verl-keys.md,
 """
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "generated" / "promises.md"
-HEAD = """# What each test file checks
-
-<!-- made by `python docs/make.py` out of the tests' docstrings; edit those -->
-"""
+GENERATED = ROOT / "docs" / "generated"
+NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
 
 
-def promise(file: Path) -> str:
-    """The first paragraph of the file's docstring, on one line that fits a table."""
+def first_paragraph(file: Path) -> str:
+    """Of the file's docstring, on one line that fits a table."""
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("|", r"\|")
 
 
-def page() -> str:
-    lines = [HEAD]
+def section(title: str, head: str, files: Iterable[Path], folder: Path) -> list[str]:
+    rows = [f"| `{file.relative_to(folder)}` | {first_paragraph(file)} |" for file in files]
+    return [f"## {title}", "", f"| {head} | |", "|---|---|", *rows, ""]
+
+
+def promises() -> str:
+    """What each test file checks."""
+    lines = ["# What each test file checks", "", NOTE, ""]
     for folder in sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir()):
-        files = sorted(folder.glob("test_*.py"))
-        if files:
-            lines += [f"## {folder.name}", "", "| test | what it checks |", "|---|---|"]
-            lines += [f"| `{file.relative_to(ROOT)}` | {promise(file)} |" for file in files] + [""]
+        if files := sorted(folder.glob("test_*.py")):
+            lines += section(folder.name, "test", files, ROOT)
     return "\n".join(lines)
 
 
+def code_map() -> str:
+    """What each file of rl/ does, folder by folder."""
+    lines = ["# What each file does", "", NOTE, "", "Back to [design.md](../design.md), which has the ideas.", ""]
+    scripts = [*sorted(ROOT.glob("train_*.py")), *sorted(path for path in ROOT.glob("*.py") if "train" not in path.name)]
+    lines += section("Scripts", "file", scripts, ROOT)
+    folders = sorted({file.parent for file in (ROOT / "rl").rglob("*.py")})
+    for folder in folders:
+        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        text = first_paragraph(folder / "__init__.py")
+        head, _, *rows = section(f"{folder.relative_to(ROOT)}/", "file", files, folder)
+        lines += [head, "", *([text, ""] if text else []), *rows]
+    return "\n".join(lines)
+
+
+PAGES = {"promises.md": promises, "code-map.md": code_map}
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, page in PAGES.items():
+        (GENERATED / name).write_text(page())
