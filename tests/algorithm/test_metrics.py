@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT, documented_metrics
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.algorithm.metrics import summarize
@@ -310,7 +310,7 @@ def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsy
 
 def test_the_docs_have_no_metric_that_is_gone():
     """Every part of a documented name stands in the code; the scripts' tests check that every metric of a run is documented."""
-    documented = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    documented = documented_metrics()
     assert len(documented) == len({*documented}) > 100
     code = "\n".join(file.read_text() for file in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")])
     words = {*re.findall(r"\w+", code)}
