@@ -1,4 +1,4 @@
-"""Pages out of docstrings: docs/generated/code-map.md (each file of rl/) and docs/generated/promises.md (each test file).
+"""Pages out of the code: code-map.md (each file of rl/), promises.md (each test file) and trl-words.md in docs/generated/.
 
     python docs/make.py
 
@@ -6,8 +6,14 @@ The other generated pages: `python -m rl.from_verl --table` writes verl-keys.md,
 """
 
 import ast
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl import flag_words
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "docs" / "generated"
@@ -48,7 +54,19 @@ def code_map() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"promises.md": promises, "code-map.md": code_map}
+def trl_words() -> str:
+    """What each of TRL's words is here."""
+    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` out of rl/flag_words.py -->", ""]
+    lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
+    lines += ["| TRL | here |", "|---|---|"]
+    for word, here in flag_words.HERE.items():
+        if word != "--train-batch-size":  # of our own scripts
+            flags = re.sub(r"--[a-z-]+", lambda flag: f"`{flag[0]}`", here)
+            lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"promises.md": promises, "code-map.md": code_map, "trl-words.md": trl_words}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

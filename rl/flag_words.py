@@ -1,6 +1,6 @@
 """Words of TRL, and of another script of ours, for our flags: what the message for an unknown flag says.
 
-The table in docs/from-verl.md says more of each. Left out: verl's, which rl/from_verl translates.
+docs/generated/trl-words.md is made of HERE. Left out: verl's, which rl/from_verl translates.
 """
 
 from collections.abc import Iterable

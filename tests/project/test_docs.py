@@ -93,10 +93,10 @@ def test_the_tests_that_are_promised_exist():
 
 
 @pytest.mark.parametrize("name", make.PAGES)
-def test_a_page_out_of_docstrings_is_up_to_date(name):
+def test_a_page_out_of_the_code_is_up_to_date(name):
     assert (ROOT / "docs" / "generated" / name).read_text() == make.PAGES[name](), "run python docs/make.py"
 
 
-@pytest.mark.parametrize("name", make.PAGES)
+@pytest.mark.parametrize("name", ["promises.md", "code-map.md"])
 def test_every_file_on_such_a_page_has_a_docstring(name):
     assert not re.findall(r"^\| `[^`]+` \|\s*\|$", make.PAGES[name](), re.M)
