@@ -62,7 +62,7 @@ def overlap(of: dict) -> list[list[str]]:
     rate = {side: [run["tokens_per_s"] for run in runs] for side, runs in of["tailed"].items()}
     busy = "training, other core busy"
     out = []
-    for against, other in (("the longer of the two alone", "training"), ("the longer of the two beside a busy core", busy)):
+    for against, other in (("the longer of the two alone", "training"), ("the longer of the two with a busy core", busy)):
         base = [max(pair) for pair in zip(step["generation"], step[other], strict=True)]
         measured = f"{statistics.median(step['async']):.3f} s a step"
         told = f"{against}, {statistics.median(base):.3f} s"
@@ -116,11 +116,11 @@ def learner(of: dict) -> list[list[str]]:
     compared += [("update", "update, prompts repeated", one, "the same, a prompt for each")]
     compared += [(half, "update", "equal scores in half of the groups", "the same, none of them equal")]
     for r in of["sizes"].values():
-        for side, other, what, told in compared:
+        for side, other, what, against in compared:
             rates = [r["tokens_per_s"][name] for name in (side, other)]
             mine, base = (f"{statistics.median(of_side):,.0f} tokens/s" for of_side in rates)
             name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters, {what}"
-            out.append([name, mine, f"{told}, {base}", over(ratios(*rates))])
+            out.append([name, mine, f"{against}, {base}", over(ratios(*rates))])
     return out
 
 

@@ -46,7 +46,7 @@ assert trl.begin(trl.Args(), found, {}, ["sync"])["runs"] == {"sync": []} == trl
 for here, sides in (({"processor": "y"}, list(runs)), ({"processor": "x"}, ["sync"])):
     try:
         trl.begin(add, found, here, sides)
-        raise AssertionError("rounds that do not stand beside each other")
+        raise AssertionError("rounds that cannot be compared")
     except SystemExit as error:
         assert "--add" in str(error)
 assert set(trl.sides_of(trl.Args())) == {side for side in trl.OURS if "vLLM" not in side}

@@ -62,7 +62,7 @@ def save_model(kind: str, path: Path) -> str:
 
 
 def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
-    """A prompt of so many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
+    """A prompt of this many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
     import numpy as np
 
     from rl.samples.group import Group, Response
