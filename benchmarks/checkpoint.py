@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py        # about 6 minutes on 2 cores; writes benchmarks/results/checkpoint.{json,md}
 
 "stall" is what a step waits for the checkpoint of the step before (timing_s/save_checkpoint): copies of weights and moments,
-and in a stream what is under way in the generators. "step" is the whole step, beside which the rest is written in the
+and in a stream what is under way in the generators. "step" is the whole step, during which the rest is written in the
 background, on the same cores. A random model of 30M parameters, 8 prompts x 8 responses of 32 tokens; a checkpoint is 0.5 GB.
 """
 

@@ -109,7 +109,7 @@ def by_seed(sides: Iterable[str], seeds: int, one_run: Callable[[str, int], Any]
 
 
 class Rounds:
-    """Counts rounds until so many are done or the next would end after so many minutes, and says how far it is."""
+    """Counts rounds until enough are done or the next would take longer than the minutes allowed, and reports progress."""
 
     def __init__(self, most: int, minutes: float):
         self.most, self.limit, self.started = most, 60 * minutes, time.perf_counter()

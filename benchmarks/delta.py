@@ -1,4 +1,4 @@
-"""Publishes of what has changed beside whole ones, in bfloat16, between real optimizer steps.
+"""Publishes of what has changed compared with whole ones, in bfloat16, between real optimizer steps.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/delta.py         # writes benchmarks/results/delta.{json,md}
 

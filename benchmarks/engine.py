@@ -1,4 +1,4 @@
-"""The embedded engine beside transformers' own generate() and continuous batching, interleaved in one run.
+"""The embedded engine compared with transformers' own generate() and continuous batching, interleaved in one run.
 
     python benchmarks/engine.py          # writes benchmarks/results/engine.{json,md}
 

@@ -1,4 +1,4 @@
-"""Our step loop over vLLM beside vLLM's own `LLM.generate` on the same requests, interleaved in one run.
+"""Our step loop over vLLM compared with vLLM's own `LLM.generate` on the same requests, interleaved in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/engine_vllm.py          # writes benchmarks/results/engine_vllm.{json,md}
 

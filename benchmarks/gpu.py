@@ -12,7 +12,7 @@ Random weights in the shapes of Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; bf16 co
 - async: train_async.py, one generator and one learner on the one device, whose weights then travel over gloo (nccl wants a
   device for each rank). What is not possible there: a KV cache or an optimizer that takes the whole memory, since neither side
   gives any back while the other works; and sharing without a cost, since both compete for the same multiprocessors.
-Each measurement is a process of its own. One that fails says so in its row, and the others go on.
+Each measurement is a process of its own. One that fails says so in its row, and the others continue.
 """
 
 import json

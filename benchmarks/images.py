@@ -1,15 +1,15 @@
-"""Parts of runs with images beside what they could be: the learner, its memory, and the generator over vLLM.
+"""Parts of runs with images compared with what they could be: the learner, its memory, and the generator over vLLM.
 
     python benchmarks/images.py                                    # writes benchmarks/results/images.{json,md}
 
 Random models of Qwen3-VL's kind in fp32, 8 prompts with a picture each, 8 responses to a prompt. All sides prepare the pictures
 in every round, from their files, but for the bare learner, which has their pixels.
-- learner: `learn` of train_sync.py beside transformers' forward, backward and fused AdamW on the same packed rows, with each
-  picture through the tower once. Tokens count each response with its prompt.
-- generator: our step loop over vLLM beside vLLM's own engine with its own settings, given the same pixels and seeds.
-- memory: the most that a step of the learner takes above weights and moments, beside what it would if each response had its
-  image, and beside a count of what it must hold (images_memory.py).
-Whole steps beside TRL's GRPOTrainer: trl.py.
+- learner: `learn` of train_sync.py compared with transformers' forward, backward and fused AdamW on the same packed rows; each
+  picture goes through the tower once. Tokens count each response with its prompt.
+- generator: our step loop over vLLM compared with vLLM's own engine with its own settings, given the same pixels and seeds.
+- memory: the most that a step of the learner takes above weights and moments, compared with a step in which each response has
+  its image, and with a count of what it must hold (images_memory.py).
+trl.py compares whole steps with TRL's GRPOTrainer.
 """
 
 import json
@@ -102,7 +102,7 @@ def save(path: str, size: Size) -> int:
 
 
 def save_rows(folder: str, size: Size, count: int = 8 * PROMPTS) -> str:
-    """A parquet file of so many rows in verl's layout, each with a picture of its own; the pictures lie beside it."""
+    """A parquet file of this many rows in verl's layout, each with a picture of its own, in the same folder."""
     import numpy as np
     from datasets import Dataset
     from PIL import Image
@@ -256,7 +256,7 @@ def memory(size: Size, model: str, file: str, args: Args) -> dict[str, list[floa
 
 
 def rates(sides: dict, make: Callable, tokens: int, args: Args) -> dict[str, list[float]]:
-    """Tokens/s by side. make: what a side is given, anew each time, not timed."""
+    """Tokens/s by side. make: makes what a side is given, each time, outside of the timing."""
     out: dict[str, list[float]] = {side: [] for side in sides}
     for number in Rounds(args.rounds + 1, args.minutes):
         for side, act in sides.items():

@@ -1,4 +1,4 @@
-"""What the learner's decoder layers keep for the backward pass, beside what autograd alone would: bytes counted, not measured.
+"""What the learner's decoder layers keep for the backward pass, and what autograd alone would: bytes counted, not measured.
 
     python benchmarks/kept.py        # half a minute; writes benchmarks/results/kept.{json,md}
 

@@ -1,4 +1,4 @@
-"""The learner's update beside a bare forward, backward and AdamW step of the same model on the same packed tokens, interleaved.
+"""The learner's update compared with a bare forward, backward and AdamW step of the same model on the same tokens.
 
     python benchmarks/learner.py          # about 5 minutes on 2 cores; writes benchmarks/results/learner.{json,md}
 

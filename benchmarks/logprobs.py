@@ -1,4 +1,4 @@
-"""Log-probs and entropy of a large vocabulary, chunked, beside holding the logits: peak memory and time, forward and backward.
+"""Log-probs and entropy of a large vocabulary in chunks, compared with holding the logits: peak memory and time.
 
     python benchmarks/logprobs.py         # about 10 minutes and 15 GB on 2 cores; writes benchmarks/results/logprobs.{json,md}
 

@@ -1,11 +1,11 @@
-"""Each policy loss with its backward beside the plainest version of its own formula, interleaved in one run.
+"""Each policy loss with its backward compared with the plainest version of its own formula, interleaved in one run.
 
     python benchmarks/losses.py          # writes benchmarks/results/losses.{json,md}
 
 The plain version is the formula and nothing else: no mask inside, no clamp against overflow, no statistics. Both are aggregated
 by the same function. 1M tokens in ragged responses, fp32, on the CPU unless --device says otherwise. The ratio is the median of
 the rounds' ratios. What losses.py does besides costs about seven passes over the tokens (the mask on the log-probs, forward
-and backward, and the statistics): much beside a formula of two multiplications, little beside one of fifteen.
+and backward, and the statistics): much compared with a formula of two multiplications, little with one of fifteen.
 """
 
 import platform

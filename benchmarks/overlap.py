@@ -5,7 +5,7 @@
 Two ranks of one thread, the demo's model, response lengths drawn per response (end tokens are ignored).
 First table: every response of one length, with which training takes about as long as generation. "generation" is
 train_async.py whose learner does not train, "training" the same with responses that cost nothing to make. The cores of a
-virtual machine are not independent: "training, other core busy" has a process beside it that multiplies matrices, and is what
+virtual machine are not independent: "training, other core busy" has a second process that multiplies matrices, and is what
 overlap can at best reach.
 Second table: log-normal lengths, the longest ten times the median; async also further ahead of the learner than by default.
 """
@@ -162,7 +162,7 @@ def main(args: Args) -> None:
     beside = [r["async"] / max(r["generation"], r[BUSY]) for r in rounds]
     first = [[side, over([r["step"] for r in runs], ".3f")] for side, runs in equal.items()]
     first += [["async over the longer of generation and training", over(alone)]]
-    first += [["async over the longer of generation and training beside a busy core", over(beside)]]
+    first += [["async over the longer of generation and training with a busy core", over(beside)]]
     second = []
     for side, runs in tailed.items():
         rates, base = ([r["tokens_per_s"] for r in of] for of in (runs, tailed["sync"]))

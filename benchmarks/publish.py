@@ -1,4 +1,4 @@
-"""A verified publish beside one raw broadcast of the same bytes, interleaved in one run.
+"""A verified publish compared with one raw broadcast of the same bytes, interleaved in one run.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/publish.py       # writes benchmarks/results/publish.{json,md}
 

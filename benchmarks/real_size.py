@@ -1,4 +1,4 @@
-"""A learner's step at the size of a real model, beside its arithmetic at the rate of the core's matrix products.
+"""A learner's step at the size of a real model, compared with its arithmetic at the rate of the core's matrix products.
 
     OMP_NUM_THREADS=1 python benchmarks/real_size.py    # 5 minutes, 12 GB; writes benchmarks/results/real_size.{json,md}
 

@@ -1,4 +1,4 @@
-"""The ring between two processes, beside one memcpy of the same bytes, torch.multiprocessing.Queue and Ray's actor queue.
+"""The ring between two processes, compared with one memcpy, torch.multiprocessing.Queue and Ray's actor queue.
 
     venv-bench/bin/python benchmarks/ring.py     # about 8 minutes on 2 cores; writes benchmarks/results/ring.{json,md}
 

@@ -1,4 +1,4 @@
-"""The cost of stale batches, by what the ratio is over: the demo at a constant rate, sync beside async, some steps ahead.
+"""The cost of stale batches, by what the ratio is over: the demo at a constant rate, sync and async, some steps ahead.
 
 python benchmarks/staleness.py       # about 10 minutes on 2 cores; writes benchmarks/results/staleness.{json,md}
 """

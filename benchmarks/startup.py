@@ -3,7 +3,7 @@
     python benchmarks/startup.py          # about 8 minutes on 2 cores; writes benchmarks/results/startup.{json,md}
 
 "begins" is when the first training step begins (with sync: its generation), as the scripts are run by default, that is after a
-validation of 500 prompts with sync, beside it with the split modes; "done" is when the step is. "no validation" is the same
+validation of 500 prompts with sync, during it with the split modes; "done" is when the step is. "no validation" is the same
 with --no-val-before-train. "first line" is when anything is printed: that the imports begin. Below, how long the demo's model
 takes to be made, once, by the first run of all; and what single imports cost, in processes of their own.
 """

@@ -1,4 +1,4 @@
-"""The benchmark tables of README.md (a few rows), docs/benchmarks.md (all) and docs/nodes.md, out of benchmarks/results/.
+"""The ten rows of docs/benchmarks.md and all rows of docs/generated/benchmarks.md, out of benchmarks/results/.
 
     python benchmarks/table.py            # writes them between the two marks in each
     python benchmarks/table.py --show     # prints all rows
@@ -19,17 +19,18 @@ from trl import CASES, OURS, TRL, TRL_PLAIN, of_precision, seconds
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
 
 
-HEADLINES = [  # rows of the README: what was measured, and the beginning of what it stands against
-    ("30M parameters, natural lengths up to 256: one step off, bf16", "TRL"),
-    ("30M parameters, 256 tokens each: one step off, bf16", "TRL"),
-    ("1M parameters, 64 tokens each: sync", "TRL"),
-    ("async, long-tailed lengths", "sync"),
-    ("async, 3 steps ahead, long-tailed lengths", "sync"),
-    ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare"),
-    ("the learner's update, 42M parameters, equal scores in half of the groups", "the same"),
-    ("the ring, records of 4 KB, checksums included", "Ray's actor queue, by value"),
-    ("a verified publish, 38M parameters, fp32", "one raw"),
-    ("async: from the command to the end of the demo's first step", ""),
+MACHINES = {"A": "Intel Xeon with AMX", "B": "older Intel Xeon, 2.50 GHz", "C": "AMD EPYC"}
+HEADLINES = [  # what was measured, how the cell begins that it is compared with, the benchmark, the machine
+    ("30M parameters, natural lengths up to 256: one step off, bf16", "TRL", "trl", "A"),
+    ("30M parameters, 256 tokens each: one step off, bf16", "TRL", "trl", "A"),
+    ("1M parameters, 64 tokens each: sync", "TRL", "trl", "A"),
+    ("async, long-tailed lengths", "sync", "overlap", "A"),
+    ("async, 3 steps ahead, long-tailed lengths", "sync", "overlap", "A"),
+    ("the embedded engine", "generate()", "engine", "B"),
+    ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare", "learner", "C"),
+    ("the learner's update, 42M parameters, equal scores in half of the groups", "the same", "learner", "C"),
+    ("the ring, records of 4 KB, checksums included", "Ray's actor queue, by value", "ring", "A"),
+    ("a verified publish, 38M parameters, fp32", "one raw", "publish", "A"),
 ]
 
 
@@ -61,7 +62,7 @@ def overlap(of: dict) -> list[list[str]]:
     rate = {side: [run["tokens_per_s"] for run in runs] for side, runs in of["tailed"].items()}
     busy = "training, other core busy"
     out = []
-    for against, other in (("the longer of the two alone", "training"), ("the longer of the two beside a busy core", busy)):
+    for against, other in (("the longer of the two alone", "training"), ("the longer of the two with a busy core", busy)):
         base = [max(pair) for pair in zip(step["generation"], step[other], strict=True)]
         measured = f"{statistics.median(step['async']):.3f} s a step"
         told = f"{against}, {statistics.median(base):.3f} s"
@@ -115,11 +116,11 @@ def learner(of: dict) -> list[list[str]]:
     compared += [("update", "update, prompts repeated", one, "the same, a prompt for each")]
     compared += [(half, "update", "equal scores in half of the groups", "the same, none of them equal")]
     for r in of["sizes"].values():
-        for side, other, what, told in compared:
+        for side, other, what, against in compared:
             rates = [r["tokens_per_s"][name] for name in (side, other)]
             mine, base = (f"{statistics.median(of_side):,.0f} tokens/s" for of_side in rates)
             name = f"the learner's update, {r['parameters'] / 1e6:.0f}M parameters, {what}"
-            out.append([name, mine, f"{told}, {base}", over(ratios(*rates))])
+            out.append([name, mine, f"{against}, {base}", over(ratios(*rates))])
     return out
 
 
@@ -208,22 +209,35 @@ ROWS = {
 }
 
 
+def headline(row: list[str], benchmark: str, machine: str) -> list[str]:
+    """A row with how many times faster it is, its command and its machine."""
+    name, measured, base, ratio = row
+    ratio = float(ratio.partition(" ")[0])
+    is_a_rate = measured.endswith("/s")
+    faster = ratio if is_a_rate else 1 / ratio
+    return [name, measured, base, f"{faster:.{0 if faster > 10 else 1}f}x", f"`benchmarks/{benchmark}.py`", MACHINES[machine]]
+
+
 def make() -> dict[str, str]:
-    """{file: the table that stands in it}"""
+    """{page: its table}"""
     rows = []
     for name, rows_of in ROWS.items():
         if (file := RESULTS / f"{name}.json").exists():
             rows += rows_of(json.loads(file.read_text()))
-    few = [row for what, base in HEADLINES for row in rows if row[0] == what and row[1] and row[2].startswith(base)]
-    head = ["", "measured", "against", "ratio"]
-    links = [file.read_text().strip() for name in ("nodes", "store") if (file := RESULTS / f"{name}.md").exists()]
-    return {"README.md": table(head, few), "docs/benchmarks.md": table(head, rows), "docs/nodes.md": "\n\n".join(links)}
+    few = [
+        headline(row, benchmark, machine)
+        for what, base, benchmark, machine in HEADLINES
+        for row in rows
+        if row[0] == what and row[2].startswith(base)
+    ]
+    ten = table(["what", "measured", "compared with", "faster", "command", "machine"], few)
+    return {"docs/benchmarks.md": ten, "docs/generated/benchmarks.md": table(["", "measured", "against", "ratio"], rows)}
 
 
 def main(args: Args) -> None:
     tables = make()
     if args.show:
-        print(tables["docs/benchmarks.md"])
+        print(tables["docs/generated/benchmarks.md"])
         return
     for name, rows in tables.items():
         page = ROOT / name

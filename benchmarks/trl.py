@@ -1,4 +1,4 @@
-"""Our three scripts beside TRL's GRPOTrainer: same model, prompts, reward, number of tokens, precision and two cores.
+"""Our three scripts compared with TRL's GRPOTrainer: same model, prompts, reward, number of tokens, precision and two cores.
 
     python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
     python benchmarks/trl.py --trl-python venv-bench/bin/python --minutes 150    # writes benchmarks/results/trl.{json,md}
@@ -11,7 +11,7 @@ model of Qwen3-VL's kind with 1.9M parameters, a picture in each prompt, every r
 One run is one process group on all the cores; the sides take turns within a round. TRL runs in one process of two threads, and
 so does sync; the split modes, and vLLM in every mode, in two ranks of one thread. "compiled" is `--compile`. A step's seconds
 are those of whole steps, from the end of the one before; the first ones, and the last of split modes (nothing is generated
-beside it), do not count. A side in bf16 is set beside TRL's in bf16, which is TRL's default, the others beside TRL's in fp32.
+at the same time), do not count. A side in bf16 is compared with TRL's in bf16, which is TRL's default, the others with fp32.
 """
 
 import json
@@ -117,19 +117,19 @@ def sides_of(args: Args) -> list[str]:
 
 def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
     """The results of a case to which rounds are added: those found in the file, or none yet. Ends the run with a message if
-    what was measured before is not beside what would be measured now."""
+    what was measured before cannot be compared with what would be measured now."""
     if not args.add or not found:
         return {"setting": here, "runs": {side: [] for side in sides}}
     rounds = {side: len(of) for side, of in found["runs"].items()}
     differs = [key for key, value in here.items() if key != "load average" and found["setting"].get(key) != value]
     if set(rounds) != set(sides) or len(set(rounds.values())) != 1 or differs:
         what = f"a different {' and '.join(differs)}" if differs else f"the sides {', '.join(rounds)}"
-        sys.exit(f"error: --add: the results found are of {what}. Measure the same, or all anew without --add.")
+        sys.exit(f"error: --add: the results found are of {what}. Measure the same, or all again without --add.")
     return found
 
 
 def make_model(case: Case, folder: str, name: str) -> str:
-    """A case's model; where it has pictures, its rows lie in a folder beside it."""
+    """A case's model; if it has pictures, its rows are in a folder next to it."""
     from rl.data.demo import model_dir
 
     model = f"{folder}/{name}"
@@ -185,7 +185,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     mode, flags = OURS[side]
     vllm = "vLLM" in side
     command = torchrun("train_sync.py") if vllm and mode == "sync" else MODES[mode]
-    spare = 1 if mode != "sync" and not case.is_demo else 0  # a last step beside which the generator makes nothing
+    spare = 1 if mode != "sync" and not case.is_demo else 0  # a last step during which the generator makes nothing
     total = case.warm + case.steps + spare
     flags = [*flags, "--model", model, "--seed", str(seed), "--total-training-steps", str(total)]
     flags += ["--rollout-n", str(RESPONSES), "--max-response-length", str(case.tokens), "--no-val-before-train"]

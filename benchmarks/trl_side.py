@@ -21,7 +21,7 @@ import torch
 
 
 def name_torchvisions_operators() -> None:
-    """PyPI's torchvision is built for CUDA's torch; beside a CPU's its compiled operators are missing, and it does not import.
+    """PyPI's torchvision is built for CUDA's torch; with a CPU's its compiled operators are missing, and it does not import.
     The preparation of images uses none of them: names for them are enough."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or torch.version.cuda or "+" in importlib.metadata.version("torchvision"):

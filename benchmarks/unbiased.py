@@ -1,4 +1,4 @@
-"""The gradients that the scripts' own `learn` takes of stale batches, beside the exact ones, by enumeration.
+"""The gradients that the scripts' own `learn` takes of stale batches, compared with the exact ones, by enumeration.
 
     python benchmarks/unbiased.py        # half a minute; writes benchmarks/results/unbiased.{json,md}
 

@@ -1,6 +1,6 @@
 """Names of flags: which are common, and what the names of other programs are here.
 
-COMMON is what --help shows. HERE is what the message for an unknown flag says; docs/from-verl.md explains the same words. Left
+COMMON is what --help shows. HERE is what the message for an unknown flag says; docs/generated/trl-words.md is made of it. Left
 out: verl's words, which rl/from_verl translates.
 """
 

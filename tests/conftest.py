@@ -1,4 +1,4 @@
-"""Fixtures, and the processes that the tests' runs are forked from. What tests call stands in helpers.py."""
+"""Fixtures, and the processes that the tests' runs are forked from. What tests call is in helpers.py."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""The tables of docs/from-verl.md, made from table.py and environment.py."""
+"""The tables of docs/generated/verl-keys.md, made from table.py and environment.py."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from rl.from_verl.environment import VARIABLES, Variable
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
 from rl.from_verl.table import TABLE
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-verl.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "generated" / "verl-keys.md"
 BEGIN, END = "<!-- made by `python -m rl.from_verl --table` -->\n", "<!-- end of the made part -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Verl's keys and what each is here: the one table, from which the translator works and docs/from-verl.md is made.
+"""Verl's keys and what each is here: the one table, from which the translator works and docs/generated/verl-keys.md is made.
 
 `A.` stands for actor_rollout_ref., `V1.` for trainer.v1. A row may name several keys, each with verl's default behind `=`;
 `new|old` are two names of one key; `*` stands for any rest. Defaults are those of verl's main_ppo, those of its others in

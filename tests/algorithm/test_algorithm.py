@@ -224,7 +224,7 @@ def test_where_old_log_probs_come_from():
 def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     """An engine with other weights than the learner's, as after a publish: by default in the split scripts the gradient is that
     of the advantages times learner's over generator's probability, clipped; worked out here with transformers."""
-    for seed in range(20):  # until a batch has tokens that are clipped beside others
+    for seed in range(20):  # until a batch has clipped tokens and others
         norms, expected, clipped = norms_of_a_stale_batch(trainer, demo_model, seed)
         if clipped and expected:
             break

@@ -109,7 +109,7 @@ LEFT = {  # one of a group's responses alone is trained in 2 groups: how the oth
 
 
 @pytest.mark.parametrize("lost", LEFT)
-def test_a_response_that_is_left_alone_in_its_group_is_told(lost):
+def test_the_only_trained_response_of_a_group_is_reported(lost):
     """grpo gives it its raw score; the estimators that give it 0 have nothing to say."""
     metrics, said = look(LEFT[lost]())
     assert metrics["warnings/single_response_groups"] == 2 and said == [("groups with one trained response", 2)]

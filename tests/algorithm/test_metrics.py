@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT, documented_metrics
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.algorithm.metrics import summarize
@@ -62,7 +62,7 @@ def test_two_runs_never_share_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, "", "run", "group/run", "./run", "../elsewhere/run"])
-def test_the_name_that_goes_on_with_a_run_is_told_where_it_is_not_the_one_given(tmp_path, capsys, name):
+def test_an_unnamed_run_prints_the_name_to_resume_with(tmp_path, capsys, name):
     """Each run of a name but the first has a directory of another."""
     for number in (1, 2):
         run = Run(LogArgs(output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
@@ -125,12 +125,12 @@ def test_tensorboard(tmp_path):
 
 
 def go_on(run, tmp_path, step, **flags):
-    """The run that goes on from its checkpoint of that step, its process being dead."""
+    """The run that resumes from its checkpoint of that step; its process is dead."""
     run._lock.close()
     return make(tmp_path, origin=Origin(run.dir, run.dir / f"step_{step:06d}"), **flags)
 
 
-def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+def test_a_resumed_run_has_each_step_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = make(tmp_path, logger=("tensorboard",))
@@ -160,7 +160,7 @@ def test_two_processes_never_write_one_run(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_wandb_offline_and_the_same_run_when_it_goes_on(tmp_path, monkeypatch):
+def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = make(tmp_path, logger=("wandb",), wandb_mode="offline")
@@ -309,8 +309,8 @@ def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsy
 
 
 def test_the_docs_have_no_metric_that_is_gone():
-    """Every part of a documented name stands in the code; the scripts' tests check that every metric of a run is documented."""
-    documented = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    """Every part of a documented name is in the code; the scripts' tests check that every metric of a run is documented."""
+    documented = documented_metrics()
     assert len(documented) == len({*documented}) > 100
     code = "\n".join(file.read_text() for file in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")])
     words = {*re.findall(r"\w+", code)}

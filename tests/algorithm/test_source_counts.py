@@ -84,7 +84,7 @@ def test_every_response_is_counted_once(case, tmp_path):
 
 
 class Prompts:
-    """Of so many data sources; the first ones have the most rows."""
+    """Rows of this many data sources; the first ones have the most."""
 
     def __init__(self, sources: int):
         self.sizes = {f"s{i}": 1000 - i for i in range(sources)}

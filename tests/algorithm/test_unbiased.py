@@ -1,5 +1,5 @@
 """What the gradient of a stale batch is unbiased for: the scripts' own `learn` on a tabular policy, every pair of responses
-enumerated, beside exact gradients (benchmarks/unbiased.py makes the table of docs/algorithms.md the same way)."""
+enumerated, compared with exact gradients (benchmarks/unbiased.py makes the table of docs/algorithms.md the same way)."""
 
 import sys
 

@@ -233,7 +233,7 @@ FICKLE = """
 import itertools
 calls = itertools.count()
 def score(data_source, solution_str, ground_truth, extra_info):
-    if next(calls) >= {good}: raise ValueError("the judge has gone")
+    if next(calls) >= {good}: raise ValueError("the judge is gone")
     return float(len(solution_str) % 2)
 """
 
@@ -243,7 +243,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
 )
 def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
-    """Steps without a single score train nothing, and are recorded as such; the run, its validation included, goes on."""
+    """Steps without a single score train nothing, and are recorded as such; the run continues, its validation included."""
     (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 4, "--reward", tmp_path / "mine.py:score", "--val-max-samples", 4, "--test-freq", 4]
@@ -259,4 +259,4 @@ def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_pa
     assert "warning: validations that choose no best checkpoint: 1 so far. After step 4 " in done.stdout
     assert list((tmp_path / "runs").glob("*/step_000004")) and not list((tmp_path / "runs").glob("*/best"))
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: responses that could not be scored")]
-    assert 1 <= len(warnings) <= 2 and "the judge has gone" in warnings[0]
+    assert 1 <= len(warnings) <= 2 and "the judge is gone" in warnings[0]

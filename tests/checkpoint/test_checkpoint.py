@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are stopped, killed and damaged in every way go on as if nothing had happened."""
+"""Nothing is lost: runs that are stopped, killed and damaged in every way resume as if nothing had happened."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def sync(demo_model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
+def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
     words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run")
     process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
     while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
@@ -93,7 +93,7 @@ def test_sync_that_is_stopped_by_sigterm_goes_on_bit_for_bit(sync, tmp_path):
     same(tmp_path / "run", sync)
 
 
-def test_sync_on_2_ranks_goes_on_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
+def test_sync_on_2_ranks_resumes_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
     go("train_sync.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
     go("train_sync.py", tmp_path / "resumed", *FLAGS, ranks=2)
@@ -105,7 +105,7 @@ def test_sync_on_2_ranks_goes_on_bit_for_bit_and_on_1_rank_too(demo_model, tmp_p
     assert both[0]["actor/grad_norm"] == pytest.approx(both[1]["actor/grad_norm"], rel=1e-4)
 
 
-def test_one_step_off_goes_on_bit_for_bit(demo_model, tmp_path):
+def test_one_step_off_resumes_bit_for_bit(demo_model, tmp_path):
     go("train_one_step_off.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
     go("train_one_step_off.py", tmp_path / "resumed", *FLAGS, ranks=2)
@@ -142,7 +142,7 @@ def under_way(tickets: dict[int, list]) -> bool:
     return any(r.finish_reason == "unfinished" and len(r.token_ids) for responses in tickets.values() for r in responses)
 
 
-def test_responses_under_way_go_on_in_a_real_run(stream, tmp_path):
+def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     """On one generator more than before, too."""
     stopped = next((step for step in (2, 4, 6, 8) if under_way(pieces(stream / f"step_{step:06d}"))), None)
     assert stopped, "nothing was under way at any checkpoint: the test would show nothing"
@@ -163,7 +163,7 @@ def test_responses_under_way_go_on_in_a_real_run(stream, tmp_path):
     assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
 
 
-def test_a_response_that_goes_on_elsewhere_is_the_same(models):
+def test_a_response_that_continues_elsewhere_is_the_same(models):
     """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""
     requests = [Request((0, i), [3, 4, 5, 6], SamplingParams(max_tokens=12, ignore_eos=True), seed=i) for i in range(4)]
     whole = run_engine(models["qwen3"], requests)
@@ -309,7 +309,7 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     assert rows(run) == rows(sync), "a run that is refused is left as it was"
 
 
-def test_with_resume_anyway_it_goes_on_and_says_what_is_another(sync, tmp_path):
+def test_resume_anyway_resumes_and_prints_the_differences(sync, tmp_path):
     run = take_back(sync, tmp_path)
     (run / "config.json").unlink()
     with open(run / "metrics.jsonl", "ab") as file:
@@ -431,7 +431,7 @@ def test_a_restarted_job_finds_its_own_run_whatever_its_name(name, tmp_path):
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5] and len([*run.glob("config_from_*.json")]) == 1
 
 
-def test_a_restarted_job_finds_the_run_that_it_went_on_with(tmp_path, monkeypatch):
+def test_a_restarted_job_finds_the_run_that_it_resumed(tmp_path, monkeypatch):
     """--resume-mode PATH leads out of --output-dir: after a restart the run's newest checkpoint counts, not that path again."""
     run = tmp_path / "elsewhere" / "x"
     for step in (2, 4):

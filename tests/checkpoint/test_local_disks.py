@@ -71,7 +71,7 @@ def network(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_run_whose_nodes_share_no_disk_goes_on_bit_for_bit(network, demo_model, tmp_path):
+def test_a_run_whose_nodes_share_no_disk_resumes_bit_for_bit(network, demo_model, tmp_path):
     def go(steps: int) -> list[tuple[int, str]]:
         flags = ["tests/programs/node_failures.py", "impatient", "train_sync.py", *FLAGS, "--output-dir", tmp_path / "own"]
         of_node = (1, [*flags, "--total-training-steps", steps])

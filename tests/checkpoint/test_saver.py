@@ -80,7 +80,7 @@ def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, me
         ("full", "No space left on device"),
     ],
 )
-def test_a_checkpoint_that_lacks_anything_is_none_and_training_goes_on(models, tmp_path, trouble, told):
+def test_an_incomplete_checkpoint_is_none_and_training_continues(models, tmp_path, trouble, told):
     done = saves(models["qwen2-tied"], tmp_path, trouble)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Training goes on") == 2 and told in done.stderr

@@ -102,11 +102,11 @@ def test_max_samples_and_prompt_key(tmp_path):
 
 LARGE = 12345678901234567890123
 OTHERWISE = {  # truths of two rows -> what the message says of the first that would become another
-    "text beside a number": (["007", 7], "row 0: column 'reward_model' is .*'007'.*read as .* 7"),
+    "text and a number": (["007", 7], "row 0: column 'reward_model' is .*'007'.*read as .* 7"),
     "a word that is JSON": (["[1, 2]", {"a": 1}], "row 0: .*'\\[1, 2\\]'"),
     "null as text": ([True, "null"], "row 1: .*'null'.*None"),
     "an integer of more than 64 bits": ([1, LARGE], f"(row 1: .*{LARGE}|cannot be read as json .Value is too big)"),
-    "an integer beside a fraction": ([2**53 + 1, 1.5], f"row 0: .*{2**53 + 1}.*{2**53}"),
+    "an integer and a fraction": ([2**53 + 1, 1.5], f"row 0: .*{2**53 + 1}.*{2**53}"),
     "in a list": ([["x"], ["1", 2]], "row 1: .*'1', 2"),
 }
 
@@ -114,7 +114,7 @@ OTHERWISE = {  # truths of two rows -> what the message says of the first that w
 @pytest.mark.parametrize("case", OTHERWISE)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_a_value_that_would_be_read_as_another_is_named(name, case, tmp_path):
-    """datasets brings what stands in a JSON column to one kind, in silence."""
+    """datasets silently converts the values of a JSON column to one kind."""
     truths, message = OTHERWISE[case]
     rows = [verl_row("1+1=", truth) for truth in truths]
     file = write(tmp_path / name, *rows)

@@ -33,7 +33,7 @@ def test_how_often_it_is_right_while_it_is_made_is_what_greedy_decoding_gives(de
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 4), (3, 6), (20, 10)])
 def test_a_phase_ends_when_it_is_done_or_at_its_last_step(every, steps):
-    """It is asked after every so many steps; here it is done from the fourth on."""
+    """It is asked now and then; here it is done from the fourth time on."""
     weight = torch.nn.Linear(1, 1)
     taken = []
 

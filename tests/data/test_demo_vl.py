@@ -160,7 +160,7 @@ def test_a_picture_shown_to_the_wrong_prompt_is_not_learned_from(demo_vl_model, 
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_the_same_bit_for_bit(demo_vl_model, tmp_path):
+def test_a_resumed_run_is_the_same_bit_for_bit(demo_vl_model, tmp_path):
     flags = ["--model", "demo-vl", "--total-training-steps", "20", "--test-freq", "10", "--save-freq", "10"]
     go("train_sync.py", tmp_path / "whole", *flags, ranks=None)
     whole = tmp_path / "whole" / "run"

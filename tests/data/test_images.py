@@ -184,7 +184,7 @@ def test_too_long_prompts_are_left_out_and_never_cut_through_an_image(vlms, tmp_
             dataset(vlms["qwen3-vl"], str(file), max_prompt_length=100, truncation=side)
 
 
-def test_paths_are_taken_from_beside_the_rows(vlms, tmp_path):  # noqa: F811
+def test_paths_are_relative_to_the_rows_file(vlms, tmp_path):  # noqa: F811
     (tmp_path / "pictures").mkdir()
     picture(90, 60).save(tmp_path / "pictures" / "a.png")
     rows = [{**row("<image>How many?", [picture(90, 60)]), "images": [path]} for path in ("pictures/a.png",)]

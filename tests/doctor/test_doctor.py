@@ -42,7 +42,7 @@ def test_a_model_with_images_is_examined_too(tmp_path, ranks, demo_vl_model):
 
 
 def test_log_probs_that_ignore_the_temperature_are_wrong(tmp_path, ranks, demo_model, monkeypatch):
-    """vllm-ascend's sampler does so unless it is told otherwise."""
+    """vllm-ascend's sampler does so unless it is set otherwise."""
     from transformers import AutoModelForCausalLM
 
     model, prompts, temperatures = AutoModelForCausalLM.from_pretrained(demo_model), {}, {}

@@ -37,7 +37,7 @@ def test_auto_takes_vllm_on_a_device_that_is_no_cpu(with_vllm, capsys):
     assert choose_engine("auto", CPU) == "transformers"
 
 
-def test_what_is_asked_for_is_taken_in_silence(with_vllm, capsys):
+def test_an_engine_that_is_asked_for_is_taken_silently(with_vllm, capsys):
     assert choose_engine("transformers", GPU) == "transformers" and choose_engine("vllm", CPU) == "vllm"
     assert capsys.readouterr().out == ""
 

@@ -143,7 +143,7 @@ def test_update_in_flight(models, recompute):
 
 
 def mixed_reference(old, new, context, tokens):
-    """The old model fills the KV of all but the context's last token; the new model goes on from there."""
+    """The old model fills the KV of all but the context's last token; the new model continues from there."""
     with torch.no_grad():
         cache = old(torch.tensor([context[:-1]]), use_cache=True).past_key_values
         logits = new(torch.tensor([[context[-1], *tokens[:-1]]]), past_key_values=copy.deepcopy(cache)).logits[0]
@@ -168,7 +168,7 @@ def test_a_request_that_cannot_fit_is_refused(models):
         engine.add(Request(0, [3] * 10, SamplingParams(max_tokens=7), 0))
 
 
-def test_sleep_gives_the_cache_back_and_generation_goes_on(models):
+def test_sleep_frees_the_cache_and_generation_continues(models):
     engine = TransformersEngine(models["qwen2-tied"], max_length=64)
     first = drain(engine, requests_for())
     kept = engine.cache

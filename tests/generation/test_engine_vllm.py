@@ -99,7 +99,7 @@ def test_update_in_flight(measured, how):
     assert got["versions"] and got["finished early"] == 0 and got["finished"] == 4
 
 
-def test_a_response_goes_on_elsewhere(measured):
+def test_a_response_continues_elsewhere(measured):
     """As after a restart: what was sampled stays, with its log-probs and versions, and the rest fits behind it."""
     got = measured("everything")["elsewhere"]
     assert got["kept"] == [0, 6] and got["error"] < 1e-4
@@ -185,7 +185,7 @@ def test_experts_that_a_wake_up_has_turned_take_new_weights(measured):
 
 
 def test_an_engine_that_sleeps_wakes_for_its_weights_first(measured):
-    """The KV cache comes back only when the new weights are in: the two need not fit beside the learner's peak."""
+    """The KV cache comes back only when the new weights are in: the two need not fit next to the learner's peak."""
     refused = "RuntimeError: the engine sleeps and has no weights: it must be updated before it generates"
     got = measured("tied")["sleeping"]
     assert got == ["sleep 2", refused, "wake ['weights']", "load", "wake ['kv_cache']", True]

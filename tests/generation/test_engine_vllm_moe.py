@@ -58,14 +58,14 @@ def test_the_experts_of_a_mixture_with_dense_layers_and_hundreds_of_experts(meas
 
 
 def test_swaps_in_flight(measured):
-    """What a token was sampled with stays, also where its KV is computed anew."""
+    """What a token was sampled with stays, even if its KV is computed again."""
     got = measured("routes")
     for how in ("kept", "recomputed"):
         assert got[how]["old"] < 1e-4 and got[how]["new"] < 1e-4 and got[how]["versions"]
     assert got["swapped"] == {"old": 0, "new": 0}
 
 
-def test_a_response_goes_on_elsewhere_with_its_routes(measured):
+def test_a_response_continues_elsewhere_with_its_routes(measured):
     assert measured("routes")["elsewhere"] == {"so far": True, "wrong": 0}
 
 

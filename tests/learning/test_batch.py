@@ -125,7 +125,7 @@ def test_the_score_sits_on_the_last_token():
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms())
 def test_micro_batch_points_at_the_right_tokens(sizes, random):
-    """Its sequences are the chosen responses behind their prompts, each prompt stands in the row once, each label is
+    """Its sequences are the chosen responses behind their prompts, each prompt is in the row once, each label is
     predicted by the token before it, and `index` finds the same token in the batch."""
     batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
     chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))

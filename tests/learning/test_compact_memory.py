@@ -105,7 +105,7 @@ def test_training_goes_as_with_plain_adamw(models, ranks, flags):
 
 
 @pytest.mark.parametrize("flags", COMPACT)
-def test_a_run_goes_on_from_its_state_bit_for_bit(models, ranks, flags):
+def test_a_run_resumes_from_its_state_bit_for_bit(models, ranks, flags):
     whole, half, rest = (make_learner(models["moe"], ranks, **flags) for _ in range(3))
     for seed in range(4):
         update(whole, seed)
@@ -222,7 +222,7 @@ def test_moments_in_8_bits_take_a_quarter_of_the_bytes(models, ranks):
     assert 0.25 < sizes[1] / sizes[0] < 0.29  # rows of 64 elements have a scale each, norms and heads' stay in fp32
 
 
-# ------------------------------------------------------------------------------------------------------ what is told and kept
+# -------------------------------------------------------------------------------------------------- what is reported and kept
 
 
 def test_the_precision_of_everything_is_said_unless_all_is_fp32():

@@ -97,14 +97,14 @@ def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks,
 
 
 def test_a_batch_without_any_signal_moves_the_weights_as_zeros_do(models, ranks, pays):
-    """AdamW goes on by its momentum."""
+    """AdamW continues by its momentum."""
     batches = [make_groups(), make_groups(range(len(GROUPS)))]
     found = taught(models["qwen3"], ranks, batches, lr=1e-3)
     assert found[3][1] > 0.9 and not found[0][1].any()
     assert_the_same(found, taught(models["qwen3"], ranks, batches, lr=1e-3, **BOTH_WAYS))
 
 
-def test_a_script_that_trains_them_all_the_same_is_told(models, ranks, pays, monkeypatch):
+def test_a_script_that_trains_them_nevertheless_is_stopped(models, ranks, pays, monkeypatch):
     plain = train_sync.actor_loss
 
     def with_a_term_of_its_own(args, t, log_prob, entropy, denominator):

@@ -39,7 +39,7 @@ def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
 
 @pytest.mark.slow
 def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
-    """One whose first layer has no experts, the others a shared one beside them, and whose weights are not normalised; and one
+    """One whose first layer has no experts, the others also have a shared one, and whose weights are not normalised; and one
     without any of that."""
     odd = {"mlp_only_layers": [0], "num_hidden_layers": 3, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3}
     odd |= {"decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": True}

@@ -82,9 +82,8 @@ def test_gradient_is_the_same_however_the_work_is_cut(compute, models, reference
 
 @pytest.mark.parametrize(("kind", "tied"), [(Qwen2Config, True), (Qwen3Config, False)])
 def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks, tmp_path, kind, tied):
-    """Three updates of three micro-batches of a sequence, beside transformers' forward pass and torch's AdamW. Nothing that
-    large models need rounds anything where it is not asked for. A head of keys and values for each query: there is one order
-    of sums then."""
+    """Three updates of three micro-batches of a sequence equal transformers' forward pass and torch's AdamW. What large models
+    need rounds nothing unless it is asked for. Each query has a head of keys and values, so that sums have one order."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**SMALL | {"num_key_value_heads": 4}, head_dim=16, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path)
@@ -122,7 +121,7 @@ def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks,
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8}
 LONGROPE |= {"original_max_position_embeddings": 128, "rope_theta": 1e4}
 MIXTURE = dict(num_local_experts=4, num_experts_per_tok=2)
-OF_OTHERS = {  # what a config may ask for beside the families that most people train
+OF_OTHERS = {  # what a config may ask for, besides the families that most people train
     "LlamaConfig": dict(rope_parameters=LONGROPE),
     "Phi3Config": dict(rope_parameters=LONGROPE, pad_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5),
     "PhimoeConfig": dict(router_jitter_noise=0.5, input_jitter_noise=0.5, **MIXTURE),

@@ -38,7 +38,7 @@ def test_weights_gradients_and_metrics_are_those_of_fp32_weights(models, ranks, 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"grad_dtype": "bfloat16"}, {"optim": "adamw_8bit"}])
 @pytest.mark.parametrize("flags", itertools.permutations([{"dtype": "bfloat16"}, ON_HOST]))
-def test_a_run_goes_on_with_or_without_the_flag_bit_for_bit(models, ranks, flags, more):
+def test_a_run_resumes_with_or_without_the_flag_bit_for_bit(models, ranks, flags, more):
     whole, half, rest = (make_learner(models["moe"], ranks, **of, **more) for of in (flags[0], *flags))
     for seed in range(3):
         update(whole, seed)

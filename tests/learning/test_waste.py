@@ -131,7 +131,7 @@ def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(groups, n, prompt
 
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_ranks_wait_for_the_slowest_no_longer_than_with_small_runs(ranks):
-    """Beside plain longest-first placement of every response by itself, which balances best and shares no prompt on purpose."""
+    """Compared with longest-first placement of single responses, which balances best and shares no prompt on purpose."""
     for seed in range(20):
         responses = lengths_of(24 * 8, 300, True, seed)
         lengths, group = [100 + r for r in responses], [i // 8 for i in range(24 * 8)]

@@ -55,7 +55,7 @@ def by_score(name, scores, groups, lengths=None, **extra):
 
 
 def test_it_works_alone_in_an_empty_directory(tmp_path):
-    """With nothing of the project beside it, nothing imported but torch, and no process group."""
+    """Without the rest of the project, with nothing imported except torch, and no process group."""
     shutil.copy(ROOT / "losses.py", tmp_path)
     code = (
         "import sys, torch; before = set(sys.modules); import losses; new = set(sys.modules) - before - {'losses'};"
@@ -241,7 +241,7 @@ def test_what_the_scale_of_rewards_changes(lengths, seed, scale, shift):
         factor = 1 if name in ("grpo", "grpo_passk") else scale
         assert torch.allclose(scaled, factor * estimate(name, b), atol=1e-3), name
     scores = torch.zeros(len(lengths), dtype=F64).index_add(0, b["seq"], b["reward"])
-    differ = scores.max() - scores.min() >= 0.05  # else the epsilon, 1e-8 beside the variance of the tokens, can be seen
+    differ = scores.max() - scores.min() >= 0.05  # else the epsilon, 1e-8 next to the variance of the tokens, can be seen
     for name in ("reinforce_pp", "reinforce_pp_baseline") if differ else ():
         scaled = estimate(name, b | {"reward": scale * b["reward"]})
         assert torch.allclose(scaled, estimate(name, b), atol=1e-3) or estimate(name, b).abs().max() < 1e-2, name
@@ -271,7 +271,7 @@ def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, ho
     assert not losses.ADVANTAGES[name](reward, mask, seq, torch.zeros(n, dtype=torch.long)).any()
     if name == "reinforce_pp_baseline":  # whitened over the batch
         return
-    reward, mask, seq = scored([score] * n + [0.0, 1.0], dtype, holes)  # beside a group that has signal
+    reward, mask, seq = scored([score] * n + [0.0, 1.0], dtype, holes)  # next to a group that has signal
     out = losses.ADVANTAGES[name](reward, mask, seq, torch.tensor([4] * n + [2] * 2))
     assert not out[: 2 * n].any() and out[2 * n + 2] > 0
     if name == "gpg":  # alpha: all responses over those of the second group
@@ -315,7 +315,7 @@ def test_whitening_equal_values_gives_nothing(value):
 @settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS, data=st.data())
 def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, seed, data):
-    """What could not be scored, or was rejected, changes nothing for the others, whatever stands in its place."""
+    """What could not be scored, or was rejected, changes nothing for the others, whatever is in its place."""
     b = slow.random_batch(lengths, seed)
     gone = set(data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=len(lengths) - 1)))
     kept = [i for i in range(len(lengths)) if i not in gone]

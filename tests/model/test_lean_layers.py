@@ -26,7 +26,7 @@ MLPS = {
     "Qwen3MoeMLP": "qwen3_moe",
     "Qwen3VLTextMLP": "qwen3_vl",
 }
-LAYERS = {  # a layer's class -> its family and what its config says beside the sizes
+LAYERS = {  # a layer's class -> its family and what its config says besides the sizes
     "LlamaDecoderLayer": ("llama", {"attention_bias": True, "mlp_bias": False}),
     "Qwen2DecoderLayer": ("qwen2", {}),
     "Qwen2MoeDecoderLayer": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),

@@ -242,7 +242,7 @@ def test_special_tokens_beyond_the_vocabulary_matter_where_prompts_have_them(mod
         check_model(model, tokenizer_of(WORDS, eos_token="<stop>"), Flags())
 
 
-def test_the_tokenizers_end_token_counts_beside_those_of_the_configs(model, tmp_path):
+def test_the_tokenizers_end_token_counts_as_do_those_of_the_configs(model, tmp_path):
     """A chat model's tokenizer often ends a turn with another token than its config names."""
     path = tmp_path / "model"
     tokenizer = tokenizer_of(WORDS, eos_token="w7")
@@ -348,7 +348,7 @@ def test_a_demo_whose_disk_is_full_says_so(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("own", [1, 3])
 def test_a_demo_is_made_by_one_thread_whatever_the_job_has(monkeypatch, tmp_path, own):
-    """Its weights would be others by their last bits. The job goes on with its own ones, and its own seed, if it fails, too."""
+    """Its weights would differ in their last bits. The job continues with its own weights and seed, even if this fails."""
     monkeypatch.setenv("RL_CACHE", str(tmp_path))
     before, used = torch.get_num_threads(), []
 

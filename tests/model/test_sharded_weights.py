@@ -118,7 +118,7 @@ def test_the_damaged_file_is_named(tmp_path):
         save_file({"other": torch.zeros(3)}, path / file, {"format": "pt"})
 
     def repeat(path, listed, name, file) -> None:
-        """A tensor of another file stands in this one, too."""
+        """A tensor of another file is in this one as well."""
         other = load_file(path / next(other for other in listed.values() if other != file))
         save_file(load_file(path / file) | other, path / file, {"format": "pt"})
 

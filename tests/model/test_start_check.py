@@ -31,7 +31,7 @@ LONGROPE = dict(rope_type="longrope", short_factor=[1.0 + i / 4 for i in range(8
 
 
 def shifted(x: torch.Tensor, by: int = 1) -> torch.Tensor:
-    """x [B, T, C] -> what stands so many tokens earlier in each row, zeros where there is nothing."""
+    """x [B, T, C] -> what is this many tokens earlier in each row, zeros where there is nothing."""
     return F.pad(x, (0, 0, by, 0))[:, : x.shape[1]]
 
 

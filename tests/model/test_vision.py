@@ -1,4 +1,4 @@
-"""Images in prompts: positions and packed rows against transformers' own, whatever stands in the row; rows that are bad."""
+"""Images in prompts: positions and packed rows against transformers' own, whatever is in the row; rows that are bad."""
 
 import dataclasses
 

@@ -59,7 +59,7 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
     assert learner.router_metrics()["moe/replay/tokens_differ"] < 0.01
     micro.routes = torch.where(micro.routes < 0, micro.routes, (micro.routes + 1) % 4)
     replayed, _ = learner.log_probs(micro)
-    assert (replayed - log_prob).abs().max() > 0.01, "the experts that are told are those that compute"
+    assert (replayed - log_prob).abs().max() > 0.01, "the experts that are reported are those that compute"
 
 
 @pytest.mark.slow

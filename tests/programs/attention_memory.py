@@ -3,7 +3,7 @@
 python attention_memory.py KIND DTYPE '{"segments": [...], "after": [...], "heads": n, "kv_heads": n, "size": n}'
 
 KIND: whose attention the device has; cpu: the host's own. Prints a line of JSON, in bytes: what the forward pass leaves for the
-backward pass beside the queries, keys and values that it was given, the most that is held at a time, and the largest tensor.
+backward pass besides the queries, keys and values that it was given, the most that is held at a time, and the largest tensor.
 """
 
 import json

@@ -159,8 +159,8 @@ def adamw(*lists, state_steps, step=compact_adamw.adamw, **more) -> None:
 
 
 def fill(path: str, **flags) -> None:
-    """Micro-batches of as many tokens as are chosen for a device of 100 MB: they fit it, and few more would. A run that goes on
-    keeps the number where a little less is free, takes fewer on a smaller device, and one sequence at the least."""
+    """The micro-batch chosen for a device of 100 MB fits it, and a slightly larger one would not. A run that resumes keeps the
+    number if a little less is free, takes fewer on a smaller device, and always one sequence."""
     flags = {"dtype": "float32"} | flags
     place, longest = start(), {"max_prompt_length": 1, "max_response_length": 99}
     args = train_sync.Args(model=path, rollout_n=64, max_tokens_per_micro_batch="auto", **longest, **flags)
@@ -204,9 +204,9 @@ def generate(
     path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False, overlaps=False
 ) -> None:
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
-    whether the weights travel in host memory; overlaps: and come in while the engine goes on."""
+    whether the weights travel in host memory; overlaps: and arrive while the engine continues."""
     place = start(attention=attention)
-    if images:  # transformers' own forward, which finds places of images by value, cannot stand beside ours
+    if images:  # transformers' own forward, which finds places of images by value, cannot be compared with ours
         forward_check._compare = lambda ours, *_: ours()
     with FakeDevice():
         store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)

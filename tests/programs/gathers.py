@@ -1,5 +1,5 @@
 """Started under torchrun by test_learner.py: the weights of a learner of several ranks, as one gather a bucket gives them,
-beside DTensor's own full tensors. Prints the number of collectives."""
+compared with DTensor's own full tensors. Prints the number of collectives."""
 
 import sys
 

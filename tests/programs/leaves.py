@@ -1,4 +1,4 @@
-"""Two learners that have agreed to stop, and so many generators: the second learner goes at once, the first has something left
+"""Two learners that have agreed to stop, and some generators: the second learner goes at once, the first has something left
 to do before its last line.
 
 python tests/programs/leaves.py FILE_THAT_TELLS_IT_IS_READY GENERATORS

@@ -60,7 +60,7 @@ class SteadyCount(MemoryCount):
 
 
 def allocate_fakes(mode: FakeDevice) -> None:
-    """Has the buffers that FSDP makes on the device, here a CPU, be fake: a real one would get a fake beside it."""
+    """Has the buffers that FSDP makes on the device, here a CPU, be fake: a real one would get a fake next to it."""
     allocate = DefaultAllocMixin.allocate
 
     def allocate_fake(*args, **kwargs):

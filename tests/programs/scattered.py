@@ -1,7 +1,7 @@
-"""Started by test_local_disks.py: learners go on from a checkpoint whose files are scattered over directories, one a rank, as
+"""Started by test_local_disks.py: learners resume from a checkpoint whose files are scattered over directories, one a rank, as
 over the disks of nodes.
 
-torchrun ... scattered.py MODEL CHECKPOINT OUT      # a line of JSON: whether the tensors are those of the whole; what is told
+torchrun ... scattered.py MODEL CHECKPOINT OUT      # a line of JSON: whether the tensors are the whole's, and what is reported
 """
 
 import json
@@ -46,7 +46,7 @@ def main(ranks) -> None:
                 victim.write_bytes(data)
         barrier()
         told[harm] = manifest.damage_anywhere(own)
-        assert told[harm] == from_main(told[harm] or ""), "told by all ranks alike"
+        assert told[harm] == from_main(told[harm] or ""), "all ranks report the same"
     if ranks.is_main:
         print(json.dumps({"tensors": len(expected), "same": same, "whole": at_all, "told": told}), flush=True)
 

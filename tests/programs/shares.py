@@ -1,5 +1,5 @@
-"""Started by test_shares.py: what concerns a whole batch, computed by learners that hold a part of it each, beside the same
-computed of all.
+"""Started by test_shares.py: what concerns a whole batch, computed by learners that each hold a part of it, and
+computed of all at once.
 
 torchrun ... shares.py SEQUENCE_PARALLEL
 """

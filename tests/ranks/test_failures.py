@@ -9,7 +9,7 @@ from rl.errors import UserError
 from rl.ranks import failures, process
 
 
-def test_a_failure_is_told_whatever_its_text_holds(monkeypatch):
+def test_a_failure_is_reported_whatever_its_text_holds(monkeypatch):
     """Half of a surrogate pair comes from a file name, or from what a reward function raised. The store refuses it."""
     store = HashStore()
     monkeypatch.setattr(failures, "_open_store", lambda: store)

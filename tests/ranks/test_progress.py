@@ -1,4 +1,4 @@
-"""Long work before the first step says that it goes on, without a terminal too."""
+"""Long work before the first step reports progress, also without a terminal."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def test_a_quick_run_says_nothing_and_so_do_other_ranks(no_terminal, capsys, mon
     assert capsys.readouterr().out == ""
 
 
-def test_work_of_unknown_length_says_that_it_goes_on_until_it_ends_or_fails(monkeypatch, capsys):
+def test_work_of_unknown_length_reports_until_it_ends_or_fails(monkeypatch, capsys):
     said, before = threading.Event(), threading.active_count()
     monkeypatch.setattr(progress, "SECONDS", 0.01)
     monkeypatch.setattr(progress, "print", lambda text, flush: (said.set(), print(text)), raising=False)

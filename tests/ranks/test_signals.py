@@ -76,7 +76,7 @@ def test_the_last_words_are_written_in_one_piece():
 
 @pytest.mark.parametrize("generators", [0, 1, 2])
 def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
-    """After SIGTERM a rank that has gone has failed, unless it has come to its end. Generators go meanwhile."""
+    """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""
     start = command("tests/programs/leaves.py", tmp_path / "ready", generators, ranks=2 + generators)
     how = {"cwd": ROOT, "env": environment(), "start_new_session": True, "text": True}
     process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)

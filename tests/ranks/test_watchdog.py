@@ -98,7 +98,7 @@ def test_a_learner_stuck_in_a_collective():
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how, first_code", [("breaking", EXIT_CODE), ("killed", -signal.SIGKILL)])
 def test_the_report_comes_though_a_connection_breaks_meanwhile(how, first_code):
-    """Also where torchrun, told by a rank that was killed, ends the others."""
+    """Also if torchrun ends the others after a rank was killed."""
     code, text = hang("tests/programs/hung_ranks.py", how, ranks=3)
     assert "learner 1 is silent: its process" in text and list(parts(text)) == ["learner 0", "generator 0"]
     assert code == 1 and " stops: " not in text and " failed:\n" not in text and f"failed (exitcode: {first_code})" in text

@@ -1,4 +1,4 @@
-"""A full disk, a directory that is gone, a full console: training goes on, says so once, and loses no line if it can."""
+"""A full disk, a directory that is gone, a full console: training continues, says so once, and loses no line if it can."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_no_character_of_a_message_ends_a_run(encoding):
-    """A reward's error stands in a warning: half a character of a response, say, on a console of any encoding."""
+    """A reward's error is quoted in a warning: half a character of a response, say, on a console of any encoding."""
     text = "12 é 数 \ud83d \U0001f600"
     program = "from rl.record import console; from rl.ranks import streams; streams.outlive_output(); "
     program += f"console.ConsoleLog(1).say({text!r}); print('on')"

@@ -125,7 +125,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_the_report_shows_the_last_responses_beside_their_pictures(tmp_path):
+def test_the_report_shows_the_last_responses_with_their_pictures(tmp_path):
     run = write_run(tmp_path / "run", steps(3))
     write_run(tmp_path / "text", steps(3), lr=1.0)
     table(run, 1, [row("old", images=[picture(9)])])

@@ -1,4 +1,4 @@
-"""A run goes on as the same run: every flag and what the flags name is compared, and what may change is said in one place."""
+"""A run resumes as the same run: every flag and what the flags name is compared, and what may change is said in one place."""
 
 import copy
 import dataclasses

@@ -137,7 +137,7 @@ def test_runs_of_other_code_are_another_group():
 
 
 def test_a_digest_tells_a_fork_from_its_parent(tmp_path):
-    """The script, a module beside it that it imports, and its reward function count; a file that nothing imports does not."""
+    """The script, a module next to it that it imports, and its reward function count; a file that nothing imports does not."""
     script, reward = tmp_path / "train_mine.py", tmp_path / "reward.py"
     script.write_text("import helper_of_mine")
     (tmp_path / "helper_of_mine.py").write_text("A = 1")
@@ -239,7 +239,7 @@ def test_whether_the_reward_moved():
     assert "did not move beyond its noise (0.500 to 0.500)" in conclude([alone(flat)])[0][1]
 
 
-def test_clipping_mismatch_and_trouble_are_told():
+def test_clipping_mismatch_and_trouble_are_reported():
     more = {"response_length/clip_ratio": 0.25, "training/rollout_probs_diff_max": 0.5}
     more |= {f"reward/events/{kind}": 3 for kind in EVENTS}
     told = [told for _, told, _ in conclude([alone(rows(40, **more), dtype="float32")])]
@@ -324,7 +324,7 @@ def test_a_line_cut_in_the_middle(tmp_path):
     assert "stopped at 29 of 40" in page and "line 30: cut off" in page and "the reward rose" in page
 
 
-def test_an_empty_run_alone_and_beside_others(tmp_path):
+def test_an_empty_run_alone_and_with_others(tmp_path):
     empty, run = write(tmp_path / "empty", []), write(tmp_path / "a", rows(30))
     with pytest.raises(UserError, match="no step was recorded, so there is nothing to report yet"):
         main(Args((str(empty),), output=str(tmp_path / "out")))

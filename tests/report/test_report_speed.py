@@ -194,7 +194,7 @@ def test_the_age_of_samples():
     assert not any("old on average" in told for _, told, _ in fresh)
 
 
-def test_other_machines_are_named_beside_a_speed():
+def test_other_machines_are_named_next_to_a_speed():
     machine = {"device_name": "cpu", "cpu": "x", "cores": 2}
     logs = [run(n, [1.0] * 30, [9.0 * i] * 30, config={"hardware": machine | {"cores": i}}) for i, n in enumerate("ab", 1)]
     (rests,) = [rests for _, told, rests in conclude([group("a", logs[0]), group("b", logs[1])]) if "tokens/s of a" in told]
@@ -215,7 +215,7 @@ def validated(path: Path, lines: list[dict]) -> Path:
 
 
 def test_every_validation_of_the_file_counts_at_its_own_step(tmp_path):
-    """Two arrived together during step 10: each has its own step, and the time at which it arrived. One stands in a row alone,
+    """Two arrived together during step 10: each has its own step, and the time at which it arrived. One is in a row alone,
     as of an older version from which the run was resumed."""
     name = "val-core/demo/acc/mean@1"
     lines = [{"step": 4, "at_step": 10, "time": 1019.0, name: 0.3}, {"step": 8, "at_step": 10, "time": 1019.5, name: 0.4}]

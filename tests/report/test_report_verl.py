@@ -115,7 +115,7 @@ def test_two_console_logs_of_verls_say_what_the_first_seed_read_out_of_them(tmp_
 
 
 def test_lines_of_one_step_are_parts_of_it_until_a_restart(tmp_path):
-    """A log to which a second start was appended: it goes on from step 15, and its steps count once."""
+    """A log to which a second start was appended: it resumes at step 15, and its steps count once."""
     again = [f"(TaskRunner pid=1) {line(i, a_step(i, seconds=100.0))}\n" for i in range(15, 31)]
     log = load(console(tmp_path / "a.log", async_log() + "".join(again)))
     assert log.steps == 30 and len(log.rows) == 30
@@ -194,7 +194,7 @@ def test_a_log_without_a_step_is_said_to_be_none(tmp_path, capsys):
     assert "## Runs without a step" in text
 
 
-def test_a_config_beside_a_log_is_not_the_run_s(tmp_path):
+def test_a_config_next_to_a_log_is_not_the_runs(tmp_path):
     """Such as a model's, in the directory in which the command was given."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     assert load(console(tmp_path / "a.log", sync_log(2))).config == {}
@@ -209,7 +209,7 @@ def test_verls_file_logger(tmp_path):
     assert log.seconds == 1250
 
 
-def test_verls_tensorboard_directory_beside_a_run_of_ours(tmp_path):
+def test_verls_tensorboard_directory_and_a_run_of_ours(tmp_path):
     """Its validations come when later steps have been recorded, and a publish lies between steps: neither is a restart."""
     from torch.utils.tensorboard import SummaryWriter
 

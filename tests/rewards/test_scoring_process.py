@@ -1,4 +1,4 @@
-"""Scoring beside the rank: it goes on while that does not look, and no response waits behind a slow or a bad one."""
+"""Scoring in its own processes: it continues while the rank does not look, and no response waits behind a slow one."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine re
 REWARD = """
 import os, pathlib, signal, threading, time
 here = pathlib.Path(__file__).parent
-if (here / "broken").exists(): raise ImportError("it has gone")
+if (here / "broken").exists(): raise ImportError("it is gone")
 
 def wait():
     while not (here / "open").exists(): time.sleep(0.01)
@@ -60,7 +60,7 @@ def submit(pool: ScoringPool, number: int, text: str = "fine", extra_info: dict 
 
 
 def drain(pool: ScoringPool, left: int = 0) -> dict:
-    """Scores until so many are pending; each key comes once."""
+    """Scores until this many are pending; each key comes once."""
     results, deadline = [], time.monotonic() + 120
     while pool.pending > left and time.monotonic() < deadline:
         results += pool.wait(1.0)
@@ -80,7 +80,7 @@ def calls(here: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["asleep", "in torch"])
-def test_scoring_goes_on_while_the_rank_does_not_look(here, busy):
+def test_scoring_continues_while_the_rank_does_not_look(here, busy):
     """An engine's step may be long: all that ended in the one before is scored in the meantime."""
     square = torch.eye(300)
     with make_pool(here) as pool:
@@ -172,8 +172,8 @@ def test_what_a_thread_fails_with_is_the_rank_s_next_error_and_the_one_after(her
         (here / "broken").touch()
         submit(pool, 0, "exit")
         submit(pool, 1)
-        with pytest.raises(UserError, match=r"--reward .*mine.py:score: ImportError: it has gone .*mine\.py:4"):
+        with pytest.raises(UserError, match=r"--reward .*mine.py:score: ImportError: it is gone .*mine\.py:4"):
             drain(pool)
         for call in (pool.poll, lambda: pool.wait(FOREVER), lambda: submit(pool, 2)):
-            with pytest.raises(UserError, match="it has gone"):
+            with pytest.raises(UserError, match="it is gone"):
                 call()

@@ -103,7 +103,7 @@ def test_async_without_staleness_is_sync_bit_for_bit_with_routes_too(model, tmp_
     assert not [name for name in metrics[6] if name not in ("step", "time") and not is_documented(name)]
 
 
-def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_never_stopped(model, ranks):
+def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
     """As a checkpoint holds it: some responses ended, some in the middle, some not begun."""
     args = train_async.Args(model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
     job, pool = set_up(args, train_async.__file__), ScoringPool(args)
@@ -148,7 +148,7 @@ def test_a_response_that_goes_on_after_a_restart_has_the_routes_of_one_that_was_
         ("train_one_step_off.py", ["--router-replay", "R2", "--use-rollout-log-probs", "False", "--ppo-mini-batch-size", 4]),
     ],
 )
-def test_a_run_on_shared_ranks_goes_on_bit_for_bit(model, tmp_path, script, flags):
+def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flags):
     """With its batch in hand and the routes of its samples, on two learners that share the experts."""
     flags = ["--model", model, *LONGER, *flags, "--expert-parallel", 2, "--generators", 1, "--experiment-name", "run"]
     flags += ["--save-freq", 2, "--total-training-steps", 4]

@@ -360,24 +360,6 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
     assert all(word not in fields(script) for script in SCRIPTS)
 
 
-TABLE = (ROOT / "docs" / "from-verl.md").read_text().partition("## From TRL's GRPOConfig")[2]
-
-
-@pytest.mark.parametrize("word", sorted(flag_words.HERE.keys() - {"--require-batches"}))
-def test_the_message_and_the_document_say_the_same_of_a_word_of_trls(word):
-    """Each flag that the message names is in a row of that word."""
-    rows = [
-        row
-        for row in TABLE.splitlines()
-        if re.search(rf"`{word[2:].replace('-', '_')}\b", row.split("|")[1] if "|" in row else "")
-    ]
-    assert rows
-    assert all(
-        any(f"{named}`" in row or f"{named} " in row for row in rows)
-        for named in re.findall(r"--[\w-]+", flag_words.HERE[word])
-    )
-
-
 @pytest.mark.parametrize(
     ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--require-batches")]
 )

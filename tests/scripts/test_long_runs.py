@@ -19,7 +19,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """What C code and tensors hold, and Python's objects beside."""
+    """What C code and tensors hold, and Python's objects."""
     gc.collect()
     read = ctypes.CDLL(None).mallinfo2
     read.restype = MallocInfo

@@ -289,6 +289,6 @@ def test_settings_that_cannot_work(flags, message, demo_model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_single_process_is_told_to_take_torchrun(demo_model, tmp_path):
+def test_a_single_process_is_asked_to_use_torchrun(demo_model, tmp_path):
     done = run_script("train_async.py", "--output-dir", tmp_path, check=False)
     assert done.returncode == 1 and "torchrun --standalone --nproc-per-node 2" in done.stderr

@@ -1,4 +1,4 @@
-"""Split ranks with vLLM as the engine: real vLLM generators beside real learners, under torchrun, on the demo. Every publish is
+"""Split ranks with vLLM as the engine: real vLLM generators and real learners, under torchrun, on the demo. Every publish is
 verified, or a run would end."""
 
 import pytest

@@ -77,7 +77,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, vlms, rows, tmp_path):
 
 
 def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F811
-    """Every parameter has moved, the tower's too, and transformers finds all it needs beside the weights."""
+    """Every parameter has moved, the tower's too, and transformers finds all it needs next to the weights."""
     export = sync[1] / "step_000004"
     model = AutoModelForImageTextToText.from_pretrained(export)
     before = AutoModelForImageTextToText.from_pretrained(vlms["qwen3-vl"])
@@ -90,7 +90,7 @@ def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
-def test_a_run_that_was_killed_goes_on_bit_for_bit(sync, vlms, rows, tmp_path, script):  # noqa: F811
+def test_a_killed_run_resumes_bit_for_bit(sync, vlms, rows, tmp_path, script):  # noqa: F811
     shutil.copytree(sync[1], tmp_path / "run") if script == "train_sync.py" else go(
         script, vlms["qwen3-vl"], rows, tmp_path, *ASYNC, "--test-freq", 0, ranks=2
     )

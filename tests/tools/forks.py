@@ -26,7 +26,7 @@ set_by_imports: dict[str, str] = {}  # environment variables
 
 
 class Rank:
-    """A child, forked while this process has no threads, that begins when it is told with what: to torchrun a Popen."""
+    """A child, forked while this process has no threads, that begins when it is given what to run: to torchrun a Popen."""
 
     def __init__(self):
         order, self._orders = os.pipe()

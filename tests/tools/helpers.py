@@ -4,6 +4,7 @@ torch and transformers are imported where they are used: xdist's controller load
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -61,7 +62,7 @@ def save_model(kind: str, path: Path) -> str:
 
 
 def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
-    """A prompt of so many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
+    """A prompt of this many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
     import numpy as np
 
     from rl.samples.group import Group, Response
@@ -218,10 +219,19 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def documented_metrics() -> list[str]:
+    """The names in docs/metrics.md, one for each word of `<a, b>`; `<key>`, a name of the user's, stays as it is."""
+    names = []
+    for row in re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M):
+        parts = re.split(r"<([^>]*, [^>]*)>", row)  # every second part is a list of words
+        choices = [part.split(", ") if place % 2 else [part] for place, part in enumerate(parts)]
+        names += map("".join, itertools.product(*choices))
+    return names
+
+
 def is_documented(name: str) -> bool:
-    """Whether docs/metrics.md has a row for the metric; <...> and * in a row stand for anything."""
-    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
-    patterns = [re.sub(r"<[^>]+>|\\\*", ".+", re.escape(row).replace(r"\<", "<").replace(r"\>", ">")) for row in rows]
+    """Whether docs/metrics.md has the metric; <...> there stands for anything."""
+    patterns = (".+".join(map(re.escape, re.split(r"<[^>]+>", known))) for known in documented_metrics())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

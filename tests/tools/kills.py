@@ -1,4 +1,4 @@
-"""Kills a run of split ranks again and again, at random moments, lets it go on each time, and audits what it leaves.
+"""Kills a run of split ranks again and again, at random moments, resumes it each time, and audits what it leaves.
 
     python tests/tools/kills.py --script train_async.py --kills 60
     python tests/tools/kills.py --script train_one_step_off.py --kills 40
@@ -45,7 +45,7 @@ class Args:
 
 
 class Job:
-    """torchrun and its ranks, told apart from all others by a mark in their environment or, of forks, their name."""
+    """torchrun and its ranks, recognised by a mark in their environment or, of forks, their name."""
 
     def __init__(self, torchrun: Sequence[str], script: str, flags: list[str], log: Path):
         self.command = [*torchrun, "--max-restarts", "100000", "--monitor-interval", "0.1", script, *flags]

@@ -48,7 +48,7 @@ def enter(pid: int, kinds: Sequence[str] = tuple(SPACES)) -> None:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """That a process was started with; empty if it has gone."""
+    """What a process was started with; empty if it exited."""
     with contextlib.suppress(OSError):
         return dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"))
     return {}
@@ -158,7 +158,7 @@ class Node(Space):
         self._switch.run(f"ip link set {self.port} up")
 
     def power_off(self) -> None:
-        """Ends all that runs here, and the others are not told."""
+        """Ends all that runs here, without a word to the others."""
         self.unplug()
         self.end()
 
@@ -175,7 +175,7 @@ class Node(Space):
         self._switch.run(f"tc qdisc replace dev {self.port} {limit}")
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that have come in over the link and that have gone out, with all heads."""
+        """Bytes received and sent over the link, with all headers."""
         counted = self.run("cat /proc/net/dev").partition("e0:")[2].split()
         return int(counted[0]), int(counted[8])
 
@@ -218,7 +218,7 @@ class Job:
         return self._consoles[number].read()
 
     def wait(self, timeout: float) -> list[tuple[int, str]]:
-        """Exit code and console of each node; raises TimeoutError, with the consoles, after so many seconds."""
+        """Exit code and console of each node; raises TimeoutError, with the consoles, after this many seconds."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -42,7 +42,7 @@ class Args:
 
 
 def await_moment(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
-    """Returns at a random moment of the run, which goes on, once its ranks have met."""
+    """Returns at a random moment of the run, after its ranks have met. The run continues."""
     moment = rng.choices(["starting", "running", "saving"], [2, 5, 3])[0]
     before, deadline = steps_of(run), time.monotonic() + timeout
 

@@ -107,7 +107,7 @@ def png(image) -> bytes:
 
 
 def odd_files() -> dict[str, tuple[bytes, object]]:
-    """Kind -> an image's file and what is seen of it, a plain PIL image: what stands in people's data."""
+    """Kind -> an image's file and what is seen of it, a plain PIL image: what people's data holds."""
     import io
 
     import numpy as np
@@ -152,7 +152,7 @@ def prompt_with_images(path: str, text: str, pictures: list):
 
 
 def prompts_by_number(path: str, count: int) -> list:
-    """So many prompts as prompt_with_images gives them: without an image, with one, or with the same one twice."""
+    """This many prompts of prompt_with_images: without an image, with one, or with the same one twice."""
     pictures = [[picture(64, 64 + 40 * (n % 2), n)] * ((count - 1 - n) % 3) for n in range(count)]
     return [prompt_with_images(path, "what?", of_prompt) for of_prompt in pictures]
 

@@ -167,7 +167,7 @@ def in_flight(engine, old, new, recompute: bool) -> dict:
 
 
 def elsewhere(engine, model) -> dict:
-    """Responses that are interrupted, some before they have begun, and go on as new requests."""
+    """Responses that are interrupted, some before they have begun, and continue as new requests."""
     engine.update(model.named_parameters(), version=3)
     requests = requests_for(n=3, max_tokens=20, ignore_eos=True)  # 12 of them, and 8 slots
     for request in requests:
@@ -229,7 +229,7 @@ def refusals(engine, model) -> dict:
 
 
 def sleeping(engine, model) -> list:
-    """What a device with a sleep mode would be told, in order: this one has none."""
+    """What a device with a sleep mode would be asked, in order: this one has none."""
     inner, calls, load = engine.engine, [], engine.weights.load
     inner.sleep = lambda level: calls.append(f"sleep {level}")
     inner.wake_up = lambda tags: calls.append(f"wake {tags}")
@@ -324,7 +324,7 @@ def streams(engine, model) -> dict[str, list]:
 
 
 def memory(engine, model) -> dict:
-    """Resident memory over 200 updates, a response going on through each."""
+    """Resident memory over 200 updates; a response continues through each."""
     process, resident = psutil.Process(), []
     for version in range(220):
         engine.add(requests_for(max_tokens=2, ignore_eos=True)[version % 16])

@@ -139,7 +139,7 @@ def odd_images(case, engine, model) -> dict:
 
 
 def mixture(path: str) -> dict:
-    """A mixture of experts, whose weights come with the first publish, and whose experts are told (R3)."""
+    """A mixture of experts, whose weights come with the first publish, and whose experts are reported (R3)."""
     case, out = Case(path), {}
     engine, model = case.engine(load_format="dummy", router_replay="R3"), case.model
     for version, part in enumerate(("both", "tower", "text")):
@@ -164,7 +164,7 @@ def wrong_routes(model, of, output) -> int:
 
 
 def marks_in_responses(case, engine, model) -> dict:
-    """Responses that contain image and video tokens, which are text there: they go on from such a beginning."""
+    """Responses that contain image and video tokens, which are text there: they continue from such a beginning."""
     marks = [model.config.image_token_id, model.config.video_token_id]
     begun = [7, *marks, 9, marks[0], marks[0]]
     requests = []

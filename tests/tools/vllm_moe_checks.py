@@ -41,7 +41,7 @@ def wrong_routes(outputs, model) -> int:
 
 
 def routes(path: str) -> dict:
-    """One engine with its routes: log-probs and experts, over an update, with swaps in flight, of what goes on elsewhere."""
+    """One engine with its routes: log-probs and experts over an update, with swaps in flight, and of continued responses."""
     engine, old, new = start(path, router_replay="R3"), AutoModelForCausalLM.from_pretrained(path), changed(path)
     out = {"before": wrong_routes(drain(engine, requests_for()), old)}
     out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
@@ -70,7 +70,7 @@ def swapped(engine, old, new) -> dict:
 
 
 def elsewhere(engine, model) -> dict:
-    """Responses that are interrupted and go on as new requests have the routes of those that were not."""
+    """Responses that are interrupted and continue as new requests have the routes of those that were not."""
     requests = requests_for(n=1, max_tokens=20, ignore_eos=True)
     engine.update(model.named_parameters(), version=3)
     for request in requests:

@@ -1,0 +1,73 @@
+"""Pages out of the code: code-map.md (each file of rl/), promises.md (each test file) and trl-words.md in docs/generated/.
+
+    python docs/make.py
+
+The other generated pages: `python -m rl.from_verl --table` writes verl-keys.md, `python benchmarks/table.py` benchmarks.md.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl import flag_words
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATED = ROOT / "docs" / "generated"
+NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
+
+
+def first_paragraph(file: Path) -> str:
+    """Of the file's docstring, on one line that fits a table."""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", r"\|")
+
+
+def section(title: str, head: str, files: Iterable[Path], folder: Path) -> list[str]:
+    rows = [f"| `{file.relative_to(folder)}` | {first_paragraph(file)} |" for file in files]
+    return [f"## {title}", "", f"| {head} | |", "|---|---|", *rows, ""]
+
+
+def promises() -> str:
+    """What each test file checks."""
+    lines = ["# What each test file checks", "", NOTE, ""]
+    for folder in sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir()):
+        if files := sorted(folder.glob("test_*.py")):
+            lines += section(folder.name, "test", files, ROOT)
+    return "\n".join(lines)
+
+
+def code_map() -> str:
+    """What each file of rl/ does, folder by folder."""
+    lines = ["# What each file does", "", NOTE, "", "Back to [design.md](../design.md), which has the ideas.", ""]
+    scripts = [*sorted(ROOT.glob("train_*.py")), *sorted(path for path in ROOT.glob("*.py") if "train" not in path.name)]
+    lines += section("Scripts", "file", scripts, ROOT)
+    folders = sorted({file.parent for file in (ROOT / "rl").rglob("*.py")})
+    for folder in folders:
+        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        text = first_paragraph(folder / "__init__.py")
+        head, _, *rows = section(f"{folder.relative_to(ROOT)}/", "file", files, folder)
+        lines += [head, "", *([text, ""] if text else []), *rows]
+    return "\n".join(lines)
+
+
+def trl_words() -> str:
+    """What each of TRL's words is here."""
+    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` out of rl/flag_words.py -->", ""]
+    lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
+    lines += ["| TRL | here |", "|---|---|"]
+    for word, here in flag_words.HERE.items():
+        if word != "--train-batch-size":  # of our own scripts
+            flags = re.sub(r"--[a-z-]+", lambda flag: f"`{flag[0]}`", here)
+            lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"promises.md": promises, "code-map.md": code_map, "trl-words.md": trl_words}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (GENERATED / name).write_text(page())
