@@ -13,7 +13,7 @@ off-policy: the weights that made them are not those that learn from them. Left 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
     from rl.ranks import signals
 
-    signals.take()
+    signals.install_handlers()
 
 import argparse
 import dataclasses

@@ -11,10 +11,10 @@
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl.ranks import first_line, signals
+    from rl.ranks import signals, startup
 
-    signals.take()
-    first_line.say()
+    signals.install_handlers()
+    startup.begin()
 
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +127,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared all the same
             targets.actor_log_prob = means.first_log_prob
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks()
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:

@@ -9,10 +9,10 @@ are in losses.py. Left out here: generating while learning (train_one_step_off.p
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl.ranks import first_line, signals
+    from rl.ranks import signals, startup
 
-    signals.take()
-    first_line.say()
+    signals.install_handlers()
+    startup.begin()
 
 from dataclasses import dataclass
 from functools import partial
@@ -53,12 +53,14 @@ class Args(OverSampleArgs, CommonArgs):
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
     """Every engine serves its share of the tickets from `ticket` on; then every rank knows all groups. Groups without signal
     are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
-    kept, dropped, rounds, shared = [], [], 0, generator.shared
+    kept, dropped, rounds = [], [], 0
+    engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
-        for group in outlines.share(generator.generate(tickets[shared.index :: shared.engines])):
+        groups = generator.generate(tickets[engine::engines])  # sampled and, while the rest is sampled, scored
+        for group in outlines.all_gather_groups(groups):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
@@ -145,7 +147,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared all the same
             targets.actor_log_prob = means.first_log_prob
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.over_ranks()
+    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
 
 
 def train(args: Args, ranks: dist.Ranks, job: Job) -> None:

@@ -104,7 +104,7 @@ def memory(name: str) -> int:
 def shared_groups(size: str, ranks: Ranks) -> list[Group]:
     """The same on every rank: the first makes them, the others map its memory."""
     groups = make_groups(*map(int, size.split(" x "))) if ranks.is_main else []
-    return groups if ranks.world_size == 1 else outlines.share(groups)
+    return groups if ranks.world_size == 1 else outlines.all_gather_groups(groups)
 
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:

@@ -41,7 +41,7 @@ class GeneratorLoop:
         self._outbox = Outbox(args, split)
         self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
         to_train = job.total_steps * args.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.shared.engines, in_background)
+        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines, in_background)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step after which the weights were published that are being validated
         self._snapshot = 0  # the newest step whose checkpoint has been told what is under way here
@@ -53,14 +53,14 @@ class GeneratorLoop:
         generator, engine = self.generator, self.engine
         self._send_validation()
         self._outbox.flush()
-        state = self._subscriber.in_force(self._control.read(), busy=bool(generator.working))
+        state = self._subscriber.effective_state(self._control.read(), busy=bool(generator.working))
         waits_for_responses = self.args.partial_rollout == "off" and engine.num_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
         version = engine.version if waits else state.version
-        leads = generator.shared.leads
+        leads = generator.engine_ranks.is_leader
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
         decision = [state.stop, version, tickets, state.step, self._tickets.held]
-        stop, version, tickets, self._step, held = generator.shared.agree(decision)
+        stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
         if stop and version == engine.version:  # the last weights are taken, too, and verified
             return None
         if state.snapshot > self._snapshot:  # for a checkpoint: what is under way here continues after a restart

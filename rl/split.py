@@ -85,7 +85,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
     store = launch.join(timeout)
     watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all nodes to come"):
-        launch.meet(store, generators)
+        launch.exchange_nodes(store, generators)
         take_name(f"rank {here.rank}")
     heartbeat.start(node_timeout)
     nodes = launch.nodes()
@@ -106,7 +106,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, sent_from, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
-    launch.heed_sigterm(store, learns=role == "learner")
+    launch.stop_on_sigterm(store, learns=role == "learner")
     return Split(
         role=role,
         ranks=Ranks(rank, size, here.local_rank, own_device),

@@ -20,7 +20,7 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.token_budget import choose_tokens
+from rl.learning.token_budget import choose_micro_batch_tokens
 from rl.ranks import dist
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
@@ -99,7 +99,7 @@ class TrainingRun:
             return
         if self.generator and not self.generator.engine.num_unfinished:
             self.generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
-        self.learner.chosen_tokens = choose_tokens(self.args, self.learner)
+        self.learner.chosen_tokens = choose_micro_batch_tokens(self.args, self.learner)
 
     def _open_samples(self, resumed: Resumed) -> Recorder | None:
         """The record of the samples (--record-samples), on the first learner."""
@@ -162,7 +162,7 @@ class TrainingRun:
         self.record.warn_unscored(batch.errors)
         return batch
 
-    def validated(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
+    def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
         """Takes the rows of a validation of the weights after that step; returns its metrics. version: of these weights, by
         default as many as steps."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
@@ -189,9 +189,9 @@ class TrainingRun:
             return {}
         with self.timer("testing"):
             rows = self.generator.validate()
-        return self.validated(step, rows)
+        return self.record_validation(step, rows)
 
-    def validations(self, step: int) -> dict[str, float]:
+    def receive_validations(self, step: int) -> dict[str, float]:
         """Records all validations that the generators have sent since the last call; returns the newest one's metrics. Before a
         checkpoint it waits for those that a resumed run could not make again, after the last step for all. A collective."""
         with self.timer("testing"):
@@ -203,7 +203,7 @@ class TrainingRun:
     def _take_validations(self, until: int | None = None) -> dict[str, float]:
         metrics = {}
         for validation in self.samples.inbox.take_validations(until):
-            metrics = self.validated(validation.step, validation.rows, validation.version)
+            metrics = self.record_validation(validation.step, validation.rows, validation.version)
         return metrics
 
     def _awaited_validation(self, step: int) -> int | None:
@@ -226,7 +226,7 @@ class TrainingRun:
         """Records the step, after the validation of its weights where one is due. A collective. gone: tickets that were not
         trained, by reason, where they are made here; None in a replay, which does not know them."""
         if self.samples:
-            metrics = metrics | self.samples.metrics(step, self.timer) | self.validations(step)
+            metrics = metrics | self.samples.metrics(step, self.timer) | self.receive_validations(step)
             gone = self.samples.take_gone()
         if self.generator:
             metrics = metrics | event_metrics(self.parts["events"].state()) | self._validate(step)
@@ -275,7 +275,7 @@ class TrainingRun:
         with self.timer("save_checkpoint"):
             groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = outlines.share(self._put_aside)
+                unfinished = outlines.all_gather_groups(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)

@@ -30,7 +30,7 @@ class Fates:
         after = batch.trained if weight is None else batch.trained & (weight != 0)
         signal = torch.tensor([float((after & (batch.targets.advantage != 0)).any())])
         counts = torch.stack([batch.by_response(batch.mask), batch.by_response(after)])
-        return Fates(*batch.over_ranks(counts), has_signal=bool(batch.over_ranks(signal) > 0))
+        return Fates(*batch.sum_over_ranks(counts), has_signal=bool(batch.sum_over_ranks(signal) > 0))
 
     @property
     def trained(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
-    out |= summarize("critic/rewards", batch.over_ranks(batch.by_response(batch.targets.reward)))
+    out |= summarize("critic/rewards", batch.sum_over_ranks(batch.by_response(batch.targets.reward)))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
@@ -62,13 +62,13 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     has_tokens, tokens = batch.lengths > 0, int(batch.lengths.sum())
     if not tokens:
         return {}
-    sampled_by, here = batch.version.numpy(), batch.here > 0
+    sampled_by, here = batch.version.numpy(), batch.local_lengths > 0
     ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response, the oldest and the newest token's
     if here.any():
         starts = batch.starts[here].numpy()
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
             age[here] = torch.from_numpy(version - least_or_most.reduceat(sampled_by, starts)).long()
-    oldest, newest = batch.over_ranks(ages)[:, has_tokens]
+    oldest, newest = batch.sum_over_ranks(ages)[:, has_tokens]
     span, stale = oldest - newest, oldest > 0
     out = {
         "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
@@ -80,7 +80,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     }
     shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
     own = [int(sampled_by.sum(dtype=np.int64)), *(int((batch.version == version - age).count_nonzero()) for age in shown)]
-    total, *counts = batch.over_ranks(torch.tensor(own)).tolist()
+    total, *counts = batch.sum_over_ranks(torch.tensor(own)).tolist()
     counts = dict(zip(shown, counts, strict=True))
     out["staleness/mean"] = version - total / tokens
     out |= {f"staleness/age_{age}": counts.get(age, 0) / tokens for age in range(OLDEST_SHOWN)}

@@ -106,7 +106,7 @@ class Saver:
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
-        if error := self._first_error(lambda: make_anew(work), if_=self._clears):
+        if error := self._first_error(lambda: make_anew(work), acts=self._clears):
             self._give_up(step, work, error)
             return
         ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
@@ -236,7 +236,7 @@ class Saver:
             return error
         # The first learner's has the manifest: it is renamed when all others are in place.
         for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
-            if error := self._first_error(lambda: rename(work, target), if_=is_turn, group=self._group):
+            if error := self._first_error(lambda: rename(work, target), acts=is_turn, group=self._group):
                 return error
         saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
         old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
@@ -247,16 +247,16 @@ class Saver:
                     _attempt(lambda path=path: remove(path))
         return ""
 
-    def _first_error(self, act: Callable[[], object], if_: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
+    def _first_error(self, act: Callable[[], object], acts: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
         """What goes wrong on the first of the learners that have to act; "" where nothing does. A collective."""
-        errors = dist.all_gather_bytes((_attempt(act) if if_ else "").encode(), group)
+        errors = dist.all_gather_bytes((_attempt(act) if acts else "").encode(), group)
         return next((error.decode() for error in errors if error), "")
 
     def _find_own_disk(self) -> str:
         """The name of this node if its directory is another than the first one's. Raises UserError if it can have none. A
         collective."""
         own = "" if dist.sees_main(self.run_dir) else platform.node()
-        if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), if_=bool(own)):
+        if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), acts=bool(own)):
             raise UserError(
                 f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
                 f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."

@@ -25,7 +25,7 @@ class EngineRanks:
         if torn := [node for node in nodes() if node.generators % size]:
             raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
         self.size = size
-        self.leads = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
+        self.is_leader = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
         self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many
         self._first, self._group = self.index * size, None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
@@ -42,6 +42,8 @@ class EngineRanks:
         text = json.dumps(decision).encode()
         size = torch.tensor([len(text)])
         torch.distributed.broadcast(size, self._first, self._group)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.leads else torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if self.is_leader:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         torch.distributed.broadcast(data, self._first, self._group)
         return json.loads(data.numpy().tobytes())

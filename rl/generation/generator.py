@@ -60,12 +60,12 @@ class Generator:
         job: Job,
         pool: ScoringPool,
         args: EngineArgs,
-        shared: EngineRanks,
+        engine_ranks: EngineRanks,
         give_up: Callable[[], bool] = lambda: False,
     ):
-        """shared: the ranks that share the engine; give_up: asked between two engine steps of `generate`."""
-        self.engine, self.job, self.pool, self.args, self.shared = engine, job, pool, args, shared
-        self.give_up = give_up if shared.size == 1 else lambda: False  # ranks that share an engine must stay together
+        """engine_ranks: those that share the engine; give_up: asked between two engine steps of `generate`."""
+        self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
+        self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length, args.ignore_eos)
         self.working: dict[int, Work] = {}
         self._rows: list[dict] = []  # of the validation under way, if there is one
@@ -85,7 +85,7 @@ class Generator:
     @property
     def tickets(self) -> list[int]:
         """Tickets under way, on the rank that hands them over."""
-        return [key for key in self.working if key < VALIDATION and self.shared.leads]
+        return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
     def start(self, ticket: int, partial: Group | None = None) -> None:
         """Gives the engine the ticket's prompt, n times. partial: what `unfinished` said of it when a run was stopped."""
@@ -95,7 +95,7 @@ class Generator:
 
     def go_on(self, groups: list[Group]) -> None:
         """Starts this engine's share of what `unfinished` said on all ranks."""
-        for group in groups[self.shared.index :: self.shared.engines]:
+        for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
 
     def unfinished(self) -> list[Group]:
@@ -142,7 +142,7 @@ class Generator:
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return list(dict.fromkeys(key for (key, _), _ in scored)) if self.shared.leads else self._whole(ended or [])
+        return list(dict.fromkeys(key for (key, _), _ in scored)) if self.engine_ranks.is_leader else self._whole(ended or [])
 
     def _whole(self, ended: list[Output]) -> list[int]:
         """The keys whose last response is among these."""
@@ -151,7 +151,7 @@ class Generator:
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
         """The groups of those that are done; a validation's rows are kept. The engine's first rank hands over, others only drop
         what has ended."""
-        groups, leads = [], self.shared.leads
+        groups, leads = [], self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
             if not (work.done if leads else work.has_ended):
@@ -167,7 +167,7 @@ class Generator:
 
     def begin(self, tickets: Sequence[int]) -> None:
         """Starts this engine's share of tickets besides those that `generate` will be given."""
-        for ticket in tickets[self.shared.index :: self.shared.engines]:
+        for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
@@ -199,9 +199,9 @@ class Generator:
 
     def start_validation(self) -> None:
         """Gives the engine its share of the validation prompts, val_n times each."""
-        a, shared = self.args, self.shared
+        a, ranks = self.args, self.engine_ranks
         sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
-        for index in range(shared.index, len(self.job.val_prompts), shared.engines):
+        for index in range(ranks.index, len(self.job.val_prompts), ranks.engines):
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
 
     def take_rows(self) -> list[dict]:
@@ -299,7 +299,7 @@ class Generator:
         work.outputs[number] = output
         if output.routes is not None:
             check_record(output.routes)
-        if not self.shared.leads:  # the engine's first rank scores
+        if not self.engine_ranks.is_leader:  # the engine's first rank scores
             return
         p = work.prompt
         self.pool.submit(output.id, p.data_source, self._text(output), p.ground_truth, p.extra_info)

@@ -78,7 +78,7 @@ class Batch:
     mask: torch.Tensor  # [N] bool, tokens that the policy sampled and that may be trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
-    here: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
+    local_lengths: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
     division: Division | None = None  # among the learners that hold the others' tokens; None where all are here
     flat: list[bool] | None = None  # B, whether the group is; None where they are not packed apart
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
@@ -123,7 +123,7 @@ class Batch:
             mask=joined(masks, bool),
             rollout_log_prob=joined((r.log_probs for r in responses), np.float32),
             version=joined((r.versions for r in responses), np.int32),
-            here=here,
+            local_lengths=here,
             division=division if is_part else None,
             flat=flat,
             routes=[r.routes for _, _, r in pairs],
@@ -155,21 +155,21 @@ class Batch:
     @property
     def starts(self) -> torch.Tensor:
         """[B]: where each response's tokens begin in the [N] tensors."""
-        return self.here.cumsum(0) - self.here
+        return self.local_lengths.cumsum(0) - self.local_lengths
 
     def by_response(self, x: torch.Tensor) -> torch.Tensor:
         """x [N] -> its sum over each response's tokens here, [B] float64."""
-        out = torch.zeros(len(self.here), dtype=torch.float64)
+        out = torch.zeros(len(self.local_lengths), dtype=torch.float64)
         for piece in pieces(self.seq):
             those = slice(int(self.seq[piece.start]), int(self.seq[piece.stop - 1]) + 1)
-            out[those] = torch.segment_reduce(x[piece].double(), "sum", lengths=self.here[those])
+            out[those] = torch.segment_reduce(x[piece].double(), "sum", lengths=self.local_lengths[those])
         return out
 
     def token_reward(self) -> torch.Tensor:
         """[N]: each response's score on its last token, 0 elsewhere."""
         reward = torch.zeros(len(self.token))
-        ends = self.here.cumsum(0)[self.here > 0] - 1
-        reward[ends] = self.score[self.here > 0]
+        ends = self.local_lengths.cumsum(0)[self.local_lengths > 0] - 1
+        reward[ends] = self.score[self.local_lengths > 0]
         return reward
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
@@ -196,7 +196,7 @@ class Batch:
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
         """Indices into the [N] tensors of all tokens of the given responses [b], which are all here, in that order."""
         lengths, starts = self.lengths[responses], self.starts[responses]
-        if not torch.equal(lengths, self.here[responses]):
+        if not torch.equal(lengths, self.local_lengths[responses]):
             raise ValueError("the batch was divided otherwise: tokens of a response are not on this learner")
         ends = lengths.cumsum(0)
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
@@ -209,10 +209,10 @@ class Batch:
         first, last = int(responses[0]), int(responses[-1])
         if last - first != len(responses) - 1:
             raise ValueError("the responses do not follow each other: tokens_of gives the indices of their tokens")
-        start = int(self.here[:first].sum())
-        return slice(start, start + int(self.here[first : last + 1].sum()))
+        start = int(self.local_lengths[:first].sum())
+        return slice(start, start + int(self.local_lengths[first : last + 1].sum()))
 
-    def over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Sums what each learner has made of its own tokens, in place. A collective of those that share the batch."""
         return all_reduce_sum(x, self.ranks.data_group) if self.ranks else x
 

@@ -43,7 +43,7 @@ class LossMeans:
             out[index] = log_prob.cpu()
         return out
 
-    def over_ranks(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """actor/<name> -> mean, and the last update's actor/lr and actor/skipped_steps. A collective."""
         own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the one wait for the device
         tokens, *sums = all_reduce_sum(own, self._ranks.data_group)

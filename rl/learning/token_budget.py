@@ -37,7 +37,7 @@ def longest_on_a_rank(args) -> int:
     return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
 
 
-def choose_tokens(args, learner: Learner) -> int:
+def choose_micro_batch_tokens(args, learner: Learner) -> int:
     """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that resumes
     keeps its number, unless it does not fit here. args: the script's. A collective."""
     longest, kept = longest_on_a_rank(args), learner.chosen_tokens

@@ -244,7 +244,7 @@ def colocated(order: Order, args, script, ranks: dist.Ranks) -> ServiceTimes:
     rounds(learning.round, fractions(args), order.seconds, agreed)
     update = timed(lambda: engine.update(learning.learner.weights(), version=0))
     share = [learning._group(ticket) for ticket in range(-(-args.prompts_per_step // ranks.world_size))]
-    gather = timed(lambda: outlines.share(share))
+    gather = timed(lambda: outlines.all_gather_groups(share))
     pool.close()
     times = fit_engine(meter.rows, engine.shares_memory)
     times = dataclasses.replace(times, receive=update, score=score, score_workers=args.reward_workers)

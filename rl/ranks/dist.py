@@ -85,14 +85,14 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
     store = launch.join(timeout)
     watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
-        launch.meet(store, generators=0)
+        launch.exchange_nodes(store, generators=0)
         device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
         take_name(f"rank {here.rank}")
         heartbeat.start(node_timeout)
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
-    launch.heed_sigterm(store)
+    launch.stop_on_sigterm(store)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 

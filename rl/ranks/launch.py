@@ -109,7 +109,7 @@ def neighbours() -> dict[int, int]:
     return _neighbours
 
 
-def meet(store: dist.Store, generators: int) -> None:
+def exchange_nodes(store: dist.Store, generators: int) -> None:
     """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
     me = here()
     if me.rank == 0:
@@ -218,7 +218,7 @@ def job() -> str | None:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
-def heed_sigterm(store: dist.Store, learns: bool = True) -> None:
+def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
     """Lets SIGTERM stop the run between two steps. A rank of this node that exited without having come to a good end has
     failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was asked to,
     the checkpoint is whole: other learners may finish what is their own, and generators (`learns` is False) go."""

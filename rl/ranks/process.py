@@ -24,8 +24,8 @@ def run(main: Callable, join: Callable = dist.init) -> None:
     """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
     message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
     130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
-    signals.take()
-    gc.enable()  # it rested while the script imported (rl/ranks/first_line.py)
+    signals.install_handlers()
+    gc.enable()  # it rested while the script imported (rl/ranks/startup.py)
     streams.outlive_output()
     faulthandler.enable()
     code, name = 0, f"rank {os.environ.get('RANK', 0)}"

@@ -28,7 +28,7 @@ _others_are_well: Callable[[], bool] | None = None  # after `stop_gently`
 _remains = "training had not begun"
 
 
-def take() -> None:
+def install_handlers() -> None:
     """Ctrl-C ends this process from now on, with exit code 130. That a shell starts what is in the background with SIGINT
     ignored does not matter. SIGTERM ends it too, until `stop_gently`."""
     global _taken

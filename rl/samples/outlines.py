@@ -28,7 +28,7 @@ def gather(records: list[bytes], outline: Callable[[bytes], bytes] = outlined) -
     return [(record, own.holder(rank)) for rank, share in enumerate(shares) for record in split_records(share)]
 
 
-def share(mine: list[Group]) -> list[Group]:
+def all_gather_groups(mine: list[Group]) -> list[Group]:
     """Every rank's groups on every rank, in ticket order: whole on the ranks of its node, outlines on the others."""
     groups = [Group.from_bytes(record, holder) for record, holder in gather([group.to_bytes() for group in mine])]
     return sorted(groups, key=lambda group: group.ticket)

@@ -1,7 +1,7 @@
 """A generator's side of the publish (rl/weights/publisher.py): weights come in over the bridge, go into the engine, and are
 verified.
 
-    subscriber.in_force(state)      what counts here of an announcement: versions one by one (rl/weights/arrival.py)
+    subscriber.effective_state(state)      what counts here of an announcement: versions one by one (rl/weights/arrival.py)
     subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
 
 Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
@@ -58,7 +58,7 @@ class Subscriber:
     def _all(self) -> range:
         return range(len(self.plan.names))
 
-    def in_force(self, state: State, busy: bool) -> State:
+    def effective_state(self, state: State, busy: bool) -> State:
         """What counts here when the learners' newest message is `state`: the version that comes next, or the engine's own where
         none does, and what was said with it. Not while it is on its way and the generator is busy: one that is not, or has to
         stop, waits for it in `receive`."""

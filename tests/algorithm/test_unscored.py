@@ -171,7 +171,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
         rows = [{"data_source": s, "index": i, "acc": x, "error": None} for s in "de" for i, x in enumerate(scores)]
         for i in lost.get(step, ()):
             rows[i] |= {"acc": None, "error": "died: x"}
-        metrics = TrainingRun.validated(run, step, rows)
+        metrics = TrainingRun.record_validation(run, step, rows)
         assert metrics["val-aux/reward/unscored"] == len(lost.get(step, ()))
         best = json.loads((tmp_path / "best" / "best.json").read_text())["step"]
         assert best == (6 if step == 6 else 1), step

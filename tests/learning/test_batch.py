@@ -69,7 +69,7 @@ def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
         batch = Batch.of(groups, division)
         micros = [micro for mini in batch.mini_batches(3) for micro in micro_batches(batch, mini, 20, ranks)]
         assert [len(mini) for mini in batch.mini_batches(3)] == planned == [24, 24, 8]
-        assert [n > 0 for n in batch.here.tolist()] == [owner == rank for owner in owners]
+        assert [n > 0 for n in batch.local_lengths.tolist()] == [owner == rank for owner in owners]
         assert torch.cat([micro.index for micro in micros]).sort().values.tolist() == list(range(len(batch.token)))
         assert max(micro.layout.tokens for micro in micros) <= 20
         planned.clear()

@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner, LearnerArgs
-from rl.learning.token_budget import choose_tokens, settled
+from rl.learning.token_budget import choose_micro_batch_tokens, settled
 from rl.model.log_probs import ChunkedLogProbs
 from rl.model.policy import LOGITS_KEPT
 from rl.model.shards import local
@@ -248,7 +248,7 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
     lengths = {"max_prompt_length": 50, "max_response_length": longest - 50, "rollout_n": n}
     auto, number = (train_sync.Args(max_tokens_per_micro_batch=tokens, **lengths) for tokens in ("auto", 4096))
     learner, later, other = (Learner(models["qwen3"], args, ranks, 10) for args in (auto, auto, number))
-    learner.chosen_tokens = choose_tokens(auto, learner)
+    learner.chosen_tokens = choose_micro_batch_tokens(auto, learner)
     assert learner.micro_batch_tokens == chosen
     update(learner, 0)
     for of in (later, other):
@@ -258,7 +258,7 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
     later.restore(other.state(), None)
     assert later.micro_batch_tokens == 4096, "a number that was given, too"
     later.chosen_tokens = 512
-    assert choose_tokens(auto, later) == max(longest, 512), "a number is kept as long as it holds a sequence"
+    assert choose_micro_batch_tokens(auto, later) == max(longest, 512), "a number is kept as long as it holds a sequence"
 
 
 @pytest.mark.parametrize(("sharing", "longest"), [(1, 100), (1, 9000), (4, 40_000)])
@@ -267,7 +267,7 @@ def test_a_number_for_auto_where_pixels_are_not_counted(sharing, longest):
     learner = SimpleNamespace(
         ranks=SimpleNamespace(device=torch.device("cuda")), policy=SimpleNamespace(takes_images=True), chosen_tokens=None
     )
-    assert choose_tokens(args, learner) == settled(args).max_tokens_per_micro_batch == max(8192, longest // sharing)
+    assert choose_micro_batch_tokens(args, learner) == settled(args).max_tokens_per_micro_batch == max(8192, longest // sharing)
     number = dataclasses.replace(args, max_tokens_per_micro_batch=123)
     assert settled(number) == number
 

@@ -64,7 +64,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # moved before or after, or made on the host on purpose
     "Learner.weights": "local|whole",
     # numbers by themselves, at which fake tensors do not look
-    "LossMeans.over_ranks": "torch.stack",
+    "LossMeans.metrics": "torch.stack",
     "_fill_rest": r"known\[name\]",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",

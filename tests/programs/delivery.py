@@ -64,7 +64,7 @@ def trained_here(groups, division: Division, here: list[int]) -> list[list[int]]
         of_rank = dataclasses.replace(division.ranks, rank=owner * division.ranks.sequence_parallel)
         batch = Batch.of(groups, dataclasses.replace(division, ranks=of_rank))
         scored = [(i, j) for i, g in enumerate(groups) for j, r in enumerate(g.responses) if r.score is not None]
-        for (i, j), n in zip(scored, batch.here.tolist(), strict=True):
+        for (i, j), n in zip(scored, batch.local_lengths.tolist(), strict=True):
             out[i] += [j] if n else []
     return out
 
@@ -92,7 +92,7 @@ def main(ranks) -> None:
     for step in range(STEPS):
         groups = make_groups(step)
         before = exchange.received
-        known = outlines.share([g for g in groups if (g.ticket // 2 + step) % ranks.world_size == ranks.rank])
+        known = outlines.all_gather_groups([g for g in groups if (g.ticket // 2 + step) % ranks.world_size == ranks.rank])
         there = delivery.to_trainers(known, division)
         came += exchange.received - before
         own = trained_here(groups, division, exchange.here)

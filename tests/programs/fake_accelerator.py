@@ -175,7 +175,7 @@ def fill(path: str, **flags) -> None:
         token_budget.peak_memory = peak_memory
         token_budget.devices_are_shared = lambda: False
         token_budget.memory_left = lambda: (size - count.device.live.total(), size)
-        model.chosen_tokens = token_budget.choose_tokens(args, model)
+        model.chosen_tokens = token_budget.choose_micro_batch_tokens(args, model)
         assert model.micro_batch_tokens % 256 == 0 and not any(p.grad is not None for p in model.policy.parameters())
         sequences = model.micro_batch_tokens // 100  # of a micro-batch
         batch = Batch.of([make_group(t, [99] * len(range(t, sequences, 8)), prompt=1) for t in range(8)])
@@ -184,14 +184,14 @@ def fill(path: str, **flags) -> None:
         train_sync.learn(args, model, KLControl(args), batch, Timers())
         assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
         chosen, size = model.chosen_tokens, 97_000_000
-        assert token_budget.choose_tokens(args, model) == chosen
+        assert token_budget.choose_micro_batch_tokens(args, model) == chosen
         size = 60_000_000
-        assert 100 < token_budget.choose_tokens(args, model) < 0.7 * chosen
+        assert 100 < token_budget.choose_micro_batch_tokens(args, model) < 0.7 * chosen
         size = count.device.live.total() + 1_000_000
-        assert token_budget.choose_tokens(args, model) == 100
+        assert token_budget.choose_micro_batch_tokens(args, model) == 100
         token_budget.memory_left = lambda: None
         model.chosen_tokens = None
-        assert token_budget.choose_tokens(args, model) == 8192
+        assert token_budget.choose_micro_batch_tokens(args, model) == 8192
 
 
 def publish(model: Learner, split: Split) -> None:

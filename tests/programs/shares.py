@@ -80,9 +80,9 @@ def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
 def main(ranks) -> None:
     ranks = dataclasses.replace(ranks, sequence_parallel=int(sys.argv[1]))
     whole, part = Batch.of(make_groups()), Batch.of(make_groups(), Division(PROMPTS, MAX_TOKENS, ranks))
-    own = torch.nonzero(part.here).squeeze(1)
+    own = torch.nonzero(part.local_lengths).squeeze(1)
     places = whole.tokens_of(own)
-    assert torch.equal(part.over_ranks(part.here.clone()), whole.lengths), "each response is on one learner"
+    assert torch.equal(part.sum_over_ranks(part.local_lengths.clone()), whole.lengths), "each response is on one learner"
     assert 0 < len(part.token) < len(whole.token)
     for name in ("token", "seq", "mask", "rollout_log_prob", "version"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[places]), name

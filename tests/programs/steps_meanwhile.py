@@ -23,7 +23,7 @@ out = Path(sys.argv.pop(1))
 steps, responses, announced = [], [], -1  # of each step: the engine's version, and the newest that was announced by then
 
 
-def in_force(self, state, busy, real=Subscriber.in_force):
+def effective_state(self, state, busy, real=Subscriber.effective_state):
     global announced
     announced = state.version
     return real(self, state, busy)
@@ -42,7 +42,7 @@ def main(split: Split) -> None:
         (out / f"{split.ranks.rank}.json").write_text(json.dumps({"steps": steps, "responses": responses}))
 
 
-Subscriber.in_force, TransformersEngine.step = in_force, step
+Subscriber.effective_state, TransformersEngine.step = effective_state, step
 make_engine = generator.make_engine
 generator.make_engine = lambda path, args, *how: make_engine(path, dataclasses.replace(args, rollout_tp=1), *how)
 args = flags.parse(train_async.Args, "")

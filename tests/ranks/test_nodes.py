@@ -89,7 +89,7 @@ def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, lear
     monkeypatch.setattr(launch, "_nodes", [])
     store.set("node/1", json.dumps(["other", 1, 2, 2 - other]))
     where = "the run's messages appear on node 2, other"
-    launch.meet(store, generators=1 - own)
+    launch.exchange_nodes(store, generators=1 - own)
     told = capsys.readouterr().out
     assert told.startswith("node 1 of 2, ") and told.endswith(f"; {where}\n") == elsewhere == ("appear" in told)
 

@@ -56,7 +56,7 @@ def test_ctrl_c_during_the_imports(ignored):
 SPEAKS = """
 import os, signal, sys
 from rl.ranks import signals
-signals.take()
+signals.install_handlers()
 sys.stderr.write("busy\\n")
 os.kill(os.getpid(), signal.SIGINT)
 while True:
@@ -95,7 +95,7 @@ def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path
 FORKS = """
 import multiprocessing, os, signal, time
 from rl.ranks import signals
-signals.take()
+signals.install_handlers()
 signals.stop_gently(lambda: True)
 for number in (signal.SIGTERM, signal.SIGINT):
     child = os.fork()

@@ -106,7 +106,7 @@ class World:
             def __init__(self, *_, **__):
                 self.received = {"bytes": 1.0, "changed": 1.0, "way": 1.0}
 
-            def in_force(self, state, busy):
+            def effective_state(self, state, busy):
                 return state
 
             def receive(self, version, recompute):
@@ -115,7 +115,7 @@ class World:
         pool = SimpleNamespace(events=Counter(), pending=[], close=lambda: None)
         pool.submit = lambda key, *_: pool.pending.append((key, Score(1.0)))
         pool.poll = lambda: [pool.pending.pop() for _ in list(pool.pending)]
-        shared = SimpleNamespace(leads=True, size=1, index=0, engines=1, agree=lambda decision: decision)
+        shared = SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda decision: decision)
         prompt = Prompt([0, 0], "", "demo", "1", {}, "")
         job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], total_steps=self.steps)
         job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")

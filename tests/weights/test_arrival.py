@@ -82,7 +82,7 @@ class Ends:
         """With a generator that has the first version."""
         self.publish(0)
         self.held.let(ALL)
-        assert self.subscriber.in_force(State(0, dropped=1), busy=True).version == 0, "there is nothing to go on with"
+        assert self.subscriber.effective_state(State(0, dropped=1), busy=True).version == 0, "there is nothing to go on with"
         self.subscriber.receive(0)
         self.publisher.wait()
         return self
@@ -137,11 +137,11 @@ def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models, pu
         published[version], state = ends.publish(version), State(version, dropped=0)
         held.let(rng.randrange(3))
         for _ in range(rng.randrange(2, 6)):  # steps while the weights are on their way
-            assert subscriber.in_force(state, busy=True).version == engine.version == version - 1
+            assert subscriber.effective_state(state, busy=True).version == engine.version == version - 1
             sampled_with.append(version - 1)
             done += engine.step()
         held.let(ALL)
-        until(lambda state=state: subscriber.in_force(state, busy=True).version == state.version)
+        until(lambda state=state: subscriber.effective_state(state, busy=True).version == state.version)
         assert ends.holds(published[version - 1]), "until it is taken"
         sampled_with.append(version - 1)
         done += engine.step()
@@ -173,7 +173,7 @@ def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
         State(1, dropped=3, step=4),
         State(2, dropped=5, step=8, snapshot=4),
     ]
-    now = lambda number: subscriber.in_force(said[number], busy=True)  # noqa: E731
+    now = lambda number: subscriber.effective_state(said[number], busy=True)  # noqa: E731
     counts = lambda number: (now(number).version, now(number).dropped, now(number).step)  # noqa: E731
     assert now(0) == said[0]
 
@@ -200,7 +200,7 @@ def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
 def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
     ends = Ends(models["qwen2-tied"]).begin()
     published = ends.publish(1)
-    assert ends.subscriber.in_force(State(1, dropped=0), busy=False).version == 1
+    assert ends.subscriber.effective_state(State(1, dropped=0), busy=False).version == 1
     threading.Timer(0.2, ends.held.let, [ALL]).start()
     ends.subscriber.receive(1)
     assert ends.holds(published)
@@ -228,8 +228,8 @@ def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monk
     def take(number: int) -> None:
         subscriber = ends.subscribers[number]
         version = subscriber.engine.version + 1
-        until(lambda: subscriber.in_force(control.state, busy=True).version == version)
-        state = subscriber.in_force(control.state, busy=True)
+        until(lambda: subscriber.effective_state(control.state, busy=True).version == version)
+        state = subscriber.effective_state(control.state, busy=True)
         assert (state.dropped, state.step, state.snapshot) == (10 * version, 4 * version, control.state.snapshot)
         subscriber.receive(state.version)
         assert subscriber.engine.version == version and ends.holds(expected[version], number)
@@ -247,15 +247,15 @@ def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monk
         take(1)
     ends.publisher.wait()
     state = State(last, 10 * last, snapshot=7, step=4 * last)
-    assert first.in_force(control.state, busy=True) == neighbour.in_force(control.state, busy=True) == state
+    assert first.effective_state(control.state, busy=True) == neighbour.effective_state(control.state, busy=True) == state
 
 
 @pytest.mark.timeout(900)
 def test_a_generator_that_stops_takes_what_was_announced(models):
     ends = Ends(models["qwen2-tied"]).begin()
     ends.publish(1)
-    assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 0
-    assert ends.subscriber.in_force(State(1, dropped=0, stop=True), busy=True).version == 1, "and waits for it"
+    assert ends.subscriber.effective_state(State(1, dropped=0), busy=True).version == 0
+    assert ends.subscriber.effective_state(State(1, dropped=0, stop=True), busy=True).version == 1, "and waits for it"
 
 
 @pytest.mark.parametrize(("size", "pins", "most"), [(3000, False, 3000), (3000, True, 4096), (4096, True, 4096)])
@@ -273,7 +273,7 @@ def test_weights_that_are_not_what_was_sent_are_noticed(models):
     ends = Ends(models["qwen2-tied"]).begin()
     ends.publish(1)
     ends.held.let(ALL)
-    until(lambda: ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1)
+    until(lambda: ends.subscriber.effective_state(State(1, dropped=0), busy=True).version == 1)
     ends.subscriber._memory[-1] += 1
     with pytest.raises(RuntimeError, match=r"version 1: the generator's .* is not what the learner sent"):
         ends.subscriber.receive(1)
@@ -284,12 +284,12 @@ def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
     ends = Ends(models["qwen2-tied"]).begin()
     group, state = ends.held.bridge.group, State(1, dropped=0)
     ends.held.bridge.broadcast(torch.zeros(ends.subscriber.plan.buckets[0].size))
-    assert ends.subscriber.in_force(state, busy=True).version == 0
+    assert ends.subscriber.effective_state(state, busy=True).version == 0
     ends.held.bridge.group = None
     del group
     gc.collect()  # its connections close
     with pytest.raises(RuntimeError) as error:
-        until(lambda: ends.subscriber.in_force(state, busy=True).version == 1)
+        until(lambda: ends.subscriber.effective_state(state, busy=True).version == 1)
     assert failures.lost_connection(error.value), "such an error has the lost rank named"
 
 
@@ -299,7 +299,7 @@ def test_without_memory_for_it_the_engine_waits(models, monkeypatch, capsys):
     ends = Ends(models["qwen2-tied"]).begin()
     assert "generators wait while weights come in" in capsys.readouterr().err
     published = ends.publish(1)
-    assert ends.subscriber.in_force(State(1, dropped=0), busy=True).version == 1, "it is received at once"
+    assert ends.subscriber.effective_state(State(1, dropped=0), busy=True).version == 1, "it is received at once"
     ends.held.let(ALL)
     ends.subscriber.receive(1)
     assert ends.holds(published)

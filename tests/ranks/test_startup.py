@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from rl.ranks import first_line
+from rl.ranks import startup
 
 
 @pytest.fixture
@@ -46,6 +46,6 @@ def test_a_script_may_have_any_name(monkeypatch, capfdbinary):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", [os.fsdecode(b"/home/runs/\xe9t\xe9.py")])
-    first_line.say()
+    startup.begin()
     gc.enable()
     assert capfdbinary.readouterr().out == b"\xe9t\xe9.py: importing torch and transformers\n"
