@@ -135,7 +135,7 @@ def test_what_the_generators_report_of_the_last_publish_counts(ranks, kind):
     for wait in (0.9, 0.1):  # the first is of the start
         publish(outbox, wait, timeouts=1)
         samples.inbox.receive()
-        samples.metrics(Clock(0.0, 10.0))
+        samples.metrics(1, Clock(0.0, 10.0))
     publish(outbox, 0.5, timeouts=4)
     outbox.finish(unfinished=[])
     *_, summary = samples.close()
@@ -152,10 +152,10 @@ def test_samples_may_be_closed_twice(ranks, kind):
     samples.split.store.add("tickets/started", 4)
     publish(outbox, 0.9)
     samples.inbox.receive()
-    samples.metrics(Clock(0.0, 10.0))  # of the start
+    samples.metrics(1, Clock(0.0, 10.0))  # of the start
     publish(outbox, 0.1)
     samples.inbox.receive()
-    samples.metrics(Clock(0.0, 10.0))
+    samples.metrics(1, Clock(0.0, 10.0))
     publish(outbox, 0.5)
     outbox.finish(unfinished=[3])
     lines = samples.close()
