@@ -40,7 +40,8 @@ from rl.ranges import Range
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
-from rl.samples.group import Group, split_records
+from rl.samples.group import Group
+from rl.transport.records import split_records
 
 
 @dataclass

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from rl.learning.batch import of_flat_groups
 from rl.learning.division import Division
-from rl.samples.group import Group, join_records, split_records
+from rl.samples.group import Group
 from rl.transport.exchange import Exchange
+from rl.transport.records import join_records, split_records
 
 
 def to_trainers(groups: list[Group], division: Division, all_to_first: bool = False) -> list[Group]:

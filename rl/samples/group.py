@@ -4,7 +4,6 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,17 +133,3 @@ def head_bytes(record: bytes | memoryview) -> int:
     """The length of a record's beginning, to the end of the prompt."""
     header, end = _header(record)
     return end + header["prompt"] * np.dtype(np.int32).itemsize
-
-
-def join_records(records: Iterable[bytes]) -> bytes:
-    """Several records as one, each behind its length."""
-    return b"".join(struct.pack("<Q", len(r)) + r for r in records)
-
-
-def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
-    records, at = [], 0
-    while at < len(joined):
-        (size,) = struct.unpack_from("<Q", joined, at)
-        records.append(joined[at + 8 : at + 8 + size])
-        at += 8 + size
-    return records

@@ -11,8 +11,9 @@ On one node all are whole, and nothing here does anything.
 
 from collections.abc import Callable
 
-from rl.samples.group import Group, head_bytes, join_records, split_records
+from rl.samples.group import Group, head_bytes
 from rl.transport.exchange import Exchange
+from rl.transport.records import join_records, split_records
 
 
 def outlined(record: bytes) -> bytes:

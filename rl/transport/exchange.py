@@ -9,7 +9,6 @@ gone, or the last process.
 """
 
 import functools
-import itertools
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from rl.ranks import watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.ranks.dist import all_gather_bytes, show_group
+from rl.transport.records import join_records, split_records
 
 
 class Exchange:
@@ -48,7 +48,7 @@ class Exchange:
             self._firsts = None
         elif self._firsts:
             show_group("the first ranks of the nodes", self._firsts)
-        self._others = [rank for rank in range(size) if rank not in self.here]
+        self._others = [rank for node in nodes if node != self.here for rank in node]
         self._offered: list[int] = []  # files that neighbours may have yet to open
         self.received = 0  # bytes from other nodes, since the start
 
@@ -59,33 +59,31 @@ class Exchange:
     @watchdog.doing("the samples of all ranks")
     def share(self, own: bytes, abroad: Callable[[], bytes] | None = None) -> list[memoryview]:
         """Every rank's bytes, in rank order; they stay where they are as long as somebody holds them. abroad: makes what the
-        other nodes get in place of own."""
-        if dist.get_world_size() == 1:
+        other nodes get in place of own. A collective."""
+        if len(self.first_of) == 1:
             return [memoryview(own)]
-        more = abroad() if abroad and len(self.nodes) > 1 else b""
-        size = torch.tensor([len(own), len(own) + len(more), len(own) if more else 0])
+        size = torch.tensor([len(own)])
         sizes = [torch.empty_like(size) for _ in self.first_of]
         dist.all_gather(sizes, size)
-        ends, wholes, starts = zip(*(size.tolist() for size in sizes), strict=True)
-        shares = dict.fromkeys(range(len(sizes)), memoryview(b""))
-        if any(wholes[rank] for rank in self.here):
-            shares |= dict(zip(self.here, self._lay_open(own + more if more else own), strict=True))
-        sent = {rank: wholes[rank] - starts[rank] for rank in self.first_of}
-        coming = sum(sent[rank] for rank in self._others)
-        came = memoryview(b"")
-        if self._firsts and any(sent.values()):
-            came = self._between_nodes(sent, {rank: shares[rank][starts[rank] :] for rank in self.here}, coming)
-        if coming:
-            came = self._lay_open(came)[0]
-            cuts = itertools.accumulate((sent[rank] for rank in self._others), initial=0)
-            for rank, (start, stop) in zip(self._others, itertools.pairwise(cuts), strict=True):
-                shares[rank] = came[start:stop]
-        return [shares[rank][: ends[rank]] if rank in self.here else shares[rank] for rank in range(len(sizes))]
+        if not any(sizes):
+            return [memoryview(b"")] * len(sizes)
+        if len(self.nodes) == 1:
+            return self._lay_open(own)
+        records = [own, abroad() if own else b""] if abroad else [own]
+        laid_open = [split_records(of_rank) for of_rank in self._lay_open(join_records(records))]
+        parcel = join_records(records[-1] for records in laid_open)
+        came = self._between_nodes([b"" if node == self.here[0] else parcel for node in self.nodes])
+        shares = {rank: records[0] for rank, records in zip(self.here, laid_open, strict=True)}
+        shares |= dict(zip(self._others, split_records(came), strict=True))
+        return [shares[rank] for rank in range(len(sizes))]
 
     @watchdog.doing("the samples that are trained on this node")
     def deliver(self, parcels: Sequence[bytes]) -> memoryview:
         """Each node's parcel for each other one, in the order of `nodes`, from its first rank (of other ranks they are not
         looked at) -> what came for this node, on all of its ranks, in the same order end to end. A collective."""
+        return self._between_nodes(parcels)
+
+    def _between_nodes(self, parcels: Sequence[bytes]) -> memoryview:
         came = memoryview(b"")
         if self._firsts:
             sizes = torch.tensor([len(parcel) for parcel in parcels])
@@ -97,20 +95,6 @@ class Exchange:
             dist.all_to_all_single(taken, given, coming.tolist(), sizes.tolist(), group=self._firsts)
             self.received += len(came)
         return self._lay_open(came)[0]
-
-    def _between_nodes(self, sizes: dict[int, int], shares: dict[int, memoryview], coming: int) -> memoryview:
-        """The first rank of a node sends what its node has; returns what the ranks of others have, end to end."""
-        came, at = self._memory(coming), 0
-        for rank, first in self.first_of.items():
-            if not sizes[rank]:
-                continue
-            if rank in self.here:
-                data = torch.frombuffer(shares[rank], dtype=torch.uint8)
-            else:
-                data, at = torch.frombuffer(came, dtype=torch.uint8, offset=at, count=sizes[rank]), at + sizes[rank]
-            dist.broadcast(data, first, self._firsts)
-        self.received += coming
-        return came
 
     def _lay_open(self, own: bytes | memoryview) -> list[memoryview]:
         """What each rank of this node has."""

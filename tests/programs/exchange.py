@@ -2,7 +2,7 @@
 
 torchrun ... exchange.py NODE ...      of each rank, the node that it is on
 
-Prints a line a rank: the bytes that came from other nodes, and those of the other nodes' records.
+Prints a line a rank: the bytes that came from other nodes, and those of the other nodes' records, each behind its length.
 """
 
 import gc
@@ -39,7 +39,8 @@ def main(ranks) -> None:
     exchange, theirs, kept = Exchange(), 0, {}
     for number in range(ROUNDS):
         expected = [records(rank, number) for rank in range(len(node_of))]
-        theirs += sum(len(data) for rank, data in enumerate(expected) if node_of[rank] != node_of[ranks.rank])
+        if any(expected):
+            theirs += sum(8 + len(data) for rank, data in enumerate(expected) if node_of[rank] != node_of[ranks.rank])
         shares = exchange.share(expected[ranks.rank])
         assert [bytes(share) for share in shares] == expected, (ranks.rank, number)
         if number == 1:

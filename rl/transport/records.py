@@ -1,0 +1,18 @@
+"""Several records as one."""
+
+import struct
+from collections.abc import Iterable
+
+
+def join_records(records: Iterable[bytes]) -> bytes:
+    """Several records as one, each behind its length."""
+    return b"".join(struct.pack("<Q", len(r)) + r for r in records)
+
+
+def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
+    records, at = [], 0
+    while at < len(joined):
+        (size,) = struct.unpack_from("<Q", joined, at)
+        records.append(joined[at + 8 : at + 8 + size])
+        at += 8 + size
+    return records
