@@ -109,7 +109,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
-    args = train_sync.Args(rollout_correction="token_tis")
+    args = train_sync.Args(rollout_is="token")
     groups, few = shared_groups(size, ranks), shared_groups("8 x 8 x 10", ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 

@@ -13,7 +13,7 @@ SIDES = {
     "sync": ("sync", ()),
     "async, the generator's log-probs are the old ones (default)": ("async", ()),
     "async, three batches ahead, `--staleness-threshold 3`": ("async", ("--staleness-threshold", "3")),
-    "async, old log-probs recomputed, `--rollout-correction token_tis`": ("async", ("--rollout-correction", "token_tis")),
+    "async, old log-probs recomputed, `--rollout-is token`": ("async", ("--rollout-is", "token")),
     "async, old log-probs recomputed, no correction": ("async", ("--use-rollout-log-probs", "False")),
 }
 

@@ -97,7 +97,7 @@ def _has_run_to_resume(args) -> bool:
 
 KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
 ADAPTIVE = Need("without --kl-ctrl-type adaptive", lambda args: args.kl_ctrl_type == "adaptive")
-WEIGHTS = Need("without --rollout-is", lambda args: args.weight_level is not None, (False,))
+WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
 REFERENCE = Need("without --use-kl-loss or --use-kl-in-reward", lambda args: args.needs_reference, (False,))
 NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)

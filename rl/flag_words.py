@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from rl.ranges import flag
 
 DEFAULT_BATCH = 8  # prompts of a step, where no flag says it
-# Fields whose flags --help shows, beside those that a copy of a script adds; --help-all shows every flag
+# Fields whose flags --help shows, and those that a copy of a script adds; --help-all shows every flag
 COMMON = {
     *("model", "total_training_steps", "total_epochs", "test_freq"),
     *("train_files", "val_files", "max_prompt_length"),
@@ -34,8 +34,18 @@ RENAMED = {  # an earlier name of a field, which stays accepted -> today's
     "horizon": "kl_horizon",
 }
 
+GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+CORRECTIONS = {  # words of verl and of our earlier --rollout-correction -> our flags
+    "token_tis": {"rollout_is": "token"},
+    "sequence_tis": {"rollout_is": "sequence"},
+    "geometric_rs": GEOMETRIC,
+    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | GEOMETRIC,
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+}
+
 HERE = {  # unknown flag -> what it is here
     # of earlier versions
+    "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     # TRL's GRPOConfig and ScriptArguments (1.8)
     "--model-name-or-path": "--model",
@@ -75,9 +85,6 @@ HERE = {  # unknown flag -> what it is here
 }
 
 
-NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
-
-
 def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
     """The command line as the parser takes it: flags with hyphens and under today's names, and a negative number joined to its
     flag (-1e-3 alone would be taken for a flag). fields: of the script, whose own names stay."""
@@ -87,7 +94,7 @@ def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
         field = name[2:].replace("-", "_")
         if word.startswith("--"):
             found.append(flag(_today(field, fields)) + equals + value)
-        elif NEGATIVE.fullmatch(word) and found and found[-1].startswith("--") and "=" not in found[-1]:
+        elif re.match(r"-[\d.]", word) and found and re.fullmatch(r"--[^=]+", found[-1]):
             found[-1] += f"={word}"
         else:
             found.append(word)
@@ -101,6 +108,8 @@ def _today(name: str, fields: Container[str]) -> str:
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
     """The flags that an earlier version recorded for a run, under today's names. fields: of the script; their names stay."""
     flags = {_today(name, fields): value for name, value in flags.items()}
+    preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
+    flags |= {name: value for name, value in preset.items() if flags.get(name) is None}
     if batches := flags.pop("require_batches", None):
         flags["train_batch_size"] = batches * flags["ppo_mini_batch_size"]
     return flags

@@ -174,13 +174,13 @@ class AlgorithmArgs(RolloutCorrectionArgs):
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
                 "there are none. Leave one of the two out."
             )
-        if self.compares_itself and (self.use_rollout_log_probs or self.weight_level):
+        if self.compares_itself and (self.use_rollout_log_probs or self.rollout_is):
             raise UserError(
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
         has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
-        if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.weight_level:
+        if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."

@@ -18,23 +18,11 @@ from rl.learning.batch import Batch, pieces
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
 
-TIS = {"rollout_is_threshold": "2.0"}
-GEOMETRIC_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-PRESETS = {
-    "token_tis": {"rollout_is": "token"} | TIS,
-    "sequence_tis": {"rollout_is": "sequence"} | TIS,
-    "geometric_rs": GEOMETRIC_RS,
-    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | TIS | GEOMETRIC_RS,
-    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-}
-
 
 @dataclass
 class RolloutCorrectionArgs:
     """Corrections for tokens to which generator and learner give different probabilities."""
 
-    rollout_correction: Literal[tuple(PRESETS)] | None = None
-    """A preset of the flags below. A flag that is given overrides the preset."""
     rollout_is: Literal[losses.IS_LEVELS] | None = None
     """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
     rollout_is_threshold: str | None = None
@@ -48,28 +36,19 @@ class RolloutCorrectionArgs:
     """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
 
     @property
-    def weight_level(self) -> str | None:
-        """The level of the importance weights; None without."""
-        return self._with_preset("rollout_is")
-
-    @property
     def weight_bounds(self) -> Bounds:
         """The bounds of the importance weights."""
-        return parse_threshold(self._with_preset("rollout_is_threshold") or "2.0")
+        return parse_threshold(self.rollout_is_threshold or "2.0")
 
     @property
     def rejection_criteria(self) -> list[Criterion]:
         """Empty without rejection."""
-        criteria = self._with_preset("rollout_rs")
-        return parse_criteria(criteria, self._with_preset("rollout_rs_threshold") or "") if criteria else []
+        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold or "") if self.rollout_rs else []
 
     @property
     def corrects_rollout(self) -> bool:
         """Tokens are weighed or left out by how far generator and learner are apart."""
-        return bool(self.weight_level or self.rejection_criteria)
-
-    def _with_preset(self, name: str) -> str | None:
-        return getattr(self, name) or PRESETS.get(self.rollout_correction, {}).get(name)
+        return bool(self.rollout_is or self.rejection_criteria)
 
     def check(self) -> None:
         """Raises UserError for bounds that cannot be read."""
@@ -88,18 +67,18 @@ def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Te
     every response has its own, but for weights that are normalised over the batch."""
     weight, rejected, actor_log_prob = None, None, batch.targets.actor_log_prob
     low, high = args.weight_bounds
-    weigh = {"level": args.weight_level, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
-    if args.weight_level:
+    weigh = {"level": args.rollout_is, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
+    if args.rollout_is:
         weight = torch.empty_like(actor_log_prob)
     if args.rejection_criteria:
         rejected = torch.empty_like(batch.mask)
-    if args.weight_level and args.rollout_is_batch_normalize:
+    if args.rollout_is and args.rollout_is_batch_normalize:
         inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
         weight = whole_batch.on_whole(batch, partial(losses.rollout_is_weights, **weigh), *inputs)
     for piece in pieces(batch.seq) if args.corrects_rollout else ():
         inputs = (actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
         seq = batch.seq[piece] - batch.seq[piece][:1]
-        if args.weight_level and not args.rollout_is_batch_normalize:
+        if args.rollout_is and not args.rollout_is_batch_normalize:
             weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
         if args.rejection_criteria:
             kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)

@@ -20,7 +20,7 @@ def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, floa
     """The metrics of the tokens whose log-probs under the learner are known, before any was rejected. Without --rollout-is
     rollout_is_* are of the weights that --rollout-is token would apply. training/rollout_probs_diff_*: of the trained tokens,
     the difference of the two probabilities."""
-    totals = _Totals(args.weight_level or "token", args.weight_bounds)
+    totals = _Totals(args.rollout_is or "token", args.weight_bounds)
     targets = batch.targets
     for piece in pieces(batch.seq):
         learner = targets.actor_log_prob[piece]

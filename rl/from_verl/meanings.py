@@ -3,8 +3,10 @@
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """
 
+from rl.flag_words import CORRECTIONS
 from rl.from_verl.memory import DTYPE
 from rl.from_verl.verl_run import ASYNC, PRESET, SYNC, Run
+from rl.ranges import flag
 
 LOGGERS = ("console", "tensorboard", "wandb")
 
@@ -190,33 +192,28 @@ def kl_in_reward(run: Run) -> dict[str, object]:
     return flags
 
 
-PRESETS = {  # verl's constructors of a correction -> ours
+PRESETS = {  # verl's constructors of a correction -> their words
     "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
     "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",
 }  # fmt: skip
 
 
-def preset(run: Run) -> dict[str, object]:
-    word = run[PRESET]
-    name = PRESETS.get(word.removesuffix("()"), word) if isinstance(word, str) else None
-    if word and name not in PRESETS.values():
-        run.lacks(PRESET, f"{', '.join(PRESETS.values())} are the words here")
-        name = None
-    return {"--rollout-correction": name}
-
-
 def correction(run: Run) -> dict[str, object]:
-    flags, of = {}, PRESET + "."
+    word, of = run[PRESET], PRESET + "."
+    preset = CORRECTIONS.get(PRESETS.get(word.removesuffix("()"), word), {}) if isinstance(word, str) else {}
+    if word and not preset:
+        run.lacks(PRESET, f"{', '.join(CORRECTIONS)} are the words here")
+    flags = {flag(name): value for name, value in preset.items()}
     weighs, rejects = run[of + "rollout_is"], run[of + "rollout_rs"]
     if weighs:
         flags["--rollout-is"] = weighs
-    if weighs or (run[PRESET] and run.has(of + "rollout_is_threshold")):
+    if weighs or (word and run.has(of + "rollout_is_threshold")):
         flags["--rollout-is-threshold"] = run[of + "rollout_is_threshold"]
-    if weighs or run[PRESET]:
+    if weighs or word:
         flags["--rollout-is-batch-normalize"] = bool(run[of + "rollout_is_batch_normalize"])
     if rejects:
         flags["--rollout-rs"] = ",".join(map(str, listed(rejects)))
-    if rejects or (run[PRESET] and run.has(of + "rollout_rs_threshold")):
+    if rejects or (word and run.has(of + "rollout_rs_threshold")):
         flags["--rollout-rs-threshold"] = run[of + "rollout_rs_threshold"]
     return flags
 

@@ -184,13 +184,12 @@ TABLE: dict[str, list[Row]] = {
            "algorithm.kl_ctrl.kl_coef=0.001 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
            "--use-kl-in-reward, --kl-reward-type, --kl-ctrl-type, --kl-reward-coef, --target-kl, --kl-horizon", "",
            m.kl_in_reward),
-        to("algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "
+        to("algorithm.rollout_correction|async_training.rollout_correction|async.rollout_correction=null "
+           "algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "
            "algorithm.rollout_correction.rollout_is_batch_normalize=False algorithm.rollout_correction.rollout_rs=null "
            "algorithm.rollout_correction.rollout_rs_threshold=null", "--rollout-is, --rollout-is-threshold, "
-           "--rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold", "", m.correction),
-        to("algorithm.rollout_correction|async_training.rollout_correction|async.rollout_correction=null",
-           "--rollout-correction", "a word: ours, or that of verl's constructor, such as `decoupled_geo_rs_seq_tis` for "
-           "`sequence_tis_geometric_rs`", m.preset),
+           "--rollout-is-batch-normalize, --rollout-rs, --rollout-rs-threshold", "verl's words for a whole correction, such as "
+           "`token_tis` or `decoupled_geo_rs_seq_tis`, become the flags that they stand for", m.correction),
         to("algorithm.rollout_correction.bypass_mode=False "
            "A.actor.use_rollout_log_probs|async_training.use_rollout_log_probs|async.use_rollout_log_probs=False",
            "--use-rollout-log-probs", "on by default where batches may be stale, as in verl", m.old_log_probs),

@@ -36,8 +36,8 @@ class RouterArgs:
     """Train each token with the experts that were chosen for it before: R2 when its old log-prob was computed, R3 when the
     generator sampled it. off chooses again in every pass."""
     moe_router_dtype: Literal["float32", "auto"] = "float32"
-    """Precision of the routers' logits, in the learner and in the embedded engine; auto takes that of their layers. vllm has a
-    choice of its own."""
+    """Precision of the routers' logits, in the learner and in the embedded engine; auto takes that of their layers. vLLM
+    ignores this."""
 
 
 class Router:

@@ -17,8 +17,8 @@ import train_one_step_off
 import train_sync
 from rl.algorithm import whole_batch
 from rl.algorithm.kl_control import KLControl
-from rl.algorithm.rollout_correction import PRESETS
 from rl.errors import UserError
+from rl.flag_words import CORRECTIONS
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.model.pretrained import load_tokenizer
@@ -155,18 +155,18 @@ def test_rollout_correction(trainer):
     """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
     args = train_sync.Args(**vars(trainer.args))
-    for preset in PRESETS:
+    for flags in CORRECTIONS.values():
         trainer.engine.update(iter(noisy), version=0)
-        args = train_sync.Args(**vars(trainer.args) | {"rollout_correction": preset})
+        args = train_sync.Args(**vars(trainer.args) | flags)
         groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args
         metrics |= train_sync.learn(args, trainer.learner, KLControl(args), batch, Timers())
         inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
-        if args.weight_level:
+        if args.rollout_is:
             low, high = args.weight_bounds
-            expected = losses.rollout_is_weights(*inputs, level=args.weight_level, low=low, high=high)
+            expected = losses.rollout_is_weights(*inputs, level=args.rollout_is, low=low, high=high)
             assert torch.equal(batch.targets.is_weight, expected) and batch.targets.is_weight.std() > 0
         if args.rejection_criteria:
             assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.trained.all()
@@ -208,7 +208,7 @@ def test_where_old_log_probs_come_from():
     )
     fresh = (train_sync.Args(), train_async.Args(staleness_threshold=0))
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
-    compares = ({"rollout_is": "token"}, {"rollout_correction": "geometric_rs"}, {"loss_mode": "decoupled_ppo"})
+    compares = ({"rollout_is": "token"}, CORRECTIONS["geometric_rs"], {"loss_mode": "decoupled_ppo"})
     for flags in (*compares, {"use_rollout_log_probs": False}):
         assert not train_async.Args(**flags).old_is_rollout
     assert train_sync.Args(use_rollout_log_probs=True).old_is_rollout
@@ -307,7 +307,7 @@ def test_a_loss_without_a_ratio_is_never_left_uncorrected():
         assert train_async.Args(loss_mode=mode).old_is_rollout
         check(train_async.Args(loss_mode=mode, rollout_is="sequence"))
         check(train_sync.Args(loss_mode=mode, use_rollout_log_probs=False))
-        for flags in ({"use_rollout_log_probs": False}, {"rollout_correction": "geometric_rs"}):
+        for flags in ({"use_rollout_log_probs": False}, CORRECTIONS["geometric_rs"]):
             with pytest.raises(UserError, match="has no ratio"):
                 check(train_one_step_off.Args(loss_mode=mode, **flags))
 
@@ -338,7 +338,7 @@ def test_verls_words_train_what_ours_do(demo_model, tmp_path):
         "kl-loss-type": ("low_var_kl", "k3"),
         "kl-penalty": ("kl", "k1"),
     }
-    rest = "--use-kl-loss --use-kl-in-reward --rollout-correction sequence_tis_geometric_rs --rollout-rs-threshold 0.9_1.1"
+    rest = "--use-kl-loss --use-kl-in-reward --rollout-is sequence --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.9_1.1"
     rest = [*rest.split(), "--total-training-steps", "2", "--test-freq", "0"]
     runs = []
     for i in (0, 1):

@@ -45,8 +45,8 @@ def ours(*words: str, script: str = "main_ppo"):
 def effective(args) -> dict:
     """The flags as the script takes them: presets and words of one meaning resolved."""
     values = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in OWN}
-    values |= {"rollout_is": args.weight_level, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
-    values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None, "rollout_correction": None}
+    values |= {"rollout_is": args.rollout_is, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
+    values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None}
     values |= {"old_is_rollout": args.old_is_rollout}
     values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss_mode, args.loss_mode)
     return values | {"use_rollout_log_probs": None, "clip_ratio_c": None}
@@ -311,11 +311,14 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
         ("+A.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", {"grad-dtype": "bfloat16"}),
         ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
-        ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-correction": "sequence_tis_geometric_rs"}),
-        ("async.rollout_correction=token_tis", {"rollout-correction": "token_tis"}),
-        ("async_training.rollout_correction=decoupled_geo_rs_seq_tis()", {"rollout-correction": "sequence_tis_geometric_rs"}),
+        ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-is": "sequence", "rollout-rs": "seq_mean_k1"}),
+        ("async.rollout_correction=token_tis", {"rollout-is": "token", "rollout-rs": None}),
+        ("async_training.rollout_correction=decoupled_geo_rs_seq_tis()",
+         {"rollout-is": "sequence", "rollout-rs": "seq_mean_k1"}),
         ("algorithm.rollout_correction=token_tis algorithm.rollout_correction.rollout_is_threshold=3.0",
-         {"rollout-correction": "token_tis", "rollout-is-threshold": 3.0}),
+         {"rollout-is": "token", "rollout-is-threshold": 3.0}),
+        ("algorithm.rollout_correction=decoupled_token_icepop", {"rollout-is": "token", "rollout-is-threshold": "0.5_5.0"}),
+        ("algorithm.rollout_correction=geometric_rs", {"rollout-is": None, "rollout-rs-threshold": "0.999_1.001"}),
         ("A.actor.policy_loss.loss_mode=sapo A.actor.policy_loss.tau_pos=2.0", {"loss-args": ["tau_pos=2.0", "tau_neg=1.05"]}),
         ("A.actor.optim.decay_type=cosine A.actor.optim.min_lr_factor=0.1",
          {"lr-scheduler-type": "cosine", "min-lr-ratio": 0.1}),

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-from rl.algorithm.rollout_correction import PRESETS, RolloutCorrectionArgs, parse_criteria, parse_threshold
+from rl.algorithm.rollout_correction import RolloutCorrectionArgs, parse_criteria, parse_threshold
 from rl.algorithm.rollout_metrics import compare
+from rl.flag_words import CORRECTIONS, renamed
 
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -75,27 +76,25 @@ def test_thresholds_are_read_and_refused_with_the_reason():
         losses.rollout_is_weights(*BATCH, level="geometric")
 
 
-def test_what_the_presets_mean_and_that_flags_overrule_them():
+def test_what_the_words_of_a_whole_correction_mean():
+    """Of runs that were recorded with --rollout-correction WORD, and of verl's."""
     tis, geometric = (None, 2.0), [("seq_mean", "k1", 0.999, 1.001)]
     meaning = {
-        None: (None, tis, []),
         "token_tis": ("token", tis, []),
         "sequence_tis": ("sequence", tis, []),
         "geometric_rs": (None, tis, geometric),
         "sequence_tis_geometric_rs": ("sequence", tis, geometric),
         "icepop": ("token", (0.5, 5.0), []),
     }
-    assert set(meaning) == {None, *PRESETS}
-    for preset, (level, bounds, criteria) in meaning.items():
-        args = RolloutCorrectionArgs(rollout_correction=preset)
+    assert set(meaning) == set(CORRECTIONS)
+    assert not RolloutCorrectionArgs().corrects_rollout
+    for word, (level, bounds, criteria) in meaning.items():
+        args = RolloutCorrectionArgs(**renamed({"rollout_correction": word, "rollout_is": None}))
         args.check()
-        assert (args.weight_level, args.weight_bounds, args.rejection_criteria) == (level, bounds, criteria)
-        assert args.corrects_rollout == (preset is not None)
-        args = RolloutCorrectionArgs(preset, rollout_is="sequence_geometric", rollout_is_threshold="7", rollout_rs="token_k2")
-        if not criteria:
-            args.rollout_rs_threshold = "0.5"
-            assert args.rejection_criteria == [("token", "k2", 0.0, 0.5)]
-        assert (args.weight_level, args.weight_bounds) == ("sequence_geometric", (None, 7.0))
+        assert (args.rollout_is, args.weight_bounds, args.rejection_criteria) == (level, bounds, criteria)
+        assert args.corrects_rollout
+    given = renamed({"rollout_correction": "icepop", "rollout_is_threshold": "7"})
+    assert given == {"rollout_is": "token", "rollout_is_threshold": "7"}
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)

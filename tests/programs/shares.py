@@ -68,7 +68,7 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
-    args = train_sync.Args(rollout_correction="token_tis")
+    args = train_sync.Args(rollout_is="token")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
     found["mean of responses"] = whole_batch.mean_of_responses(batch.targets.reward, batch)
     found["groups of one"] = whole_batch.groups_of_one(batch)

@@ -85,11 +85,11 @@ def test_the_same_flags_give_the_same_bits(sync, tmp_path):
     ("script", "ranks", "learners", "flags"),
     [
         ("train_sync.py", 2, 2, [*SMALL, *EVERYTHING]),
-        ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-correction", "token_tis"]),
+        ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-is", "token"]),
         ("train_one_step_off.py", 2, 1, [*SMALL, *EVERYTHING]),
         ("train_one_step_off.py", 3, 2, SMALL),
         ("train_async.py", 2, 1, [*STREAM, "--train-batch-size", 8, "--publish-every", 2, "--filter-groups"]),
-        ("train_async.py", 3, 2, [*STREAM, "--staleness-threshold", 2, "--rollout-correction", "token_tis"]),
+        ("train_async.py", 3, 2, [*STREAM, "--staleness-threshold", 2, "--rollout-is", "token"]),
     ],
 )
 def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ranks, learners, flags):

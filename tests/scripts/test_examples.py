@@ -125,7 +125,7 @@ VERL = {
     "grpo_qwen3_vl_8b_geo3k_async_proposed": {
         "devices": (16, 16), "staleness_threshold": 10, "publish_every": 5,
         "train_batch_size": 128, "ppo_mini_batch_size": 64,
-        "rollout_correction": "sequence_tis_geometric_rs", "test_freq": 5 * 5,
+        "rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001", "test_freq": 5 * 5,
     },
     "dapo_qwen3_30b_a3b_async": {
         "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,

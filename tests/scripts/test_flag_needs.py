@@ -54,10 +54,10 @@ CASES = [
     ("--kl-horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--max-num-gen-batches 3", "", "--filter-groups"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),
-    ("--rollout-is-threshold 3", "--rollout-correction geometric_rs", "--rollout-correction token_tis"),
-    ("--rollout-is-batch-normalize", "--rollout-correction geometric_rs", "--rollout-is sequence"),
+    ("--rollout-is-threshold 3", "--rollout-rs seq_mean_k1 --rollout-rs-threshold 2", "--rollout-is token"),
+    ("--rollout-is-batch-normalize", "--rollout-rs seq_mean_k1 --rollout-rs-threshold 2", "--rollout-is sequence"),
     ("--rollout-rs-threshold 0.1", "", "--rollout-rs token_k2"),
-    ("--rollout-rs-threshold 0.9_1.1", "--rollout-correction token_tis", "--rollout-correction geometric_rs"),
+    ("--rollout-rs-threshold 0.9_1.1", "--rollout-is token", "--rollout-rs seq_mean_k1"),
     ("--total-epochs 3", "--total-training-steps 9", ""),
     ("--total-rollout-steps 3", "--total-training-steps 9", "--total-epochs 1"),
     ("--val-before-train", "--test-freq 0", "--test-freq 5"),
@@ -114,7 +114,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
-    "RolloutCorrectionArgs": "rollout_correction rollout_is rollout_rs",
+    "RolloutCorrectionArgs": "rollout_is rollout_rs",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "

@@ -103,8 +103,8 @@ def rough(demo_model, tmp_path_factory):
             "1",
             "--generators",
             "2",
-            "--rollout-correction",
-            "token_tis",
+            "--rollout-is",
+            "token",
         ],
         "wait": [
             "--staleness-threshold",
