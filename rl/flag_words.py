@@ -28,7 +28,6 @@ RENAMED = {  # an earlier name of a field, which stays accepted -> today's
     "stale": "on_stale",
     "on_error": "on_reward_error",
     "record": "record_samples",
-    "cluster_key": "cluster_key_file",
     "kl_penalty": "kl_reward_type",
     "kl_coef": "kl_reward_coef",
     "horizon": "kl_horizon",

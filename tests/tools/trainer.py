@@ -16,7 +16,7 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.setup import set_up
 
-ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.__name__]  # without aliases
+ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.function.__name__]  # without aliases
 
 
 class Trainer:
