@@ -2,7 +2,7 @@
 
     python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
     python benchmarks/scripts/trl.py --trl-python venv-bench/bin/python --minutes 150  # writes benchmarks/results/trl.{json,md}
-    python benchmarks/scripts/trl.py --trl-python venv-bench/bin/python --cases b-fixed --rounds 1 --add    # one more round of one
+    python benchmarks/scripts/trl.py --trl-python venv-bench/bin/python --cases b-fixed --rounds 1 --add    # one more of one
 
 (a) a random model of 1M parameters, 8 prompts x 8 responses of up to 64 tokens; (b) 30M (hidden 512, 8 layers), up to 256
 tokens; each with every response at its full budget, and with natural lengths: the end token is one of about as many equally

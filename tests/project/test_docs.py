@@ -84,6 +84,20 @@ def test_the_tests_that_are_promised_exist():
         assert not test or any(f"def {test}(" in file.read_text() for file in files), name
 
 
+def test_the_benchmarks_that_are_named_exist():
+    """In benchmarks/LOG.md, which is history, some are gone."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]
+    for folder in ("docs", "rl", "tests", "benchmarks", "examples"):
+        files += [
+            file
+            for file in (ROOT / folder).rglob("*")
+            if file.suffix in (".py", ".md") and not {"fixtures", "LOG.md"} & {*file.parts}
+        ]
+    for file in files:
+        for named in re.findall(r"\bbenchmarks/[\w/]+\.py\b", file.read_text()):
+            assert (ROOT / named).exists(), f"{file}: {named}"
+
+
 @pytest.mark.parametrize("name", make.PAGES)
 def test_a_page_out_of_the_code_is_up_to_date(name):
     assert (ROOT / "docs" / name).read_text() == make.PAGES[name](), "run python docs/make.py"
