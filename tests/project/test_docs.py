@@ -12,6 +12,7 @@ spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "make.py")
 make = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make)
 
+MOST_WORDS = 21_200  # of README.md and docs/*.md: may only fall
 FIRST_QUESTIONS = {  # page -> the words with which it answers
     "docs/cuda.md": "pip install -r requirements-cuda.txt",  # How do I install it on my GPU ...
     "docs/ascend.md": "pip install -r requirements-npu.txt",  # ... or NPU?
@@ -59,6 +60,11 @@ def test_a_first_question_is_answered_within_two_clicks_of_the_readme(page, answ
     near |= {second for first in near if first.exists() for second in linked(first)}
     assert ROOT / page in near
     assert answer in (ROOT / page).read_text()
+
+
+def test_the_pages_stay_short():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS
 
 
 def test_every_page_is_in_the_index():
