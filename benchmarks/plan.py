@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 from common import RESULTS, ROOT, setting, table, words, write
-from overlap import Args as RunArgs
-from overlap import length_of, one_run
+from scripts.overlap import Args as RunArgs
+from scripts.overlap import length_of, one_run
 
 from rl.record.provenance import commit
 

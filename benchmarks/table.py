@@ -13,24 +13,24 @@ from dataclasses import dataclass
 
 import tyro
 from common import RESULTS, ROOT, over, ratios, table
-from images import BASES, UNITS
-from trl import CASES, OURS, TRL, TRL_PLAIN, of_precision, seconds
+from scripts.images import BASES, UNITS
+from scripts.trl import CASES, OURS, TRL, TRL_PLAIN, of_precision, seconds
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py makes -->"
 
 
 MACHINES = {"A": "Intel Xeon with AMX", "B": "older Intel Xeon, 2.50 GHz", "C": "AMD EPYC"}
 HEADLINES = [  # what was measured, how the cell begins that it is compared with, the benchmark, the machine
-    ("30M parameters, natural lengths up to 256: one step off, bf16", "TRL", "trl", "A"),
-    ("30M parameters, 256 tokens each: one step off, bf16", "TRL", "trl", "A"),
-    ("1M parameters, 64 tokens each: sync", "TRL", "trl", "A"),
-    ("async, long-tailed lengths", "sync", "overlap", "A"),
-    ("async, 3 steps ahead, long-tailed lengths", "sync", "overlap", "A"),
-    ("the embedded engine", "generate()", "engine", "B"),
-    ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare", "learner", "C"),
-    ("the learner's update, 42M parameters, equal scores in half of the groups", "the same", "learner", "C"),
-    ("the ring, records of 4 KB, checksums included", "Ray's actor queue, by value", "ring", "A"),
-    ("a verified publish, 38M parameters, fp32", "one raw", "publish", "A"),
+    ("30M parameters, natural lengths up to 256: one step off, bf16", "TRL", "scripts/trl", "A"),
+    ("30M parameters, 256 tokens each: one step off, bf16", "TRL", "scripts/trl", "A"),
+    ("1M parameters, 64 tokens each: sync", "TRL", "scripts/trl", "A"),
+    ("async, long-tailed lengths", "sync", "scripts/overlap", "A"),
+    ("async, 3 steps ahead, long-tailed lengths", "sync", "scripts/overlap", "A"),
+    ("the embedded engine", "generate()", "generation/engine", "B"),
+    ("the learner's update, 42M parameters, one prompt for 8 responses", "a bare", "learning/learner", "C"),
+    ("the learner's update, 42M parameters, equal scores in half of the groups", "the same", "learning/learner", "C"),
+    ("the ring, records of 4 KB, checksums included", "Ray's actor queue, by value", "samples/ring", "A"),
+    ("a verified publish, 38M parameters, fp32", "one raw", "weights/publish", "A"),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Pages out of the code: code-map.md (each file of rl/), promises.md (each test file) and trl-words.md in docs/generated/.
+"""Pages out of the code: what each file and each test does, what TRL's words are here, and the lines in docs/design.md.
 
     python docs/make.py
 
-The other generated pages: `python -m rl.from_verl --table` writes verl-keys.md, `python benchmarks/table.py` benchmarks.md.
+In docs/generated/, `python -m rl.from_verl --table` writes verl-keys.md and `python benchmarks/table.py` benchmarks.md.
 """
 
 import ast
@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rl import flag_words
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED = ROOT / "docs" / "generated"
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
 
 
@@ -66,8 +65,35 @@ def trl_words() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"promises.md": promises, "code-map.md": code_map, "trl-words.md": trl_words}
+def lines_by_folder() -> dict[str, int]:
+    """Lines of Python in each folder of rl/; those of the files in rl/ itself under ""."""
+    lines = {path.name: 0 for path in (ROOT / "rl").iterdir() if path.is_dir() and path.name != "__pycache__"} | {"": 0}
+    for file in (ROOT / "rl").rglob("*.py"):
+        folder, *rest = file.relative_to(ROOT / "rl").parts
+        lines[folder if rest else ""] += len(file.read_text().splitlines())
+    return lines
+
+
+def design() -> str:
+    """The page with the lines of each folder in its table: rounded, and only changed where they are a tenth off."""
+    lines = lines_by_folder()
+
+    def row(found: re.Match) -> str:
+        now, said = lines.get(found["folder"] or "", 0), int(found["lines"].replace(",", ""))
+        shown = found["lines"] if abs(now - said) < 0.1 * now else f"{round(now, -1):,}"
+        return f"{found['begin']}{shown} |"
+
+    text = (ROOT / "docs" / "design.md").read_text()
+    return re.sub(r"^(?P<begin>\| `rl/(?:(?P<folder>\w+)/)?` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
+
+
+PAGES = {
+    "design.md": design,
+    "generated/code-map.md": code_map,
+    "generated/promises.md": promises,
+    "generated/trl-words.md": trl_words,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
-        (GENERATED / name).write_text(page())
+        (ROOT / "docs" / name).write_text(page())

@@ -216,7 +216,8 @@ class Checks:
             facts["mfu"] = rate * train_flops_per_token(self.learner.config, length) / peak
             text += f", MFU {facts['mfu']:.0%}"
             if facts["mfu"] < LOW_MFU:
-                status, remedy = SLOW, "small models and short rows reach little; benchmarks/gpu.py measures longer ones"
+                status = SLOW
+                remedy = "small models and short rows reach little; benchmarks/scripts/gpu.py measures longer ones"
         expected = self._planned_update(tokens)
         self._beside_plan("update", status, text, remedy, rate, expected, facts)
 

@@ -20,7 +20,7 @@ from rl.ranks.device import devices_are_shared, is_accelerator, memory_left, pea
 from rl.ranks.dist import all_gather_bytes
 from rl.samples.group import Group, Response
 
-CPU_TOKENS = 4096  # benchmarks/micro_batch.py
+CPU_TOKENS = 4096  # benchmarks/learning/micro_batch.py
 SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again; half of it for a number kept
 MULTIPLE = 256  # of which the number is one
 

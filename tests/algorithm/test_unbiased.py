@@ -1,5 +1,5 @@
 """What the gradient of a stale batch is unbiased for: the scripts' own `learn` on a tabular policy, every pair of responses
-enumerated, compared with exact gradients (benchmarks/unbiased.py makes the table of docs/algorithms.md the same way)."""
+enumerated, compared with exact gradients (benchmarks/learning/unbiased.py makes the table of docs/algorithms.md)."""
 
 import sys
 
@@ -14,7 +14,7 @@ import train_sync
 from rl.ranks import dist
 
 sys.path.append(str(ROOT / "benchmarks"))
-import unbiased
+from learning import unbiased
 
 ONE, TWO = (3, 1, 1.0), (3, 2, 0.7)  # words, tokens, drift
 SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}  # of one token: the same

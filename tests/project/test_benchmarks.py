@@ -15,7 +15,10 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-import checkpoint, demo, gpu, images, learner, load, logprobs, moe, overlap, publish, real_size, ring, staleness, startup, trl
+from learning import learner, load, logprobs, real_size
+from scripts import checkpoint, demo, gpu, images, moe, overlap, staleness, startup, trl
+from samples import ring
+from weights import publish
 from rl.ranks import dist
 
 out = Path(sys.argv[1])
@@ -84,7 +87,7 @@ for name, lines in (("validations", validations), ("metrics", rows)):
 def test_a_benchmark_reads_every_validation_of_a_run(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    program = "import demo, json, moe, staleness\n"
+    program = "import json; from scripts import demo, moe, staleness\n"
     program += f"for module in (demo, moe, staleness): module.MODES = {{'sync': [{str(script)!r}]}}\n"
     program += "moe.SIDES, moe.SHOWN, staleness.SIDES = {'one': []}, {'critic/score/mean': ''}, {'one': ('sync', [])}\n"
     program += "found = [staleness.one_run('one', 0, 5), moe.one_run('one', 0, 5)['accuracy']]\n"
@@ -102,7 +105,7 @@ def test_the_pages_hold_the_tables_that_the_results_make():
 
 @pytest.mark.slow
 def test_what_a_layer_keeps_is_what_the_page_says():
-    program = "import kept; print(*(' | '.join(row) for row in kept.rows(SHAPE, kept.measure(SHAPE))), sep='\\n')"
+    program = "from learning import kept; print(*(' | '.join(row) for row in kept.rows(SHAPE, kept.measure(SHAPE))), sep='\\n')"
     rows = printed(program.replace("SHAPE", "'Qwen2.5-0.5B'")).splitlines()
     page = (ROOT / "docs" / "memory.md").read_text()
     assert len(rows) == 2 and all(f"| {row} |" in page for row in rows), rows
@@ -124,7 +127,7 @@ def test_the_readmes_three_numbers_are_those_of_the_results():
 @pytest.mark.parametrize("side", ["generation", "training"])
 def test_a_side_of_overlap_leaves_out_just_the_other_half(side, tmp_path):
     flags = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length", 6, "--output-dir", tmp_path]
-    run_script("benchmarks/overlap.py", "--side", side, "6/6", *flags, ranks=2, timeout=120)
+    run_script("benchmarks/scripts/overlap.py", "--side", side, "6/6", *flags, ranks=2, timeout=120)
     (file,) = tmp_path.glob("*/metrics.jsonl")
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["step"]]
     assert len(rows) == 3 and all(("actor/loss" in row) == (side == "training") for row in rows)

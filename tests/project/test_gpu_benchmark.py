@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, whose machine has a clock that runs: rows come one by one, and a part that fails leaves the others."""
+"""benchmarks/scripts/gpu.py on a machine whose time runs out: rows come one by one, and a failing part leaves the others."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from helpers import ROOT, environment
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu
+from scripts import gpu
 
 
 def test_each_row_is_written_as_it_comes_and_a_failure_is_one(tmp_path, monkeypatch):
@@ -57,7 +57,7 @@ def test_the_tokenizer_has_a_token_for_each_of_a_large_vocabulary(tmp_path):
 
 @pytest.mark.slow
 def test_every_part_runs_at_toy_size():
-    command = [sys.executable, "benchmarks/gpu.py", "--toy", "--repeats", "2"]
+    command = [sys.executable, "benchmarks/scripts/gpu.py", "--toy", "--repeats", "2"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-3000:]
     table = done.stdout[done.stdout.rindex("| what") :]

@@ -73,7 +73,7 @@ def test_its_commands_are_taken():
 
 
 def test_the_example_has_todays_columns_and_conclusions(reports):
-    """If they change, regenerate it: python benchmarks/report_demo.py. On a CPU the MFU is unknown."""
+    """If they change, regenerate it: python benchmarks/scripts/report_demo.py. On a CPU the MFU is unknown."""
     text = (ROOT / "examples" / "report" / "report.md").read_text()
     head = re.search(r"^\| (group \|.*) \|$", text, re.M)[1].split(" | ")
     assert {*head} == reports[1] - {"MFU", "tokens/s a rank, median step"}

@@ -241,7 +241,7 @@ OF_OTHER_PROGRAMS = {
     *("--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-", "--cpu", "--multi", "--num"),
     *("--ntasks-per-node", "--nodes", "--gpus-per-node", "--shm-size", "--version", "--git", "--recount", "--logdir"),
     *("--extra-index-url", "--no-deps", "--no-binary", "--no-build-isolation"),
-    *("--exclude", "--served-model-name", "--help", "--steps"),
+    *("--exclude", "--served-model-name", "--help", "--help-all", "--steps"),
 }
 OF_A_DIFF = {"--imitation-coef"}  # docs/forking.md
 

@@ -1,0 +1,90 @@
+"""What --record-samples costs: its share of a step (timing_s/record), bytes a token, and how fast samples are packed.
+
+python benchmarks/samples/record.py    # the demo in three modes, and packing alone: under five minutes on 2 cores
+python benchmarks/samples/record.py --steps 40 --rounds 5
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import tyro
+from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
+
+from rl.replay.recorder import SAMPLES, Recorder
+from rl.samples.group import Group, Response
+
+SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)}  # prompts, responses, tokens
+
+
+@dataclass
+class Args:
+    rounds: int = 3
+    """Interleaved rounds."""
+    steps: int = 24
+    """Training steps of each run; the first fifth is left out."""
+    minutes: float = 4
+    """No round begins that would end later."""
+    sizes: tuple[str, ...] = tuple(SIZES)
+    """Of the samples that are packed alone."""
+    out: Path = RESULTS
+    """Directory for record.json and record.md."""
+
+
+def one_run(mode: str, steps: int) -> dict[str, float]:
+    """Medians over the steps of a run that records: share of the step, ms, and bytes a token, prompts once a group."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", f"{folder}/record"]
+        _, rows = run_script(sys.executable, MODES[mode], *flags)
+        size = (Path(folder) / "record" / SAMPLES).stat().st_size
+    late = [row for row in rows if row["step"] > steps // 5]
+    tokens = sum(row["response_length/mean"] * 64 + row["prompt_length/mean"] * 8 for row in rows)  # 8 groups of 8
+    return {
+        "share": statistics.median(row["timing_s/record"] / row["timing_s/step"] for row in late),
+        "ms": 1e3 * statistics.median(row["timing_s/record"] for row in late),
+        "bytes": size / tokens,
+    }
+
+
+def packing(prompts: int, n: int, length: int) -> dict[str, float]:
+    """Seconds and bytes a token of one step's samples: ids like a tokenizer's (the rarer the higher), random log-probs."""
+    rng, seconds, tokens = np.random.default_rng(0), 0.0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(f"{folder}/record", None, 0)
+        for ticket in range(prompts):  # a step at a time would need memory for all
+            ids = np.minimum(rng.zipf(1.2, (n, length)), 150_000).astype(np.int32)
+            log_probs, versions = -rng.exponential(0.5, (n, length)).astype(np.float32), np.full(length, 7, np.int32)
+            responses = [Response(*of, versions, "stop", 1.0) for of in zip(ids, log_probs, strict=True)]
+            group = Group(ticket, ids[0, :100], "demo", responses)
+            tokens += n * length + len(group.prompt_ids)
+            started = time.perf_counter()
+            recorder.write(ticket + 1, [group])
+            seconds += time.perf_counter() - started
+        return {"ns": 1e9 * seconds / tokens, "bytes": (Path(folder) / "record" / SAMPLES).stat().st_size / tokens}
+
+
+def main(args: Args) -> None:
+    here = setting()
+    runs = {mode: [] for mode in MODES}
+    for _ in Rounds(args.rounds, args.minutes):
+        for mode in MODES:
+            runs[mode].append(one_run(mode, args.steps))
+    of = lambda mode, key: [r[key] for r in runs[mode]]  # noqa: E731
+    rows = [[m, over(of(m, "share"), ".2%"), over(of(m, "ms")), over(of(m, "bytes"), ".1f")] for m in MODES]
+    packed = {size: packing(*SIZES[size]) for size in args.sizes}
+    text = table(["demo", "of a step", "ms a step", "bytes a token"], rows) + "\n\n"
+    text += table(
+        ["a step's samples", "ns a token", "bytes a token"],
+        [[s, f"{p['ns']:.0f}", f"{p['bytes']:.1f}"] for s, p in packed.items()],
+    )
+    write("record", {"setting": here, "runs": runs, "packing": packed}, f"{text}\n\n{words(here)}", args.out)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
