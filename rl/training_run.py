@@ -83,7 +83,7 @@ class TrainingRun:
         if words := in_words(held):
             self.record.say(words)
         if args.max_tokens_per_micro_batch == "auto":
-            self.record.say(f"--max-tokens-per-micro-batch auto: {learner.chosen_tokens:,} tokens in a micro-batch")
+            self.record.say(f"micro-batches of up to {learner.chosen_tokens:,} tokens (--max-tokens-per-micro-batch auto)")
         self.saver = Saver(args, self.record, identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         if samples and self.done:
             recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []

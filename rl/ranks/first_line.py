@@ -12,7 +12,7 @@ def say() -> None:
     is left in a buffer. On every rank the garbage collector rests from here until the imports are done (rl/ranks/process.py):
     what they make stays, and looking through it again and again is a sixth of their time."""
     gc.disable()
-    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
+    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(sys.argv):
         ranks = os.environ.get("WORLD_SIZE", "1")
         where = f" on {ranks} ranks" if ranks != "1" else ""
         with contextlib.suppress(OSError):
