@@ -42,7 +42,7 @@ def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], wh
     if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
         raise UserError(
             f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-            "model, or was saved incompletely: copy the model's own files beside the weights."
+            "model, or was saved incompletely: copy the model's own files next to the weights."
         )
 
 

@@ -186,7 +186,7 @@ class Watchdog:
     def call_the_roll(self) -> set[int]:
         """Asks for a sign of life; returns the ranks that have given none. For the main thread."""
         if self.is_alone:
-            raise DistError("the store has gone")
+            raise DistError("the store is lost")
         self.store.set("watchdog/roll", "")
         deadline, silent = time.monotonic() + ROLL_SECONDS, set(self.ranks)
         while silent and time.monotonic() < deadline:
@@ -326,9 +326,9 @@ def _condition(pid: int, host: str) -> str:
     if not pid:
         return "it has not begun to join"
     if host != platform.node():
-        return f"its process {pid} on {host} does not answer; the node may have gone"
+        return f"its process {pid} on {host} does not answer; the node may be lost"
     state = _state(pid, host)
-    condition = STATES.get(state, "keeps Python's lock") if state else "has gone"
+    condition = STATES.get(state, "keeps Python's lock") if state else "has exited"
     return f"its process {pid} {condition}"
 
 

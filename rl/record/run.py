@@ -118,10 +118,10 @@ class Run:
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
-            self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
+            self.say(f"resumes after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
         elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
             name = os.path.relpath(self.dir, args.output_dir)
-            self.say(f"run {self.dir} (to go on with it later: --experiment-name {name})")
+            self.say(f"run {self.dir} (resume with --experiment-name {name})")
         if damaged:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 
@@ -215,7 +215,7 @@ def _lock(directory: Path):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{directory} belongs to a run that is still going on. Choose another --experiment-name.") from None
+        raise UserError(f"{directory} belongs to a run that is still running. Choose another --experiment-name.") from None
     except OSError:
         pass  # a file system without locks
     return handle

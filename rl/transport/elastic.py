@@ -32,8 +32,8 @@ from rl.transport.bridge import WINDOW, Bridge, broadcast_from_first
 
 FOREVER = timedelta(days=7)
 SLICE = timedelta(seconds=0.5)  # after which a wait for a member looks whether that has been given up
-LEARNERS_GONE = "the learners have gone. With torchrun's --max-restarts this job starts again, and waits for them."
-GIVEN_UP = "the learners took this job for lost. With torchrun's --max-restarts it starts again, and joins them anew."
+LEARNERS_GONE = "the learners are lost. With torchrun's --max-restarts this job starts again, and waits for them."
+GIVEN_UP = "the learners took this job for lost. With torchrun's --max-restarts it starts and joins them again."
 LOOK_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # for a member that is let in to answer
 
@@ -226,7 +226,7 @@ class Lobby:
     def _drop_those_who_have_gone(self, life: dist.Store) -> None:
         self._signs.ranks = list(self._there)
         for member in self._signs.look(life):
-            self.drop(member, f"no sign of life for {self.timeout:g} s{self._signs.told(member)}")
+            self.drop(member, f"no sign of life for {self.timeout:g} s{self._signs.last_seen(member)}")
         ended = [m for m in self._there if self._signs.last.get(m, [0])[0] == heartbeat.ENDED]
         for member in [] if self.closes else ended:
             self.drop(member, "they have left")
