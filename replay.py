@@ -214,7 +214,7 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
     lines = [f"replays steps {replay.first} to {replay.last} of {replay.run_dir}, from {source}, into {run_dir}"]
     if later := [step for step in record.steps if step > replay.last]:
         why = "with other flags" if replay.last + 1 in later else f"and step {replay.last + 1} is not recorded"
-        lines.append(f"the run went on {why}: the rest is replayed by --from-step {later[0]}")
+        lines.append(f"the run continued {why}: the rest is replayed by --from-step {later[0]}")
     if record.lost:
         lines.append(f"warning: the last {record.lost:,} bytes of {record.directory / SAMPLES} are no whole step")
     words = ", ".join(f"{flag(name)} {replay.changed[name][1]} (was {replay.changed[name][0]})" for name in replay.off_policy)

@@ -44,16 +44,16 @@ class RunArgs:
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seeds the prompt order, the sampling and everything else that is random."""
     total_training_steps: Annotated[int | None, Range(at_least=1)] = None
-    """Steps to train. Wins over the next two flags. By default what they say, or 200 without them."""
+    """Steps to train. Overrides --total-epochs and --total-rollout-steps. Default: as they say, or 200 without them."""
     total_epochs: Annotated[int | None, Range(at_least=1)] = None
     """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
     total_rollout_steps: Annotated[int | None, Range(at_least=1)] = None
     """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller of the two ends the run."""
     test_freq: Annotated[int, Range(at_least=0, also=-1)] = 20
-    """Steps from one validation to the next; there is one after the last step, too. train_async.py validates at the next
-    publish. 0 or -1 never validates."""
+    """Validate every this many steps, and after the last step. train_async.py validates at the next publish. 0 or -1 never
+    validates."""
     val_before_train: bool = True
-    """Validate before the first step, too, unless --test-freq is 0 or -1."""
+    """Also validate before the first step, unless --test-freq is 0 or -1."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on this many training prompts."""

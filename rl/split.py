@@ -147,5 +147,5 @@ def _check_split(nodes: list[launch.Node]) -> None:
             remedy = (
                 "start at least two with `torchrun --standalone --nproc-per-node 2 ...`" if len(nodes) == 1 else "change that"
             )
-            told = f"--generators leaves no {role[:-1]}: {'; '.join(map(str, nodes))}"
-            raise UserError(f"{told}. Of each node's ranks that many generate: {remedy}.")
+            found = f"--generators leaves no {role[:-1]}: {'; '.join(map(str, nodes))}"
+            raise UserError(f"{found}. Of each node's ranks that many generate: {remedy}.")

@@ -116,7 +116,7 @@ class TrainingRun:
         if words := in_words(held):
             record.say(words)
         if args.max_tokens_per_micro_batch == "auto":
-            record.say(f"--max-tokens-per-micro-batch auto: {tokens:,} tokens in a micro-batch")
+            record.say(f"micro-batches of up to {tokens:,} tokens (--max-tokens-per-micro-batch auto)")
         return record
 
     def _skip_recorded_validations(self) -> None:

@@ -25,11 +25,11 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
     """Policy loss; each is a function in losses.py."""
     loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
-    """How the losses of all tokens become one number. By default as in the paper of the loss."""
+    """How the losses of all tokens become one number. Default: that of the loss's paper."""
     clip_ratio_low: Annotated[float | None, Range(above=0)] = None
-    """Lower clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
+    """Lower clip range of the policy ratio. Default: that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_high: Annotated[float | None, Range(above=0)] = None
-    """Upper clip range of the policy ratio. By default that of the loss's paper. Losses that do not clip ignore it."""
+    """Upper clip range of the policy ratio. Default: that of the loss's paper. Losses that do not clip ignore it."""
     clip_ratio_c: Annotated[float | None, Range(above=1)] = None
     """Dual clip: bound of the ratio where the advantage is negative. 3 by default. Losses without a dual clip ignore it."""
     loss_args: tuple[str, ...] = ()
@@ -42,11 +42,11 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
     kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
-    """Estimator of the KL (losses.py). With "+" its gradient is unbiased, too."""
+    """Estimator of the KL (losses.py). With "+" its gradient is also unbiased."""
     use_kl_in_reward: bool = False
     """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
     kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
-    """Estimator of the KL in the reward."""
+    """Estimator of the KL in the reward (--use-kl-in-reward)."""
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
     """Keep --kl-reward-coef, or adapt it so that the KL approaches --target-kl."""
     kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
@@ -59,13 +59,13 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True where batches may be stale, unless a correction or a loss compares the two."""
     backward_without_advantage: bool = False
-    """Compute gradients of responses whose advantages are all 0, too. They are 0, so that such responses otherwise pass forward
-    alone, for the metrics, where that saves time."""
+    """Also compute gradients of responses whose advantages are all 0. These gradients are 0, so by default such responses only
+    pass forward, for the metrics."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
     penalty of --overlong-buffer-len does not count."""
     max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
-    """Rounds of --filter-groups in a step. What is still missing then is filled with groups without signal."""
+    """Rounds of --filter-groups in a step. After them, groups without signal fill the rest of the batch."""
 
     @property
     def aggregation(self) -> str:

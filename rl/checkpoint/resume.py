@@ -49,12 +49,12 @@ class CheckpointArgs:
     """Checkpoints and resuming."""
 
     save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
-    """Steps from one checkpoint to the next; there is always one after the last step. 0 or -1 saves that one only."""
+    """Save a checkpoint every this many steps, and always after the last step. 0 or -1 saves only that one."""
     max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
-    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation stays in any case."""
+    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
     resume_mode: str = "auto"
-    """auto: resume --experiment-name where it stopped; disable: start over; or the path of a checkpoint. After a restart
-    by torchrun the job resumes its own run in any case."""
+    """auto: resume --experiment-name from its newest checkpoint; disable: start over; or the path of a checkpoint. After a
+    restart by torchrun the job always resumes its own run."""
     resume_anyway: bool = False
     """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
 
@@ -87,12 +87,13 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
     if origin.step > total_steps:
         raise UserError(
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
-            "(--total-training-steps, --total-epochs), or start anew with another --experiment-name."
+            "(--total-training-steps, --total-epochs), or start a new run with another --experiment-name."
         )
     if "identity" not in record:
-        raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start anew.")
+        raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start a new run.")
     if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
-        print(f"warning: {path} goes on under --resume-anyway as another run:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+        head = f"warning: {path} resumes with changed settings (--resume-anyway):"
+        print(head, *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
     groups, unfinished = (_groups(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
@@ -173,7 +174,7 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
     for run_dir in runs:
         if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
             if _read_config(run_dir / "config.json") is None:
-                print(f"warning: {run_dir}/config.json is missing or damaged; the run goes on", file=sys.stderr, flush=True)
+                print(f"warning: {run_dir}/config.json is missing or damaged; the run continues", file=sys.stderr, flush=True)
             return run_dir, _steps(run_dir), False
     return None
 
@@ -226,7 +227,7 @@ def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str |
     if errors:
         raise UserError(
             f"{run_dir}: every checkpoint of the run is damaged ({', '.join(errors)}; the warnings say how). Put the files "
-            "back, or start anew, at step 0, with another --experiment-name."
+            "back, or start a new run, at step 0, with another --experiment-name."
         )
     return None
 

@@ -169,7 +169,7 @@ class Saver:
         self._leaving = True
         if step > self.step:
             save(step)
-        kept = f"it goes on from {self.finish(step)}" if step else "nothing was trained yet"
+        kept = f"it resumes from {self.finish(step)}" if step else "nothing was trained yet"
         raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
 
     # ------------------------------------------------------------------------------------------- before the thread
@@ -190,7 +190,7 @@ class Saver:
                 if not self._was_short:
                     self.run.say(
                         f"checkpoints: {node} has {free / 2**30:.1f} GB of memory free, too little for the copies that let "
-                        f"training go on meanwhile ({need / 2**30:.1f} GB): each is written while training waits"
+                        f"training continue meanwhile ({need / 2**30:.1f} GB): each is written while training waits"
                     )
                 self._was_short = True
                 return False
@@ -265,7 +265,7 @@ class Saver:
         if hosts := sorted({of.decode() for of in dist.all_gather_bytes(own.encode()) if of}):
             self.run.say(
                 f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
-                "on its own disk, and all are needed to go on"
+                "on its own disk, and all are needed to resume"
             )
         return own
 
@@ -332,7 +332,7 @@ class Saver:
         if self._clears:
             shutil.rmtree(work, ignore_errors=True)
         if self.learner.ranks.is_main:
-            print(f"warning: the checkpoint of step {step} could not be written: {error}. Training goes on.", file=sys.stderr)
+            print(f"warning: the checkpoint of step {step} could not be written: {error}. Training continues.", file=sys.stderr)
 
 
 def _attempt(act: Callable[[], object]) -> str:

@@ -117,7 +117,7 @@ class ImagePrep:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"--model {path}: the preparation of images cannot be read there ({reason}). Copy the model's "
-                "preprocessor_config.json beside the weights."
+                "preprocessor_config.json next to the weights."
             ) from None
         self.image_token, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
         _check_sizes(self.processor, config, path)

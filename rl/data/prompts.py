@@ -42,7 +42,7 @@ def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], wh
     if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
         raise UserError(
             f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-            "model, or was saved incompletely: copy the model's own files beside the weights."
+            "model, or was saved incompletely: copy the model's own files next to the weights."
         )
 
 
@@ -54,7 +54,7 @@ BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the
 
 @dataclass
 class DataArgs:
-    """Prompts."""
+    """Training and validation data."""
 
     train_files: tuple[str, ...] = ("demo",)
     """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
@@ -62,24 +62,23 @@ class DataArgs:
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is used as it is. The tokenizer adds a BOS to a string
-    that has none, if it adds any."""
+    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets
+    one if the tokenizer adds one."""
     image_key: str = "images"
     """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
     "<image>" in the prompt."""
     min_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Images are enlarged to at least this many pixels (width x height); by default as the model's
-    preprocessor_config.json says."""
+    """Enlarge images to at least this many pixels (width x height). Default: that of the model's preprocessor_config.json."""
     max_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Images are reduced to at most this many pixels, which bounds their tokens; by default as the model's
-    preprocessor_config.json says."""
+    """Reduce images to at most this many pixels, which bounds their tokens. Default: that of the model's
+    preprocessor_config.json."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
     """Longest prompt, in tokens, with the chat template and all tokens of its images."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts, whatever --truncation says."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. At the right end stands
-    the chat template's generation prompt. A prompt with images is not cut."""
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The
+    chat template's generation prompt is at the right end. A prompt with images is never cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1

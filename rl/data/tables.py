@@ -75,8 +75,8 @@ def check_as_written(file: str, rows) -> None:
         for name, value in written.items():
             if not _is_same(read[name], value):
                 raise UserError(
-                    f"{file} row {number}: column {name!r} is {_short(value)}, but would be read as {_short(read[name])}. Let "
-                    "what stands in its place be of one kind in all rows: text, say."
+                    f"{file} row {number}: column {name!r} is {_short(value)}, but would be read as {_short(read[name])}. Give "
+                    "the column values of one kind in all rows, such as text."
                 )
 
 

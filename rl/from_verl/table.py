@@ -77,11 +77,11 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.ppo_epochs=1", "--ppo-epochs"),
         to("A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
            "A.actor.ppo_micro_batch_size=null", "--max-tokens-per-micro-batch", "micro-batches are always filled by tokens; a "
-           "micro-batch size becomes so many prompts and responses of full length; where verl is given none, which it refuses, "
-           "as many as fit. At least one full sequence together with `--sequence-parallel`", m.token_budget),
+           "micro-batch size becomes that many prompts and responses of full length; where verl is given none, which it "
+           "refuses, as many as fit. At least one full sequence together with `--sequence-parallel`", m.token_budget),
         to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size|"
            "A.actor.veomni.ulysses_parallel_size=1",
-           "--sequence-parallel", "a micro-batch has so many times the tokens of one device, as in verl"),
+           "--sequence-parallel", "a micro-batch has that many times the tokens of one device, as in verl"),
         missing("A.*.megatron.tensor_model_parallel_size=1 A.*.megatron.pipeline_model_parallel_size=1 "
                 "A.*.megatron.virtual_pipeline_model_parallel_size=null A.*.megatron.context_parallel_size=1 "
                 "A.*.megatron.expert_tensor_parallel_size=1 A.*.megatron.dynamic_context_parallel=False "
@@ -159,7 +159,7 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.actor.optim.override_optimizer_config.overlap_* "
                  "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer", "speed and precision of Megatron's "
                  "optimizer"),
-        unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to go on "
+        unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to resume "
                  "(checkpoints.md)"),
         unneeded("A.nccl_timeout", "every wait is watched: `--hang-timeout`"),
         unneeded("A.actor.rollout_n A.ref.rollout_n", "`--rollout-n`"),
@@ -274,7 +274,7 @@ TABLE: dict[str, list[Row]] = {
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
         missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0", "sampling by temperature, "
                 "top-p and top-k"),
-        missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` lets it go on in the "
+        missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` continues it in the "
                 "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
         missing("A.rollout.trace.* A.rollout.prometheus.*", "metrics go where `--logger` says"),
@@ -306,7 +306,7 @@ TABLE: dict[str, list[Row]] = {
            "verl counts the versions that a response spans, `--max-staleness` the age of its oldest token: one less. null is "
            "no bound", split.off_policy),
         to("V1.colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "
-           "responses go on in the next step", split.over_sample),
+           "responses continue in the next step", split.over_sample),
         to("V1.trainer_mode=sync", "", "`sync` and `colocate_async` are `train_sync.py`, `separate_async` is `train_async.py`, "
            "whose steps are mini-batches: what verl counts in publishes is multiplied", split.trainer_mode),
         missing("V1.separate_async.hybrid_rollout.enable_switch=False async_training.use_dynamic_resource_scheduling=False "

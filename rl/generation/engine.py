@@ -28,7 +28,7 @@ class EngineArgs(RouterArgs):
     max_response_length: Annotated[int, Range(at_least=1)] = 8
     """Longest response, in tokens. One that reaches it is cut off there."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
-    """Sampling temperature. The learner divides its logits by it, too."""
+    """Sampling temperature. The learner divides its logits by it as well."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution."""
     top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
@@ -36,7 +36,7 @@ class EngineArgs(RouterArgs):
     ignore_eos: bool = False
     """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
-    """Responses per validation prompt. Above 1, pass@n is reported, too."""
+    """Responses per validation prompt. Above 1, pass@n is also reported."""
     val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
@@ -47,7 +47,7 @@ class EngineArgs(RouterArgs):
     max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
     """Responses that one engine decodes at once."""
     max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
-    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm the responses' next tokens, too."""
+    """Tokens in one forward pass of an engine: prompts to prefill, and with vllm also the responses' next tokens."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
     rollout_tp: Annotated[int, Range(at_least=1)] = 1
@@ -57,15 +57,15 @@ class EngineArgs(RouterArgs):
     enable_chunked_prefill: bool = True
     """vllm: split long prompts over several steps, so that running responses need not wait for them. Never on a CPU."""
     enforce_eager: bool = False
-    """vllm: neither capture graphs nor compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
+    """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
     load_format: str = "auto"
-    """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights in any case."""
+    """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights anyway."""
     free_cache_engine: bool = True
     """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
 
     rollout_seeds: Literal["auto", "on", "off"] = "auto"
-    """vllm: give each request a seed of its own, so that it repeats. off draws a step's random numbers at once. auto is off on
-    an NPU, where each seed costs a kernel per token, and on elsewhere."""
+    """vllm: give each request its own seed, so that its response can be repeated. off draws a step's random numbers at once.
+    auto is off on an NPU, where each seed costs a kernel per token, and on elsewhere."""
 
     @property
     def engine_sleeps(self) -> bool:

@@ -60,16 +60,16 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     third more time."""
     compile: bool = False
     """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
-    seconds, some where its cache on disk is warm. A CPU needs a C++ compiler for it, a GPU Triton."""
+    seconds, or a few with a warm cache on disk. It needs a C++ compiler on a CPU and Triton on a GPU."""
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     activation_offload: bool = False
-    """Keep what --gradient-checkpointing leaves, each layer's input, in host memory until the backward pass."""
+    """Keep each layer's input, which --gradient-checkpointing saves, in host memory until the backward pass."""
     ref_offload: bool = True
     """Keep the reference policy in host memory while it is not in use (accelerators only)."""
     max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
-    """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto is as many as an accelerator's memory
-    holds (with images 8,192), and on a CPU as many as make it fast; never fewer than one sequence of full length."""
+    """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto: as many as the accelerator's memory
+    holds (8,192 with images), or as many as are fastest on a CPU. At least one sequence of full length."""
     sequence_parallel: Annotated[int, Range(at_least=1)] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     this many times --max-tokens-per-micro-batch tokens."""
@@ -78,7 +78,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
     freeze_vision_tower: bool = False
-    """Leave the vision tower of a model that takes images as it is: it is neither trained nor published again."""
+    """Do not train the vision tower of a model that takes images. It is published once."""
 
     def __post_init__(self):
         if self.dtype == "auto":

@@ -18,7 +18,7 @@ class OptimizerArgs:
     """Peak learning rate of AdamW. The default suits the demo; billions of parameters want 1e-6."""
     lr_warmup_steps: Annotated[int, Range(at_least=0)] = 10
     """Training steps over which the rate rises linearly to --lr: of W steps the first trains with --lr / W, the last with --lr.
-    All optimizer steps of a training step have one rate."""
+    All optimizer steps of a training step have the same rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
     min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
@@ -34,8 +34,8 @@ class OptimizerArgs:
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw keeps two fp32 moments of each parameter, 8 bytes; adamw_8bit keeps them in 8 bits, 2 bytes."""
     optimizer_offload: bool = False
-    """Keep the moments in host memory, and with --dtype bfloat16 the fp32 weights, too. They visit the device, a piece at a
-    time, for each optimizer step."""
+    """Keep the moments in host memory, and with --dtype bfloat16 also the fp32 weights. Each optimizer step moves them to the
+    device, one piece at a time."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are reduced over the learners, summed over micro-batches, and kept."""
 

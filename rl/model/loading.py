@@ -82,7 +82,7 @@ def check_files(path: str, where: str) -> None:
     if not index.exists():
         return
     if (directory / "model.safetensors").exists():
-        raise UserError(f"{where}: there is a model.safetensors beside {index.name}. Remove the one that is out of date.")
+        raise UserError(f"{where}: there is a model.safetensors next to {index.name}. Remove the one that is out of date.")
     try:
         listed = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:

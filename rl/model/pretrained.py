@@ -66,7 +66,7 @@ def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
 
 @functools.cache
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    remedy = "Save one beside the weights (tokenizer.save_pretrained)."
+    remedy = "Save one next to the weights (tokenizer.save_pretrained)."
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
         # transformers would make an empty one of the model's class, silently
         raise UserError(f"--model {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
@@ -183,7 +183,7 @@ def computed(config: PretrainedConfig) -> dict[str, object]:
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Raises UserError for a tokenizer that is another model's: ids that have no embedding, or far too few tokens."""
     vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
-    remedy = "The tokenizer belongs to another model, or was saved incompletely: copy the model's own files beside the weights."
+    remedy = "It belongs to another model, or was saved incompletely: copy the model's own files next to the weights."
     if len(vocabulary) < rows / 2:
         raise UserError(f"{where}: the tokenizer has {len(vocabulary)} tokens, the model's vocabulary {rows}. {remedy}")
     # Some models keep special tokens of other modalities behind the embedding; they matter only where prompts have them.

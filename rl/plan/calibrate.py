@@ -271,7 +271,7 @@ def split(order: Order, args, script, parts: Split) -> ServiceTimes | None:
         return None
     learner = _learners_times(order, args, script, job, lengths, parts, go_on)
     engine = json.loads(store.get("calibrated/times"))
-    where = source(f"{parts.generators} generators beside {parts.learners} learners")
+    where = source(f"{parts.generators} generators with {parts.learners} learners")
     return from_dict({"engine": engine, "learner": dataclasses.asdict(learner), "source": where})
 
 

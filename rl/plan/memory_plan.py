@@ -187,7 +187,7 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
     lines = [
         f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan, machine) / GB:.1f} GB "
-        f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank; samples that they share: "
+        f"({_listed(memory.host)} on the first) and Python and the libraries of each rank; samples that they share: "
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
         f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",

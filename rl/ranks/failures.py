@@ -82,7 +82,7 @@ def _open_store() -> Store:
     is gone."""
     global _has_gone
     if _has_gone:
-        raise DistError("the job's store has gone")
+        raise DistError("the job's store is lost")
     try:
         return launch.open_store()
     except DistError:

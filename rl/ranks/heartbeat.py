@@ -104,7 +104,7 @@ class Heartbeat:
             time.sleep(TICK)
             seen, idle = self.rounds, idle + TICK if seen == self.rounds else 0.0
         if not self._ended.is_set():
-            last = self._others.told(0) if self.rank else ""
+            last = self._others.last_seen(0) if self.rank else ""
             watchdog.end_stuck_launcher(LAUNCHER_SECONDS)
             verdict = f"node 1, {self.nodes[0].host}, has not answered for {self.timeout:g} s{last} (--node-timeout)"
             self._end(verdict, store_answers=False)
@@ -115,7 +115,7 @@ class Heartbeat:
         for number, node in enumerate(self.nodes, 1):
             if ranks := [rank for rank in silent if rank in node.ranks]:
                 whole = "all its ranks" if len(ranks) == node.size else failures.numbered(ranks)
-                last = "".join(self._others.told(rank) for rank in ranks)
+                last = "".join(self._others.last_seen(rank) for rank in ranks)
                 said.append(f"node {number}, {node.host}: no sign of life of {whole} for {self.timeout:g} s{last}")
         return f"{'; '.join(said)} (--node-timeout)" if said else ""
 
@@ -158,7 +158,7 @@ class Signs:
             return []
         return [rank for rank in there if self._looks[rank] > ROUNDS - 2]  # a node's ranks fall silent a round apart
 
-    def told(self, rank: int) -> str:
+    def last_seen(self, rank: int) -> str:
         if rank not in self.last:
             return ""
         _, name, place, *_ = self.last[rank]

@@ -39,15 +39,15 @@ def check() -> None:
     """Raises UserError for an environment that says half of what torchrun says: this process would wait for ranks that are
     none, or take itself for the only one."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    told = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
-    if told.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
+    given = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
+    if given.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
         return
-    if missing := [name for name in needed if name not in told]:
+    if missing := [name for name in needed if name not in given]:
         raise UserError(
-            f"the environment has {', '.join(told)} and lacks {', '.join(missing)}. Start with torchrun, which sets all, or "
-            f"unset {', '.join(told)}."
+            f"the environment has {', '.join(given)} and lacks {', '.join(missing)}. Start with torchrun, which sets all, or "
+            f"unset {', '.join(given)}."
         )
-    if wrong := [f"{name}={value!r}" for name, value in told.items() if name != "MASTER_ADDR" and not value.isdecimal()]:
+    if wrong := [f"{name}={value!r}" for name, value in given.items() if name != "MASTER_ADDR" and not value.isdecimal()]:
         raise UserError(f"{wrong[0]} in the environment is no number. Start with torchrun, which sets it, or unset it.")
     me = here()
     if not me.local_rank <= me.rank < me.world_size:

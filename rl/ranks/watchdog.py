@@ -45,13 +45,13 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is
 
 @dataclass
 class WatchdogArgs:
-    """The end of a job that hangs, or that has lost a part."""
+    """Failure detection: when a job that hangs, or has lost a rank, ends."""
 
     hang_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 1800.0
-    """Seconds that a rank may go without progress. Then every rank reports what it waits for, and the job ends. Must be longer
-    than the longest step, for whose weights generators wait, and than the start with a download of the model. 0: never."""
+    """Seconds that a rank may go without progress. Then every rank reports what it waits for, and the job ends. Must exceed the
+    longest step and the initial download of the model. 0 disables it."""
     node_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 20.0
-    """Seconds without a sign of life after which a rank or a node counts as lost. It is named, and the job ends. 0: never."""
+    """Seconds without a sign of life after which a rank or a node counts as lost. The job ends and names it. 0 disables it."""
 
 
 # What this process's main thread is at. Written by it, read by the watchdog's thread.
@@ -186,7 +186,7 @@ class Watchdog:
     def call_the_roll(self) -> set[int]:
         """Asks for a sign of life; returns the ranks that have given none. For the main thread."""
         if self.is_alone:
-            raise DistError("the store has gone")
+            raise DistError("the store is lost")
         self.store.set("watchdog/roll", "")
         deadline, silent = time.monotonic() + ROLL_SECONDS, set(self.ranks)
         while silent and time.monotonic() < deadline:
@@ -326,9 +326,9 @@ def _condition(pid: int, host: str) -> str:
     if not pid:
         return "it has not begun to join"
     if host != platform.node():
-        return f"its process {pid} on {host} does not answer; the node may have gone"
+        return f"its process {pid} on {host} does not answer; the node may be lost"
     state = _state(pid, host)
-    condition = STATES.get(state, "keeps Python's lock") if state else "has gone"
+    condition = STATES.get(state, "keeps Python's lock") if state else "has exited"
     return f"its process {pid} {condition}"
 
 

@@ -23,20 +23,20 @@ def verdict(
     of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
     which they did not wait.
     """
-    told = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
+    waits = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:
-        return "balanced", f"{told}: balanced"
+        return "balanced", f"{waits}: balanced"
     if min(generators_idle, learners_idle) > OVERLAPPING:
         more = "a higher --staleness-threshold or fewer validations may"
-        return "turns", f"{told}: they take turns, and no other split helps; {more}"
+        return "turns", f"{waits}: they take turns, and no other split helps; {more}"
     ranks = generators + learners
     work = generators * (1 - generators_idle), learners * (1 - learners_idle)
     exact = ranks * work[0] / sum(work)  # generators, if ranks could be divided
     best = (nodes or 1) * min(ranks // (nodes or 1) - 1, max(1, round(exact / (nodes or 1))))
     rough = f"{exact:.1f} to {ranks - exact:.1f}"
     if best == generators:
-        return best, f"{told}: {generators} to {learners} is the best split of {ranks} ranks ({rough} would balance exactly)"
-    better = f"{told}: {best} to {ranks - best} would balance {ranks} ranks better ({rough} exactly)"
+        return best, f"{waits}: {generators} to {learners} is the best split of {ranks} ranks ({rough} would balance exactly)"
+    better = f"{waits}: {best} to {ranks - best} would balance {ranks} ranks better ({rough} exactly)"
     if nodes is None:
         return best, f"{better}: change --generators on some of the nodes"
     return best, f"{better}: --generators {best // nodes}" + (f" on each of {nodes} nodes" if nodes > 1 else "")

@@ -38,10 +38,10 @@ class ConsoleLog:
         validation = [v for k, v in metrics.items() if k.startswith("val-core/") and "/acc/mean@" in k]
         if validation:
             self.accuracy = sum(validation) / len(validation)
-        parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation {:.3f}", self.accuracy)]
-        parts += [("{}", _rates(metrics))]
+        parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation accuracy {:.3f}", self.accuracy)]
+        parts += [("{:,.0f} tokens/s", _rate(metrics))]
         parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
-        parts += [("generators {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
+        parts += [("generators wait {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
         text = "  ".join(form.format(value) for form, value in parts if value is not None)
         if self.bar:
             self.bar.update(self.task, completed=step, description=text)
@@ -50,8 +50,8 @@ class ConsoleLog:
         if self.bar and validation:
             self.bar.console.print(f"step {metrics.get(validations.STEP, step)}: validation accuracy {self.accuracy:.3f}")
         elif not self.bar and (validation or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY):
-            done = step - first_step
-            left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if done else ""
+            done, steps = step - first_step, self.total_steps - first_step
+            left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if 0 < done < steps else ""
             print(f"step {step}/{self.total_steps}  {text}{left}", flush=True)
             self.last_line = now
 
@@ -67,13 +67,7 @@ class ConsoleLog:
             self.bar.stop()
 
 
-def _rates(metrics: dict[str, float]) -> str | None:
-    """Tokens per second of a rank (perf/throughput), and of all ranks if there are several."""
-    per_rank = metrics.get("perf/throughput")
-    if per_rank is None:
-        return None
+def _rate(metrics: dict[str, float]) -> float | None:
+    """Tokens per second of all ranks; perf/throughput is a rank's, as in verl."""
     seconds = metrics.get("perf/time_per_step")
-    of_all = metrics["perf/total_num_tokens"] / seconds if seconds else per_rank
-    if of_all < 1.5 * per_rank:  # one rank
-        return f"{per_rank:,.0f} tokens/s"
-    return f"{per_rank:,.0f} tokens/s per rank, {of_all:,.0f} all"
+    return metrics["perf/total_num_tokens"] / seconds if seconds else metrics.get("perf/throughput")

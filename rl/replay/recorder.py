@@ -86,8 +86,8 @@ class Recorder:
             os.ftruncate(self._file, self._end)
             if not self._missing:
                 print(
-                    f"warning: {self.path}: step {step} is not recorded ({error.strerror}). Training goes on; later steps are "
-                    "recorded if they can be.",
+                    f"warning: {self.path}: step {step} is not recorded ({error.strerror}). Training continues; later steps "
+                    "are recorded if they can be.",
                     file=sys.stderr,
                 )
             self._missing = True

@@ -69,11 +69,11 @@ def learning(group: RunGroup) -> list[Row]:
         np.concatenate([log.points(REWARD)[part, 1] for log in group.logs]) for part in (slice(width), slice(-width, None))
     )
     change, noise = last.mean() - first.mean(), math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
-    told = f"the reward {'rose' if change > 0 else 'fell'} from {first.mean():.3f} to {last.mean():.3f}"
+    said = f"the reward {'rose' if change > 0 else 'fell'} from {first.mean():.3f} to {last.mean():.3f}"
     if abs(change) <= 2 * noise:
-        told = f"the reward did not move beyond its noise ({first.mean():.3f} to {last.mean():.3f})"
+        said = f"the reward did not move beyond its noise ({first.mean():.3f} to {last.mean():.3f})"
     return [
-        (group.label, told, f"means of the first and the last {width} steps; change {change:+.3f}, standard error {noise:.3f}")
+        (group.label, said, f"means of the first and the last {width} steps; change {change:+.3f}, standard error {noise:.3f}")
     ]
 
 
@@ -85,16 +85,16 @@ def accuracy(group: RunGroup) -> list[Row]:
         counts = f"{count(min(map(len, curves)), 'validation')}, {count(len(curves), 'run')}"
         rests = f"{name}: {counts}: {spread(first)} before, {spread(last)} after"
         if min(map(len, curves)) < 2:
-            told = "one validation: whether the accuracy moved cannot be told"
+            said = "one validation: it cannot show whether the accuracy moved"
         elif len(curves) < MIN_SEEDS:
             few = ("one run", "two runs")[len(curves) - 1]
-            told = f"validation accuracy went from {np.mean(first):.3f} to {np.mean(last):.3f}; {few}: too few for a spread"
+            said = f"validation accuracy went from {np.mean(first):.3f} to {np.mean(last):.3f}; {few}: too few for a spread"
         elif min(last) > max(first) or max(last) < min(first):
             word = "rose" if min(last) > max(first) else "fell"
-            told = f"validation accuracy {word} from {np.mean(first):.3f} to {np.mean(last):.3f}, in every run"
+            said = f"validation accuracy {word} from {np.mean(first):.3f} to {np.mean(last):.3f}, in every run"
         else:
-            told = "the runs' validation accuracies before and after overlap: no change beyond the spread"
-        out.append((group.label, told, rests))
+            said = "the runs' validation accuracies before and after overlap: no change beyond the spread"
+        out.append((group.label, said, rests))
     return out
 
 
@@ -102,8 +102,8 @@ def lengths(group: RunGroup) -> list[Row]:
     truncated = [p[-MIN_STEPS:, 1].mean() for log in group.logs if len(p := log.points("response_length/clip_ratio"))]
     if not truncated or np.mean(truncated) <= 0.1:
         return []
-    told = f"{np.mean(truncated):.0%} of the last responses were cut at --max-response-length: their answers are lost"
-    return [(group.label, told, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(truncated)}")]
+    said = f"{np.mean(truncated):.0%} of the last responses were cut at --max-response-length: their answers are lost"
+    return [(group.label, said, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(truncated)}")]
 
 
 def mismatch(group: RunGroup) -> list[Row]:
@@ -115,10 +115,10 @@ def mismatch(group: RunGroup) -> list[Row]:
     if not worst or stale or not precise:
         return []
     bad = max(worst) > 0.1
-    told = (
+    said = (
         "generator and learner disagree on a token's probability: something is wrong" if bad else "generator and learner agree"
     )
-    return [(group.label, f"{told} (fp32, on-policy)", f"{name}: {max(worst):.2g}, where 0.1 is the bound")]
+    return [(group.label, f"{said} (fp32, on-policy)", f"{name}: {max(worst):.2g}, where 0.1 is the bound")]
 
 
 def trouble(group: RunGroup) -> list[Row]:
@@ -128,10 +128,10 @@ def trouble(group: RunGroup) -> list[Row]:
     counters |= {f"reward/events/{kind}": f"responses could not be scored ({kind})" for kind in kinds}
     counters |= {"fully_async/count/dropped_stale_samples": "prompts were dropped as too stale"}
     out = []
-    for name, told in counters.items():
+    for name, said in counters.items():
         counts = group.each(lambda log, n=name: p[-1, 1] if len(p := log.points(n)) else None)
         if counts and max(counts) > 0:
-            out.append((group.label, f"{spread(counts, '.0f')} {told}", name))
+            out.append((group.label, f"{spread(counts, '.0f')} {said}", name))
     return out
 
 
@@ -146,9 +146,9 @@ def between(groups: list[RunGroup]) -> list[Row]:
         theirs = base.each(number)
         for group in others:
             if theirs and (ours := group.each(number)):
-                told = _compared(ours, theirs, [*group.logs, *base.logs])
+                said = _compared(ours, theirs, [*group.logs, *base.logs])
                 rests = f"{what}: {spread(ours)} / {spread(theirs)}, {len(ours)} and {count(len(theirs), 'run')}"
-                out.append((f"{group.label} / {base.label}", f"{what}{told}", rests))
+                out.append((f"{group.label} / {base.label}", f"{what}{said}", rests))
     return out
 
 
@@ -189,7 +189,7 @@ def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[st
             worst, best = min(theirs) / max(ours), max(theirs) / min(ours)
             verdict = "one pair: no spread" if len(ours) == len(theirs) == 1 else f"{worst:.2f} - {best:.2f}"
             if min(len(ours), len(theirs)) >= MIN_SEEDS and worst <= 1 <= best:
-                verdict += ", not told apart"
+                verdict += ", not distinguishable"
             ratio = np.mean(theirs) / np.mean(ours)
             out.append([group.label, f"{level:.3f}", spread(ours, ".1f"), spread(theirs, ".1f"), f"{ratio:.2f}", verdict])
     return out

@@ -103,11 +103,11 @@ def _row(quantity: Quantity, ours: RunGroup, base: RunGroup) -> Row:
 def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
     values = [group.each(quantity.value) for group in (ours, base)]
     ratio = quantity.of_all(ours) / quantity.of_all(base)
-    told = quantity.says.format(ours=ours.label, base=base.label, ratio=times(ratio))
+    said = quantity.says.format(ours=ours.label, base=base.label, ratio=times(ratio))
     fewest, short = min((quantity.recorded(log), group.label) for group in (ours, base) for log in group.logs)
     if fewest < MIN_STEPS:
         few = f"too few steps to compare {quantity.name}: {short} has {fewest}, where {MIN_STEPS} are the least"
-        return f"{few}. In the steps so far {told}"
+        return f"{few}. In the steps so far {said}"
     low, high = interval(*([(quantity.steps(log), _period(log)) for log in group.logs] for group in (ours, base)))
     over = f"({digits(low)}-{digits(high)} over steps)"
     several = max(map(len, values)) > 1
@@ -115,7 +115,7 @@ def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
         return f"{quantity.name}: the runs overlap, no difference is shown; {times(ratio)} {over}"
     if low <= 1 <= high:
         return f"{quantity.name}: no difference is shown beyond that of the steps; {times(ratio)} {over}"
-    return f"{told} {over}{', in every run' if several else ''}{_more(quantity, ours, base, ratio)}"
+    return f"{said} {over}{', in every run' if several else ''}{_more(quantity, ours, base, ratio)}"
 
 
 def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> str:

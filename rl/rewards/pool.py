@@ -32,13 +32,13 @@ from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 @dataclass
 class RewardArgs:
-    """Scores of responses."""
+    """The reward function, and what happens when it fails."""
 
     reward: str | None = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
     extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
     reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
-    """Seconds that scoring a response may take. For one that takes longer see --on-reward-error."""
+    """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
     reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
     """CPU seconds that scoring a response may take, over all threads of its process; 0 is no limit."""
     reward_workers: Annotated[int, Range(at_least=1, at_most=1024)] = 1
@@ -46,12 +46,12 @@ class RewardArgs:
     reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
     """Address space of each scoring process, in GiB; 0 is no limit."""
     reward_env: tuple[str, ...] = ()
-    """Environment variables that the reward function gets in any case, by name or pattern (MY_*). Secrets (*TOKEN*, *KEY*,
-    *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are left out otherwise."""
+    """Environment variables to pass to the reward function, by name or pattern (MY_*). Without this, secrets (*TOKEN*, *KEY*,
+    *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are removed."""
     on_reward_error: Literal["mask", "zero"] = "mask"
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
-    give it a score of 0. It is counted either way. In a validation it counts as wrong, with 0 or, where that is below 0, the
-    worst score of its source in this validation."""
+    give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
+    source if that is below 0."""
     format_score: Annotated[float, Range()] = 0.0
     """Score of a wrong answer in the right format, from the built-in gsm8k."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0

@@ -67,26 +67,22 @@ class IdleMeter:
         self._started.add((role, rank))
 
     def news(self) -> str:
-        """The summary if its advice differs from that of the last call; nothing if too few steps say it, or if the ranks can be
-        split in one way only."""
+        """Advice to split the ranks differently, if it differs from that of the last call."""
         advised, text = self._verdict()
-        if advised in (None, self._advised):
-            return ""
+        is_new = advised not in (None, self._advised)
         self._advised = advised
-        return text if self._has_choice() else ""
+        is_advice = advised not in ("balanced", self.split.generators)
+        return text if is_new and is_advice and self._has_choice() else ""
 
     def last_words(self) -> list[str]:
         """The summary at the end of a run, without a verdict on the split where there is only one; none of too few steps."""
         advised, text = self._verdict()
         return [] if advised is None else [text if self._has_choice() or advised == "turns" else text.partition(":")[0]]
 
-    def summary(self) -> str:
-        """Which side has waited, and the split of the job's ranks that would balance them."""
-        return self._verdict()[1]
-
     def _verdict(self) -> tuple[str | int | None, str]:
+        """What rl/record/balance.py says of the shares so far; (None, "") after too few steps."""
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
-            return None, "too few steps to say who waits for whom"
+            return None, ""
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
         return verdict(self.split.generators, self.split.learners, self._nodes_alike(), *idle)
 

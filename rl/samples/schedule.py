@@ -91,7 +91,7 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
     partial_rollout: Literal["keep", "recompute", "off"] = "keep"
     """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
-    their KV cache is computed again; off: the new weights wait until they have ended."""
+    they continue with a new KV cache; off: the new weights wait until they have ended."""
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
     """Age in versions of the oldest token that may be trained; each publish makes a version. By default
     --staleness-threshold alone bounds the age."""

@@ -176,7 +176,7 @@ class Slots:
             if now > looked + LOOK_SECONDS:
                 looked = now
                 if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
-                    raise ConnectionError(f"Connection lost: process {gone[0]}, with which weights are shared, has gone")
+                    raise ConnectionError(f"Connection lost: process {gone[0]}, with which weights are shared, has exited")
                 if now > began + self.timeout:
                     raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
             time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))

@@ -121,8 +121,8 @@ class Receiver(_Thread):
             except RingTimeout:
                 pass
             except RecordTooLarge as error:
-                told = f"a group from another node does not fit into the ring here: {error} bytes"
-                raise UserError(f"{told}. Raise --ring-mb to what the nodes that generate have.") from None
+                what = f"a group from another node does not fit into the ring here: {error} bytes"
+                raise UserError(f"{what}. Raise --ring-mb to what the nodes that generate have.") from None
         return False
 
 
@@ -157,8 +157,8 @@ class Forwarder(_Thread):
             connections += self._connected()
             if not connections and time.monotonic() > patience:
                 patience = math.inf
-                told = f"{self._address}, where this node's samples go, has not answered for {SILENT_SECONDS} s"
-                print(f"warning: {told}: is it closed to this node?", file=sys.stderr, flush=True)
+                what = f"{self._address}, where this node's samples go, has not answered for {SILENT_SECONDS} s"
+                print(f"warning: {what}: is it closed to this node?", file=sys.stderr, flush=True)
             if connections > 1:  # again: what was under way may be lost
                 connections = 1
                 for head, record in self._under_way:

@@ -155,7 +155,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 
 def test_two_processes_never_write_one_run(tmp_path):
     run = make(tmp_path, logger=())
-    with pytest.raises(UserError, match="belongs to a run that is still going on"):
+    with pytest.raises(UserError, match="belongs to a run that is still running"):
         make(tmp_path, origin=Origin(run.dir, None), logger=())
 
 
@@ -199,9 +199,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     began, *lines = done.stdout.splitlines()
     (run,) = tmp_path.iterdir()
-    assert began == f"run {run} (to go on with it later: --experiment-name {run.name})"
-    assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation 0.340"
-    assert lines[-4].startswith("step 3/3  reward 0.300  validation 0.340  1,234 tokens/s  0 s left")
+    assert began == f"run {run} (resume with --experiment-name {run.name})"
+    assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
+    assert lines[-4] == "step 3/3  reward 0.300  validation accuracy 0.340  1,234 tokens/s"
     assert lines[-3] == "checkpoint  here"
 
 
@@ -226,8 +226,8 @@ def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
     assert bool([*run.dir.glob("wandb/offline-run-*")]) == ("wandb" in logger)
 
 
-@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "1,497 tokens/s per rank, 2,994 all")])
-def test_the_rate_says_whose_it_is(ranks, shown, tmp_path, capsys):
+@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "2,994 tokens/s")])
+def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
     """verl's perf/throughput is that of a rank."""
     run = make(tmp_path)
     rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}

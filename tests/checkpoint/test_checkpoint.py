@@ -87,9 +87,9 @@ def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
     _, told = process.communicate(timeout=60)
     stopped = max(row["step"] for row in rows(tmp_path / "run"))
     assert process.returncode == 143 and 3 <= stopped < 20
-    assert f"SIGTERM: stopped after step {stopped}; it goes on from {tmp_path}/run/step_{stopped:06d}" in told
+    assert f"SIGTERM: stopped after step {stopped}; it resumes from {tmp_path}/run/step_{stopped:06d}" in told
     resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
-    assert f"goes on after step {stopped} of 20" in resumed.stdout
+    assert f"resumes after step {stopped} of 20" in resumed.stdout
     same(tmp_path / "run", sync)
 
 
@@ -149,7 +149,7 @@ def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     run = take_back(stream, tmp_path, stopped)
     before = pieces(run / f"step_{stopped:06d}")
     done = go("train_async.py", tmp_path, *STREAM, "--save-freq", "1", "--generators", "2", ranks=3)
-    assert f"goes on after step {stopped} of 12" in done.stdout and " 0 dropped" in done.stdout
+    assert f"resumes after step {stopped} of 12" in done.stdout and " 0 dropped" in done.stdout
     seen = 0
     for step in range(stopped + 1, 12):
         for ticket, responses in pieces(run / f"step_{step:06d}").items():
@@ -327,8 +327,8 @@ def test_resume_anyway_resumes_and_prints_the_differences(sync, tmp_path):
         ranks=None,
     )
     assert "as another run:\n  --lr: was 0.0001, is 0.01\n" in done.stderr
-    assert f"{run}/config.json is missing or damaged; the run goes on" in done.stderr
-    assert "goes on after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
+    assert f"{run}/config.json is missing or damaged; the run continues" in done.stderr
+    assert "resumes after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
     assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
 
 
@@ -337,7 +337,7 @@ def test_damage_is_never_answered_with_a_new_beginning(sync, tmp_path):
     truncate(run / "step_000020" / "training" / "state.json")
     done = go("train_sync.py", tmp_path, *FLAGS)
     assert "step_000020 is damaged: training/state.json" in done.stderr and "steps after 10 are trained again" in done.stderr
-    assert "goes on after step 10 of 20" in done.stdout
+    assert "resumes after step 10 of 20" in done.stdout
     for step in run.glob("step_*"):
         if step.is_dir() and not step.name.endswith("superseded"):
             truncate(step / "manifest.json")

@@ -90,7 +90,7 @@ def test_a_run_whose_nodes_share_no_disk_resumes_bit_for_bit(network, demo_model
     assert not (of_node(1) / found[0][0]).exists()
 
     consoles = go(4)
-    assert [code for code, _ in consoles] == [0, 0] and "goes on after step 2 of 4" in consoles[0][1], consoles
+    assert [code for code, _ in consoles] == [0, 0] and "resumes after step 2 of 4" in consoles[0][1], consoles
     assert sorted(path.name for path in of_node(2).iterdir()) == ["step_000002", "step_000004"]
     shutil.rmtree(of_node(1) / "step_000002")
     assert bits(of_node(1)) == bits(whole)

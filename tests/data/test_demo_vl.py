@@ -166,7 +166,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(demo_vl_model, tmp_path):
     whole = tmp_path / "whole" / "run"
     run = take_back(whole, tmp_path / "again")
     done = go("train_sync.py", tmp_path / "again", *flags, ranks=None)
-    assert "goes on after step 10 of 20" in done.stdout
+    assert "resumes after step 10 of 20" in done.stdout
     same(whole, run)
 
 

@@ -126,7 +126,7 @@ DAMAGES = {
     ),
     "a shard lost": (lose_shard, "cannot be read"),
     "a shard not listed": (lose_shard_from_index, "is not listed in model.safetensors.index.json"),
-    "two sets of weights": (forget_whole_file, "model.safetensors beside"),
+    "two sets of weights": (forget_whole_file, "model.safetensors next to"),
     "a damaged index": (damage_index, "cannot be read"),
     "an adapter": (lambda path: edit_json(path, "adapter_config.json", r=8), "Merge it into the model"),
 }

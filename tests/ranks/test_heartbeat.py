@@ -53,7 +53,8 @@ def test_only_too_many_looks_at_the_same_sign_are_silence():
         signs(store, r3=number // 3)
         looks.append(watched.look(store))
     assert looks == [[]] * (ROUNDS + 1) + [[1]]
-    assert re.fullmatch(f"; learner r1 was last heard of at {TIME}, in the wait", watched.told(1)) and watched.told(4) == ""
+    assert re.fullmatch(f"; learner r1 was last heard of at {TIME}, in the wait", watched.last_seen(1))
+    assert watched.last_seen(4) == ""
     signs(store, r1=1)
     assert watched.look(store) == [], "it was only slow"
 

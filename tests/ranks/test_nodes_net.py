@@ -109,7 +109,7 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
     consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert clean(machines)
-    assert sum("goes on after step" in console for _, console in consoles) == 1, consoles
+    assert sum("resumes after step" in console for _, console in consoles) == 1, consoles
     assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)
 
 
@@ -141,5 +141,5 @@ def test_another_machine_in_the_place_of_one_that_has_lost_its_power_is_taken_in
     consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert clean(machines)
-    assert sum("goes on after step" in console for _, console in consoles) == 1, consoles
+    assert sum("resumes after step" in console for _, console in consoles) == 1, consoles
     assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)

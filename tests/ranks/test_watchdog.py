@@ -179,6 +179,6 @@ def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():
     assert "\na and b came to collective 7 of world, gather; c has not (it was in 6)\n" in text and "1 of bridge;" not in text
     assert list(table(text)) == ["b", "a", "c"] and table(text)["a"] == "for 9 s, in wait (70 s); waits for room (9 s)"
     assert "---- d (has come to its end)\n" in text and "nothing" not in text
-    assert f"\ne is silent: its process {2**30} has gone.\n" in text
+    assert f"\ne is silent: its process {2**30} has exited.\n" in text
     assert "\nf is silent: it has not begun to join.\n" in text
-    assert "\ng is silent: its process 7 on far does not answer; the node may have gone.\n" in text
+    assert "\ng is silent: its process 7 on far does not answer; the node may be lost.\n" in text

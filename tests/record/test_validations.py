@@ -546,7 +546,7 @@ def test_a_killed_run_that_resumes_has_each_validation_once(script, demo_model, 
     assert [*whole] == [0, 1, 2, 3, 4]
     shutil.rmtree(run / "step_000004")  # as a kill before that save leaves it
     done = named(script, tmp_path, *flags, ranks=2)
-    assert "goes on after step 2 of 4" in done.stdout or "after step 2/4" in done.stdout
+    assert "resumes after step 2 of 4" in done.stdout or "after step 2/4" in done.stdout
     again = accuracies(run)
     assert [*again] == [0, 1, 2, 3, 4] and {s: again[s] for s in (0, 1, 2)} == {s: whole[s] for s in (0, 1, 2)}
     assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [3, 4]

@@ -289,7 +289,7 @@ def test_speedup_says_when_it_cannot_tell():
     short = RunGroup("b", [Log(Path("b"), {}, rows(12))])
     assert speedup([base, short], base, smooth=5)[1][-1] == "too few steps: 24 are the least"
     three, same = (RunGroup(n, [Log(Path(n), {}, rows(40, seconds=s)) for s in (1.0, 1.1, 1.2)]) for n in "cd")
-    assert speedup([three, same], three, smooth=1)[1][-1].endswith("not told apart")
+    assert speedup([three, same], three, smooth=1)[1][-1].endswith("not distinguishable")
 
 
 def test_the_overview_gives_mean_and_spread(tmp_path):

@@ -45,20 +45,22 @@ def words(generators: int, learners: int, nodes: int, idle: tuple[float, float])
     meter.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
     for _ in range(3):
         meter.metrics([report(rank, idle[0], 2.0) for rank in range(generators)], Clock(idle[1], 2.0))
-    return meter.summary()
+    (text,) = meter.last_words()
+    return text
 
 
 @pytest.mark.parametrize(
     ("job", "idle", "expected"),
     [
-        ((1, 1, 1), (0.0, 0.1), "1 to 1 is the best split of 2 ranks (1.1 to 0.9 would balance exactly)"),
+        ((1, 1, 1), (0.0, 0.1), "of the time, learners 10%"),
+        ((2, 1, 1), (0.0, 0.1), "2 to 1 is the best split of 3 ranks (2.1 to 0.9 would balance exactly)"),
         ((2, 2, 1), (0.0, 0.75), "3 to 1 would balance 4 ranks better (3.2 to 0.8 exactly): --generators 3"),
-        ((2, 2, 2), (0.0, 0.1), "2 to 2 is the best split of 4 ranks (2.1 to 1.9 would balance exactly)"),
-        ((2, 2, 2), (0.0, 0.75), "2 to 2 is the best split of 4 ranks (3.2 to 0.8 would balance exactly)"),
+        ((4, 4, 2), (0.0, 0.1), "4 to 4 is the best split of 8 ranks (4.2 to 3.8 would balance exactly)"),
+        ((2, 2, 2), (0.0, 0.75), "of the time, learners 75%"),
         ((2, 6, 2), (0.0, 0.75), "4 to 4 would balance 8 ranks better (4.6 to 3.4 exactly): --generators 2 on each of 2 nodes"),
         ((4, 4, 2), (0.75, 0.0), "2 to 6 would balance 8 ranks better (1.6 to 6.4 exactly): --generators 1 on each of 2 nodes"),
         ((1, 1, 1), (0.4, 0.5), "they take turns"),
-        ((1, 1, 1), (0.05, 0.09), "balanced"),
+        ((2, 1, 1), (0.05, 0.09), "balanced"),
     ],
 )
 def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle, expected):
@@ -87,6 +89,13 @@ def test_the_advice_is_repeated_when_it_changes_alone():
     assert "--generators 1" in told[-1] and len(told) <= 5, "from 3, over a share or two between, to 1"
 
 
+def test_nothing_is_advised_while_the_split_is_the_best_one():
+    said, last = news((2, 2, 1), (0.1, 0.2), (0.1, 0.15), (0.0, 0.05))
+    assert not any(said) and len(last) == 1
+    said, _ = news((2, 2, 1), (0.0, 0.1), *[(0.0, 0.75)] * 9)
+    assert "--generators 3" in "".join(said) and len([text for text in said if text]) == 1
+
+
 @pytest.mark.parametrize("split", [(1, 1, 1), (2, 2, 2)])
 def test_nothing_is_advised_where_one_split_alone_exists(split):
     said, last = news(split, (0.0, 0.75), (0.0, 0.0), (0.6, 0.0))
@@ -100,7 +109,7 @@ def test_a_run_of_too_few_steps_says_nothing_at_its_end():
 def test_nothing_is_advised_from_start_up_alone():
     meter = IdleMeter(job(1, 1, 1))
     meter.metrics([report(0, 0.9, 5.0)], Clock(0.99, 100.0))
-    assert meter.summary() == "too few steps to say who waits for whom"
+    assert (meter.news(), meter.last_words()) == ("", [])
 
 
 def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
@@ -110,7 +119,7 @@ def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
     after.restore(before.state())
     after.metrics([report(0, 0.9, 50.0)], Clock(0.99, 50.0))
     after.metrics([report(0, 0.3, 10.0)], Clock(0.0, 10.0))
-    assert after.summary().startswith("generators waited 20% of the time, learners 0%")
+    assert after.last_words()[0].startswith("generators waited 20% of the time, learners 0%")
 
 
 def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:

@@ -155,7 +155,7 @@ def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flag
     run_script(script, *flags, "--output-dir", tmp_path / "whole", ranks=3)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed", step=2)
     done = run_script(script, *flags, "--output-dir", tmp_path / "resumed", ranks=3)
-    assert "goes on after step 2 of 4" in done.stdout
+    assert "resumes after step 2 of 4" in done.stdout
     whole = tmp_path / "whole" / "run"
     exports = [load_file(where / "step_000004" / "model.safetensors") for where in (run, whole)]
     assert exports[0].keys() == exports[1].keys() and all(

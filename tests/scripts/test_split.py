@@ -272,7 +272,7 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     text += end(process, mark)
     assert process.returncode != 0 and "failed:\n" not in text
     if number == signal.SIGTERM:
-        (saved,) = re.findall(r"SIGTERM: stopped after step \d+; it goes on from (\S+)", text)
+        (saved,) = re.findall(r"SIGTERM: stopped after step \d+; it resumes from (\S+)", text)
         assert manifest.damage(Path(saved)) is None
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "rl-ring" in name}
 

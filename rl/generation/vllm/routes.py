@@ -57,7 +57,7 @@ class ChosenExperts:
             known, first = self._captured.get(request), int(batch.num_computed_tokens_cpu[i])
             new = as_record(rows[begins[i] : begins[i + 1]], self.experts)
             if first > (have := 0 if known is None else len(known)):
-                raise RuntimeError(f"request {request}: the experts of tokens {have} to {first} were never told")
+                raise RuntimeError(f"request {request}: the experts of tokens {have} to {first} were never reported")
             self._captured[request] = new if known is None else np.concatenate([known, new[have - first :]])
 
 
