@@ -22,8 +22,8 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.plan.choices import Machine
 from rl.plan.devices import device
+from rl.plan.machine import Machine
 from rl.plan.memory_plan import GB, Plan, learners_of, make_plan, node_memory
 
 QWEN3_30B_A3B = dict(

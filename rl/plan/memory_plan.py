@@ -11,13 +11,12 @@ from rich.table import Table
 from rl.errors import UserError
 from rl.learning.token_budget import longest_on_a_rank, settled
 from rl.model.pretrained import load_config, resolve
-from rl.plan.choices import Machine
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
-from rl.plan.roofline import Shape, count_parameters
+from rl.plan.machine import Machine
+from rl.plan.roofline import count_parameters, kv_bytes
 from rl.plan.workload import lengths_like
 from rl.ranges import check, flag
-from rl.samples.ring_size import largest_record, ring_mb_for, routes_bytes
 from rl.samples.schedule import ScheduleArgs, SplitArgs
 from rl.setup import CommonArgs
 
@@ -108,13 +107,11 @@ def make_plan(
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if getattr(args, "elastic_generators", None):  # a job may then have no generators of its own
-        if (learners := machine.nodes * (machine.per_node - args.generators)) < machine.nodes:
-            raise UserError(f"--generators {args.generators} of {machine.per_node} ranks a node leaves no learner. Lower it.")
-        return learners
-    if isinstance(args, SplitArgs):
-        return machine.split(args.generators, args.rollout_tp).learners
-    return machine.colocated(args.rollout_tp).learners
+    if not isinstance(args, SplitArgs):
+        return machine.nodes * machine.per_node
+    if getattr(args, "elastic_generators", None) and not args.generators:
+        return machine.nodes * machine.per_node
+    return machine.split(args.generators, args.rollout_tp).learners
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
@@ -124,7 +121,7 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     precision = args.weights_dtype(args.dtype).itemsize
     weights = precision * parameters // args.rollout_tp
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
-    kv = Shape.of(config, parameters).kv * precision // 2 // min(args.rollout_tp, heads)
+    kv = kv_bytes(config) * precision // 2 // min(args.rollout_tp, heads)
     return EngineMemory(weights, kv, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
@@ -189,15 +186,12 @@ def show(plan: Plan, machine: Machine, console: Console) -> None:
     console.print(table)
     console.print(_engine_line(plan), highlight=False, soft_wrap=True)
     lines = [
-        f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
+        f"Micro-batch: {memory.tokens:,} tokens at most.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan, machine) / GB:.1f} GB "
         f"({_listed(memory.host)} on the first), beside Python and the libraries of each rank; samples that they share: "
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
-        f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",
     ]
-    if isinstance(args, SplitArgs):
-        lines.append(_ring_line(args))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
@@ -226,14 +220,6 @@ def _engine_line(plan: Plan) -> str:
         f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
         f"full length at once, of --max-num-seqs {args.max_num_seqs}."
     )
-
-
-def _ring_line(args: CommonArgs) -> str:
-    group = largest_record(args, routes_bytes(args, resolve(args.model)))
-    if args.ring_mb < (needed := ring_mb_for(group)):
-        return f"Ring: --ring-mb {args.ring_mb} is too small for a group of full length, {group / 1e6:.1f} MB: give {needed}."
-    fit = args.ring_mb * 2**20 // group
-    return f"Ring: --ring-mb {args.ring_mb} holds {fit:,} groups of full length, {group / 1e6:.1f} MB each."
 
 
 def _others(memory: Memory) -> Counter:
