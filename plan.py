@@ -24,12 +24,14 @@ if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
 from rl import flags
 from rl.errors import UserError
 from rl.plan.devices import device
-from rl.plan.machine import SCRIPTS, Machine
-from rl.plan.memory_plan import plan_memory
+from rl.plan.machine import Machine
+from rl.plan.memory_plan import Plan, plan_memory
 from rl.plan.time_plan import plan_time
 from rl.ranges import Range
 from rl.ranks import process
 from rl.setup import CommonArgs
+
+SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 
 
 @dataclass
@@ -64,7 +66,7 @@ def main(words: list[str]) -> None:
     machine = Machine(args.nnodes, args.nproc_per_node)
     kind = args.device and device(args.device)
     if kind:
-        plan_memory(name, args, machine, args.response_lengths or "budget", kind, args.image_size)
+        plan_memory(Plan(name, args, machine, kind, args.response_lengths or "budget", args.image_size))
     plan_time(args, machine, args.response_lengths or args.from_run or "budget", kind, args.from_run)
 
 

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch.distributed import HashStore
-from transformers import PretrainedConfig
 
 from rl.algorithm.kl_control import KLControl
 from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
@@ -106,7 +105,9 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     script = importlib.import_module(name)
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
-    config = _checked_config(args, path)
+    config = load_config(path, args.trust_remote_code)
+    check_heads(config, args.sequence_parallel)
+    check_lengths(config.get_text_config(), args)
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
     learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory
@@ -143,14 +144,6 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         )
         del kept
     return memory
-
-
-def _checked_config(args: CommonArgs, path: str) -> PretrainedConfig:
-    """Of the model at `path`. Raises UserError for flags that do not go with it."""
-    config = load_config(path, args.trust_remote_code)
-    check_heads(config, args.sequence_parallel)
-    check_lengths(config.get_text_config(), args)
-    return config
 
 
 def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:

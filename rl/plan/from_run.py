@@ -57,11 +57,8 @@ def times_of_run(path: Path) -> Times:
 
 def _busy(rows: list[dict], path: Path) -> tuple[float, int]:
     """Return (engine-seconds of a step in which the generators of a split run generated, number of engines)."""
-    reports = []
-    for row in rows:
-        if shares := [value for name, value in row.items() if re.fullmatch(BUSY, name)]:
-            reports.append((sum(shares) * row["timing_s/step"], len(shares)))
-    if not reports:
+    shares = [[share for name, share in row.items() if re.fullmatch(BUSY, name)] for row in rows]
+    seconds = [sum(of) * row["timing_s/step"] for of, row in zip(shares, rows, strict=True) if of]
+    if not seconds:
         raise UserError(f"--from-run {path}: its generators have reported no times. Take a run of more publishes.")
-    seconds, engines = zip(*reports, strict=True)
-    return float(np.mean(seconds)), max(engines)
+    return float(np.mean(seconds)), max(map(len, shares))

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from rl.errors import UserError
 
-SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
-
 
 @dataclass(frozen=True)
 class Roles:

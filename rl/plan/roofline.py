@@ -30,18 +30,13 @@ def count_parameters(config, trust_remote_code: bool = False) -> int:
     return sum(p.numel() for p in empty_model(config, trust_remote_code).parameters())
 
 
-def passes_of(args, updates: int) -> float:
-    """Forward passes of a step that the flags ask for, a backward pass counted as two."""
-    update = (4 if args.gradient_checkpointing else 3) * args.ppo_epochs
-    return update + args.recompute_old_log_probs(updates) + bool(args.needs_reference)
-
-
 def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes: int = 1) -> Times:
     """config: a transformers config; parameters: all of them, of every expert."""
     updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
     forward = train_flops_per_token(config, 0) / 3  # FLOP of a token, attention aside
     attention = train_flops_per_token(config, 1) / 3 - forward  # more for each token before it
-    passes = passes_of(args, updates)
+    passes = (4 if args.gradient_checkpointing else 3) * args.ppo_epochs  # forward passes, a backward pass counted as two
+    passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
     train = device.flops * TRAIN_SHARE
     flops = roles.per_engine * device.flops
     bandwidth = roles.per_engine * device.bandwidth * BANDWIDTH_SHARE

@@ -1,6 +1,5 @@
 """The time part of plan.py: each mode and split of the ranks in simulated time, side by side."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from rl.samples.schedule import ScheduleArgs
 from rl.setup import CommonArgs
 
 WORTH = 1.02  # a mode with staler samples must be faster by this factor
-SPLITS = 8  # that are compared, about
-HEAD = ("script", "--generators", "they wait", "learners wait", "tokens/s", "seconds a step")
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,8 @@ class Row:
 
     def cells(self) -> list[str]:
         result = self.result
-        speed = [f"{self.rate:,.0f}", f"{result.seconds:,.3g}"]
-        if not self.generators:
-            return [self.script, "all", "-", "-", *speed]
-        return [self.script, f"{self.generators}", f"{result.generators_wait:.0%}", f"{result.learners_wait:.0%}", *speed]
+        waits = [f"{result.generators_wait:.0%}", f"{result.learners_wait:.0%}"] if self.generators else ["-", "-"]
+        return [self.script, f"{self.generators or 'all'}", *waits, f"{self.rate:,.0f}", f"{result.seconds:,.3g}"]
 
 
 def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
@@ -59,13 +54,14 @@ def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device |
     rows = list(compare(args, machine, work, times, slots))
     chosen = best(rows)
     table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
-    for name in HEAD:
-        table.add_column(name, justify="left" if name == "script" else "right")
+    table.add_column("mode", no_wrap=True)
+    for name in ("--generators", "these\nwait", "learners\nwait", "tokens/s", "seconds\na step"):
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*row.cells(), style="bold" if row is chosen else None)
     console = Console()
     console.print(table)
-    console.print(verdict(chosen, rows[0], machine, args.total_training_steps or 1000), highlight=False, soft_wrap=True)
+    console.print(verdict(chosen, rows[0], args.total_training_steps or 1000), highlight=False, soft_wrap=True)
     console.print(f"Seconds of each part: {times(chosen.roles).source}.", highlight=False, soft_wrap=True)
 
 
@@ -96,10 +92,8 @@ def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Ro
         yield Row("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
     one_off = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=1)
     stream = args if isinstance(args, ScheduleArgs) else one_off
-    splits = range(per_engine, machine.per_node, per_engine)
-    splits = splits[:: max(1, math.ceil(len(splits) / SPLITS))]
     for script, schedule in (("train_one_step_off.py", one_off), ("train_async.py", stream)):
-        for generators in splits:
+        for generators in range(per_engine, machine.per_node, per_engine):
             roles = machine.split(generators, per_engine)
             result = simulate(times(roles), schedule, roles, slots, work, whole_batches=script == "train_one_step_off.py")
             yield Row(script, generators, roles, result)
@@ -112,11 +106,9 @@ def best(rows: list[Row]) -> Row:
     return max((row for row in rows if row.script == script), key=lambda row: row.rate)
 
 
-def verdict(chosen: Row, first: Row, machine: Machine, steps: int) -> str:
+def verdict(chosen: Row, first: Row, steps: int) -> str:
     command = chosen.script + (f" --generators {chosen.generators}" if chosen.generators else "")
     against = f", {chosen.rate / first.rate:.2f}x as fast as {first.script}" if chosen is not first else ""
     hours = chosen.result.seconds * steps / 3600
-    return (
-        f"Best: {command}, {chosen.rate:,.0f} tokens/s{against}. {steps:,} steps take {hours:,.1f} hours, "
-        f"{hours * machine.nodes * machine.per_node:,.1f} device hours, without validation, checkpoints and start-up."
-    )
+    time = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    return f"Best: {command}, {chosen.rate:,.0f} tokens/s{against}. {steps:,} steps take about {time}."
