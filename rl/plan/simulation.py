@@ -72,6 +72,7 @@ class Engines:
         self.waiting: deque[tuple[int, int]] = deque()  # (ticket, tokens) of each response
         self.running: list[tuple[float, int]] = []  # heap: (the decode step that ends it, ticket)
         self.decoded = 0.0  # decode steps so far
+        self.owed = 0.0  # seconds of other work that comes before more decoding
         self.started = self.done = 0  # tickets
         self.now = self.idle = 0.0  # idle: seconds of engines without work, over their number
 
@@ -84,11 +85,10 @@ class Engines:
         while self.waiting and len(self.running) < self.slots:
             ticket, tokens = self.waiting.popleft()
             heapq.heappush(self.running, (self.decoded + tokens, ticket))
-        self.delay(len(new) * self.prompt * self.times.prefill / self.number)
-
-    def delay(self, seconds: float) -> None:
-        """Put decoding off for other work."""
-        self.decoded -= seconds / self._step()
+        self.owed += len(new) * self.prompt * self.times.prefill / self.number
+        if self.running and self.owed:
+            self.decoded -= self.owed / self._step()
+            self.owed = 0.0
 
     def decode(self, until: float) -> None:
         """Decode until the first response ends, at most to this time."""
@@ -126,16 +126,6 @@ def simulate(
     ends = [(0.0, 0.0, 0.0)]
     publishes = False  # after the step that is trained
     while len(ends) <= steps:
-        if free <= engines.now:
-            if publishes:
-                version += 1
-                engines.delay(times.receive)
-            publishes = False
-            if engines.done >= len(ends) * prompts:
-                waited += engines.now - free
-                publishes = len(ends) % period == 0
-                free = engines.now + learning + publishes * times.publish
-                ends.append((free, waited, engines.idle))
         allowed = schedule.quota(version)
         if whole_batches:
             allowed = min(allowed, (engines.done // prompts + 1) * prompts)
@@ -144,6 +134,17 @@ def simulate(
             engines.now = free
         else:
             engines.decode(free if free > engines.now else math.inf)
+        while free <= engines.now and len(ends) <= steps:
+            if publishes:
+                version += 1
+                engines.owed += times.receive
+            publishes = False
+            if engines.done < len(ends) * prompts:
+                break
+            waited += engines.now - free
+            publishes = len(ends) % period == 0
+            free = engines.now + learning + publishes * times.publish
+            ends.append((free, waited, engines.idle))
     first, last = ends[steps // 3], ends[-1]
     seconds, waited, idle = (after - before for before, after in zip(first, last, strict=True))
     tokens = part * (lengths + work.prompt).sum()

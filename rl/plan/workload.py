@@ -59,6 +59,6 @@ def _of_run(path: Path, n: int, longest: int) -> Drawn:
     responses = log.responses_per_step or 100
     # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of this many (Blom)
     rank = 1 - cut if cut * responses > 1 else (responses - 0.375) / (responses + 0.25)
-    z = max(0.0, NormalDist().inv_cdf(rank))
+    z = NormalDist().inv_cdf(max(0.5, rank))
     sigma = z - max(0.0, z * z - 2 * max(0.0, most)) ** 0.5
     return Drawn(n, mean, float(sigma), longest, round(prompt))
