@@ -32,6 +32,9 @@ from rl.ranks import process
 from rl.setup import CommonArgs
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
+FROM_RUN = "give --from-run with the directory of a finished run, or --device for the data sheet's times"
+NO_LONGER = dict.fromkeys(("calibrate", "calibrate_seconds", "service_times"), FROM_RUN)
+NO_LONGER |= dict.fromkeys(("prompt_tokens", "flat_groups", "plot"), "leave it out")
 
 
 @dataclass
@@ -61,6 +64,10 @@ def main(words: list[str]) -> None:
         return
     name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
+    for word in words:
+        name_of_field = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name_of_field in NO_LONGER and not hasattr(both, name_of_field):
+            raise UserError(f"{word.partition('=')[0]} is no longer a flag of plan.py: {NO_LONGER[name_of_field]}.")
     planned = any(word.partition("=")[0] == "--device" for word in words)  # on which --dtype auto is another than here
     args = flags.read(both, __doc__, words[1:], {"dtype": "bfloat16"} if planned else None)
     machine = Machine(args.nnodes, args.nproc_per_node)

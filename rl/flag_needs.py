@@ -184,12 +184,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "partial_rollout": (STALE,),
     "stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
     "cluster_key": (Need("on one node", lambda args: _nodes(args) > 1 or _is_elastic(args)),),
-    # plan.py
-    "calibrate_seconds": (_with("calibrate"),),
-    "flat_groups": (_with("filter_groups", unless=(0,)),),
-    "from_run": (
-        Need("with --calibrate or --service-times", lambda args: not (args.calibrate or args.service_times is not None)),
-    ),
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record", "resume_mode", "resume_anyway"}

@@ -17,9 +17,9 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.token_budget import settled
 from rl.plan import devices, memory_plan
-from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
-from rl.plan.memory_plan import samples_held
+from rl.plan.machine import Machine
+from rl.plan.memory_plan import Plan, samples_held
 from rl.plan.workload import lengths_like
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
@@ -181,7 +181,6 @@ def test_what_the_memory_flags_move_and_shrink(model):
     assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
     one = inputs / SMALL["num_hidden_layers"]  # of the layer that the backward pass is at is back at the peak
     assert before.device["activations"] - after.device["activations"] >= inputs - one
-    assert after.sent / before.sent == pytest.approx(6 / 8, rel=0.02)  # two gathers in bf16, and the reduction
 
 
 @pytest.mark.slow
@@ -201,14 +200,13 @@ def test_a_plan_of_learners_whose_generators_are_other_jobs(model, capsys):
 def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
     args = flags(model, ppo_max_token_len_per_gpu=4096, ppo_mini_batch_size=32)
     machine, kind = Machine(1, 2), devices.device("H100-80GB")
-    needed = memory_plan.make_plan("train_async", args, machine, "budget", kind).learner.peak
-    short = dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE))
-    memory_plan.plan_memory("train_async", args, machine, "budget", short)
+    roomy = Plan("train_async", args, machine, kind)
+    needed = roomy.learner.peak
+    short = dataclasses.replace(roomy, device=dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE)))
+    memory_plan.plan_memory(short)
     said = capsys.readouterr().out
     assert "does not fit" in said and "It fits with --" in said
-    words, changed = memory_plan.remedy(
-        "train_async", memory_plan.make_plan("train_async", args, machine, "budget", short), machine, "budget"
-    )
+    words, changed = memory_plan.remedy(short)
     assert words in said and changed.learner.peak <= 0.7 * needed and not changed.lacking()
 
 

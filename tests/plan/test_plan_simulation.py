@@ -71,8 +71,8 @@ def test_one_step_off_by_hand():
 
 def test_async_by_hand():
     """Responses of 4 and 8 tokens in turn, a prompt a step, training of 1 s. Whole batches take 4 s and 8 s. At threshold 1 two
-    tickets are under way, and each 14 s train four: with 3 until 17 s and 4 until 14 s under way at 10 s, steps end at 15 s, 18 s,
-    23 s and 24 s, when 7 is under way until 31 s and 8 until 28 s."""
+    tickets are under way, and every 14 s four are trained: at 10 s ticket 3 runs until 17 s and ticket 4 until 14 s, steps end
+    at 15 s, 18 s, 23 s and 24 s, and then ticket 7 runs until 31 s and ticket 8 until 28 s."""
     work = Fixed([[4], [8]])
     whole = run(times(learn=1), SPLIT, 1, work, whole_batches=True)
     assert whole.seconds == pytest.approx(6)

@@ -103,10 +103,6 @@ CASES = [
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
     ("--partial-rollout keep", "--staleness-threshold 0", "--trigger-parameter-sync-step 2", "async"),
     ("--stale wait", "", "--max-staleness 2", "async"),
-    ("--calibrate-seconds 5", "", "--calibrate", "plan"),
-    ("--flat-groups 0.5", "", "--filter-groups", "plan"),
-    ("--from-run a", "--service-times b", "", "plan"),
-    ("--from-run a", "--calibrate", "", "plan"),
 ]
 BY_MACHINE = {"node_timeout", "cluster_key"}  # tests of their own
 BY_SCRIPT = {"free_cache_engine"}
@@ -131,8 +127,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "SplitArgs": "generators ring_mb publish publish_over",
     "ScheduleArgs": "ppo_mini_batch_size require_batches trigger_parameter_sync_step staleness_threshold max_staleness "
     "elastic_generators",
-    "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
-    "TimeArgs": "calibrate service_times prompt_tokens plot",
+    "PlanArgs": "nnodes nproc_per_node device from_run response_lengths image_size",
 }
 
 
