@@ -193,7 +193,7 @@ def test_a_plan_of_learners_whose_generators_are_other_jobs(model, capsys):
     said = capsys.readouterr().out
     assert "a learner of 2 on H100-80GB" in said and "It fits on H100-80GB" in said
     assert re.search(r"samples that they share: 0\.0 GB, 32 groups of 0\.00\d+ MB", said), said
-    assert "Leave --elastic-generators out" in said and "tok/s" not in said
+    assert "Leave out --elastic-generators" in said and "tokens/s" not in said
 
 
 @pytest.mark.slow
