@@ -40,7 +40,8 @@ class Row:
     def cells(self) -> list[str]:
         result = self.result
         waits = [f"{result.generators_wait:.0%}", f"{result.learners_wait:.0%}"] if self.generators else ["-", "-"]
-        return [self.script, f"{self.generators or 'all'}", *waits, f"{self.rate:,.0f}", f"{result.seconds:,.3g}"]
+        seconds = f"{result.seconds:,.0f}" if result.seconds >= 100 else f"{result.seconds:.3g}"
+        return [self.script, f"{self.generators or 'all'}", *waits, f"{self.rate:,.0f}", seconds]
 
 
 def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
@@ -55,7 +56,7 @@ def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device |
     chosen = best(rows)
     table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
     table.add_column("mode", no_wrap=True)
-    for name in ("--generators", "these\nwait", "learners\nwait", "tokens/s", "seconds\na step"):
+    for name in ("generators", "they\nwait", "learners\nwait", "tokens/s", "seconds\na step"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*row.cells(), style="bold" if row is chosen else None)
