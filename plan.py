@@ -23,28 +23,35 @@ if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
 
 from rl import flags
 from rl.errors import UserError
-from rl.plan.choices import SCRIPTS, Machine
 from rl.plan.devices import device
-from rl.plan.memory_plan import plan_memory
-from rl.plan.time_plan import TimeArgs, plan_time
+from rl.plan.machine import Machine
+from rl.plan.memory_plan import Plan, plan_memory
+from rl.plan.time_plan import plan_time
 from rl.ranges import Range
 from rl.ranks import process
 from rl.setup import CommonArgs
 
+SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
+FROM_RUN = "give --from-run with the directory of a finished run, or --device for the data sheet's times"
+NO_LONGER = dict.fromkeys(("calibrate", "calibrate_seconds", "service_times"), FROM_RUN)
+NO_LONGER |= dict.fromkeys(("prompt_tokens", "flat_groups", "plot"), "leave it out")
+
 
 @dataclass
-class PlanArgs(TimeArgs):
-    """The machines that the run is planned for."""
+class PlanArgs:
+    """The plan: machines, lengths, and where the time of each part comes from."""
 
     nnodes: Annotated[int, Range(at_least=1)] = 1
     """Machines of the job."""
     nproc_per_node: Annotated[int, Range(at_least=1)] = 1
     """Ranks of each, one a device."""
     device: str | None = None
-    """Kind of the devices (rl/plan/devices.py). Without one there is no plan of the memory."""
-    response_lengths: str = "budget"
+    """Kind of the devices (rl/plan/devices.py). Memory is planned only if it is given."""
+    from_run: str | None = None
+    """Directory of a finished run of the same model on the same devices: its times are taken instead of the data sheet's."""
+    response_lengths: str | None = None
     """Tokens of the responses: budget (all of --max-response-length), a mean, a mean and the spread of the logarithm
-    (2000:0.9), or the directory of a run of this project whose lengths are taken."""
+    (2000:0.9), or the directory of a run whose lengths are taken. By default budget; for the time those of --from-run."""
     image_size: str | None = None
     """Images of each prompt, for a model that takes some: a size in pixels such as 1000x800, with their number 1000x800x2, or
     data: those of --train-files, by their headers."""
@@ -57,12 +64,17 @@ def main(words: list[str]) -> None:
         return
     name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
+    for word in words:
+        name_of_field = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name_of_field in NO_LONGER and not hasattr(both, name_of_field):
+            raise UserError(f"{word.partition('=')[0]} is no longer a flag of plan.py: {NO_LONGER[name_of_field]}.")
     planned = any(word.partition("=")[0] == "--device" for word in words)  # on which --dtype auto is another than here
     args = flags.read(both, __doc__, words[1:], {"dtype": "bfloat16"} if planned else None)
-    machine, kind = Machine(args.nnodes, args.nproc_per_node), args.device and device(args.device)
+    machine = Machine(args.nnodes, args.nproc_per_node)
+    kind = args.device and device(args.device)
     if kind:
-        plan_memory(name, args, machine, args.response_lengths, kind, args.image_size)
-    plan_time(name, args, args, machine, args.response_lengths, kind)
+        plan_memory(Plan(name, args, machine, kind, args.response_lengths or "budget", args.image_size))
+    plan_time(args, machine, args.response_lengths or args.from_run or "budget", kind, args.from_run)
 
 
 def load(named: str) -> tuple[str, ModuleType]:

@@ -172,12 +172,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
-    # plan.py
-    "calibrate_seconds": (_with("calibrate"),),
-    "flat_groups": (_with("filter_groups", unless=(0,)),),
-    "from_run": (
-        Need("with --calibrate or --service-times", lambda args: not (args.calibrate or args.service_times is not None)),
-    ),
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}

@@ -25,9 +25,9 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.plan.choices import Machine
 from rl.plan.devices import device
-from rl.plan.memory_plan import GB, Plan, learners_of, make_plan, node_memory
+from rl.plan.machine import Machine
+from rl.plan.memory_plan import GB, Plan, learners_of, node_memory
 
 QWEN3_30B_A3B = dict(
     vocab_size=151_936,
@@ -91,17 +91,17 @@ def recipe(name: str, directory: Path) -> tuple[str, list[str]]:
     return words[at], words[at + 1 :]
 
 
-def cells(plan: Plan, machine: Machine) -> list[str]:
+def cells(plan: Plan) -> list[str]:
     at_peak, kept = plan.learner.device, plan.learner.kept
     parts = [at_peak[cause] for cause in CAUSES]
-    sizes = [*parts, at_peak.total() - sum(parts), at_peak.total(), kept.total(), node_memory(plan, machine)]
+    sizes = [*parts, at_peak.total() - sum(parts), at_peak.total(), kept.total(), node_memory(plan)]
     lacks = ", ".join(f"{what} {by / GB:.0f}" for what, by in plan.lacking().items())
     return [*(f"{size / GB:.1f}" for size in sizes), f"lacks: {lacks}" if lacks else "fits"]
 
 
-def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Plan | UserError]]:
-    """(devices, recipe, flags changed; the machine; the plan, or why there is none) of every recipe as it stands, and with
-    changes until one fits."""
+def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Plan | UserError]]:
+    """(devices, recipe, flags changed; the plan, or why there is none) of every recipe as it stands, and with changes until one
+    fits."""
     for kind, what, count in itertools.product(args.kinds, args.recipes, args.devices):
         (script, words), seen, machine = recipe(what, directory), [], Machine(count // PER_NODE, PER_NODE)
         words += ["--model", str(directory)]
@@ -113,13 +113,14 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Machine, Pla
             if own in seen:
                 continue
             seen.append(own)
+            found = Plan(script.removesuffix(".py"), own, machine, device(kind))
             try:
-                found = make_plan(script.removesuffix(".py"), own, machine, "budget", device(kind))
+                fits = not found.lacking()
             except UserError as error:
-                found = error
+                found, fits = error, False
             changed = " ".join([*fewer, *more])
-            yield [f"{count} x {kind}", what, f"`{changed}`" if changed else "as it stands"], machine, found
-            if isinstance(found, Plan) and not found.lacking():
+            yield [f"{count} x {kind}", what, f"`{changed}`" if changed else "as it stands"], found
+            if fits:
                 break
 
 
@@ -127,11 +128,11 @@ def main(args: Args) -> None:
     rows, data = [], []
     with tempfile.TemporaryDirectory() as name:
         Qwen3MoeConfig(**QWEN3_30B_A3B | {"num_hidden_layers": args.layers}).save_pretrained(name)
-        for case, machine, found in plans(args, Path(name)):
+        for case, found in plans(args, Path(name)):
             if isinstance(found, UserError):
                 rows.append([*case, *[""] * (len(HEAD) - 4), str(found).partition(".")[0]])
             else:
-                rows.append([*case, *cells(found, machine)])
+                rows.append([*case, *cells(found)])
                 memory = {side: getattr(found.learner, side) for side in ("device", "kept", "host", "host_kept")}
                 data.append({"case": case, **memory})
             write("plan_large", data, f"{SAYS}\n\n{table(HEAD, rows)}", Path(args.out))

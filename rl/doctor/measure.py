@@ -30,6 +30,8 @@ from rl.model.attention_kernels import Segments
 from rl.model.pretrained import resolve
 from rl.model.vision_forward import row_inputs
 from rl.plan import devices, roofline
+from rl.plan.machine import Roles
+from rl.plan.simulation import Times
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
@@ -306,19 +308,18 @@ class Checks:
         """Tokens/s of an update by the data sheet."""
         if not (sheet := _data_sheet()):
             return None
-        times = roofline.learner_times(self._shape(), sheet, 1, roofline.passes_of(self.args, 1))
         length = self.sizes.prompt + self.sizes.response
-        return tokens / (times.update + tokens * times.token + tokens * length * times.square)
+        return tokens / self._planned(sheet).learning(tokens, tokens * length, 1)
 
     def _planned_generation(self) -> float | None:
         if not (sheet := _data_sheet()):
             return None
         running, context = self.sizes.requests, self.sizes.prompt + self.sizes.response / 2
-        times = roofline.engine_times(self._shape(), sheet, 1, running)
-        return running / (times.seconds[-1] + running * context * times.context_token)
+        return running / self._planned(sheet).decoding(running, context)
 
-    def _shape(self) -> roofline.Shape:
-        return roofline.Shape.of(self.learner.config, sum(p.numel() for p in self.learner.parameters.values()))
+    def _planned(self, sheet: devices.Device) -> Times:
+        parameters = sum(p.numel() for p in self.learner.parameters.values())
+        return roofline.times_of(self.learner.config, parameters, sheet, self.args, Roles(1, 1))
 
 
 def _data_sheet() -> devices.Device | None:

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch.distributed import HashStore
-from transformers import PretrainedConfig
 
 from rl.algorithm.kl_control import KLControl
 from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
@@ -59,9 +58,6 @@ class Memory:
     parameters: int
     saved: int  # bytes of a checkpoint
     tokens: int  # of the largest micro-batch
-    micro_batches: int  # of a rank and update
-    sent: float  # over the learners' links in an update, by each
-    published: int  # bytes of a publish
     samples: int  # bytes of a prompt's responses as they come from the generators
 
     @property
@@ -109,7 +105,9 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     script = importlib.import_module(name)
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
-    config = _checked_config(args, path)
+    config = load_config(path, args.trust_remote_code)
+    check_heads(config, args.sequence_parallel)
+    check_lengths(config.get_text_config(), args)
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
     learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory
@@ -122,10 +120,10 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         place = learner.ranks
         prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake) if takes_images(config) else None
         groups, images = make_groups(workload, args, place, prompts)
-        share, of_step = (len(groups) / prompts for prompts in (args.prompts_per_update, args.prompts_per_step))
+        of_step = len(groups) / args.prompts_per_step
         learner.ranks, micros = _fullest_rank(groups, args, place)
         batch = _batch(groups, Division.of(args, learner), PlannedImages(images) if prompts else None, count)
-        tokens, sent = _learn(script, args, learner, batch, count)
+        tokens = _learn(script, args, learner, batch)
         learner.ranks = place
         kept = [_publish(args, learner, place, fake), _checkpoint_copy(args, learner, fake)]
         for ledger in (count.host.live, count.host.at_peak):
@@ -134,7 +132,6 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
                 ledger["images"] = min(KEPT_BYTES, int(ledger["images"] / of_step * micros / min(2, micros)))
         parameters = sum(p.numel() for p in learner.parameters.values())
         state = sum(tensor.numel() * tensor.itemsize for tensor in learner.state_tensors().values())
-        precision = args.weights_dtype(args.dtype).itemsize
         memory = Memory(
             device=count.device.at_peak,
             kept=+count.device.live,
@@ -143,32 +140,21 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
             parameters=parameters,
             saved=state + parameters * (config.dtype or torch.float32).itemsize,
             tokens=tokens,
-            micro_batches=max(1, round(micros / share)),
-            sent=sent / min(2, micros) * micros / share,
-            published=parameters * precision,
             samples=sum(len(group.to_bytes()) for group in groups) // len(groups),
         )
         del kept
     return memory
 
 
-def _checked_config(args: CommonArgs, path: str) -> PretrainedConfig:
-    """Of the model at `path`. Raises UserError for flags that do not go with it."""
-    config = load_config(path, args.trust_remote_code)
-    check_heads(config, args.sequence_parallel)
-    check_lengths(config.get_text_config(), args)
-    return config
-
-
-def _learn(script, args: CommonArgs, learner: Learner, batch: Batch, count: MemoryCount) -> tuple[int, float]:
-    """Learns from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
-    Returns the tokens of the fullest, and the bytes sent in an update."""
-    sizes, before = [], count.sent
+def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
+    """Learn from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
+    Return the tokens of the fullest."""
+    sizes = []
     args = dataclasses.replace(args, backward_without_advantage=True)  # the most that it holds
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
         script.learn(args, learner, KLControl(args), batch, Timers())
-    return max(sizes), (count.sent - before) / 2
+    return max(sizes)
 
 
 def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
@@ -191,8 +177,8 @@ def make_groups(
     groups, images, tokens = [], [], 0
     while len(groups) < args.prompts_per_update and tokens < room:
         ticket = len(groups)
-        length, lengths, _ = workload.group(ticket)
-        ids, of_prompt = prompts(ticket) if prompts else (np.zeros(length, np.int32), None)
+        lengths = workload.group(ticket)
+        ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
         responses = [_response(n, number) for number, n in enumerate(lengths[: args.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)

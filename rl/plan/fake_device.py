@@ -17,6 +17,7 @@ time and values, and what an allocator or a collective needs of the host.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed
@@ -83,55 +84,29 @@ class _Event:
         return True
 
 
-class _Module:
-    """What PyTorch asks of torch.npu."""
-
-    Stream, Event = _Stream, _Event
-
-    def is_initialized(self):
-        return True
-
-    def is_available(self):
-        return True
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def manual_seed_all(self, _seed): ...
-
-    def device_count(self):
-        return 1
-
-    def current_device(self):
-        return 0
-
-    def set_device(self, _index): ...
-
-    def current_stream(self, _device=None):
-        return _Stream()
-
-    def stream(self, _stream):
-        return contextlib.nullcontext()
-
-    def synchronize(self, _device=None): ...
-
-    def get_amp_supported_dtype(self):
-        return [torch.float16, torch.bfloat16]
-
-    def get_device_name(self, _device=None):
-        return "fake"
-
-    def mem_get_info(self, _device=None):
-        return 2**36, 2**36
-
-    def memory_allocated(self, _device=None):
-        return 0
-
-    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-    def reset_peak_memory_stats(self, _device=None): ...
-
-    def empty_cache(self): ...
+NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
+    Stream=_Stream,
+    Event=_Event,
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda _seed: None,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda _index: None,
+    current_stream=lambda _device=None: _Stream(),
+    stream=lambda _stream: contextlib.nullcontext(),
+    synchronize=lambda _device=None: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    get_device_name=lambda _device=None: "fake",
+    mem_get_info=lambda _device=None: (2**36, 2**36),
+    memory_allocated=lambda _device=None: 0,
+    memory_reserved=lambda _device=None: 0,
+    max_memory_allocated=lambda _device=None: 0,
+    max_memory_reserved=lambda _device=None: 0,
+    reset_peak_memory_stats=lambda _device=None: None,
+    empty_cache=lambda: None,
+)
 
 
 def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
@@ -148,7 +123,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
-    _setup_privateuseone_for_python_backend(KIND, backend_module=_Module())
+    _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
     overlapped.copy_streams = lambda device: (_Stream(), _Stream()) if is_accelerator(device) else None
     publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
     for name in ALLOCATOR_CALLS:

@@ -7,6 +7,8 @@ attention over packed rows is an operator of torch's own. Left out: values, whic
 memory that a kernel takes within its call.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 from rl.model.attention_kernels import COMPRESSED, RIGHT_DOWN_CAUSAL
@@ -67,31 +69,21 @@ def _sizes(ends: list[int]) -> list[int]:
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _forward(
-    query,
-    key,
-    value,
-    head_num,
-    input_layout,
-    pse=None,
-    padding_mask=None,
-    atten_mask=None,
-    scale=1.0,
-    keep_prob=1.0,
-    pre_tockens=2147483647,
-    next_tockens=2147483647,
-    inner_precise=0,
-    prefix=None,
-    actual_seq_qlen=None,
-    actual_seq_kvlen=None,
-    sparse_mode=0,
-    *_,
-):
-    dropout = None if keep_prob == 1.0 else keep_prob
-    others = {"pse": pse, "padding_mask": padding_mask, "prefix": prefix, "dropout": dropout}
-    check(query, key, value, head_num, input_layout, actual_seq_qlen, actual_seq_kvlen, atten_mask, sparse_mode, **others)
-    kept = [query.new_empty(*query.shape[:2], KEPT, dtype=torch.float32) for _ in range(2)]
-    return torch.empty_like(query), *kept, query.new_empty(0), 0, 0, 0
+def _forward(*given):
+    a = _by_name(given)
+    dropout = None if a.keep_prob == 1.0 else a.keep_prob
+    others = {"pse": a.pse, "padding_mask": a.padding_mask, "prefix": a.prefix, "dropout": dropout}
+    ends = a.actual_seq_qlen, a.actual_seq_kvlen
+    check(a.query, a.key, a.value, a.head_num, a.input_layout, *ends, a.atten_mask, a.sparse_mode, **others)
+    kept = [a.query.new_empty(*a.query.shape[:2], KEPT, dtype=torch.float32) for _ in range(2)]
+    return torch.empty_like(a.query), *kept, a.query.new_empty(0), 0, 0, 0
+
+
+def _by_name(given: tuple) -> SimpleNamespace:
+    """The arguments of npu_fusion_attention, with the defaults of those that were not given."""
+    wanted = torch.ops.npu.npu_fusion_attention.default._schema.arguments
+    values = [*given, *(argument.default_value for argument in wanted[len(given) :])]
+    return SimpleNamespace(**{argument.name: value for argument, value in zip(wanted, values, strict=True)})
 
 
 def _backward(query, key, value, dy, head_num, input_layout, **_):
@@ -101,30 +93,19 @@ def _backward(query, key, value, dy, head_num, input_layout, **_):
 
 
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, ctx.head_num, ctx.layout, _, _, mask, ctx.scale, *_ = inputs
-    ctx.queries, ctx.keys, ctx.sparse_mode = inputs[14:17]
+    ctx.given = a = _by_name(inputs)
     out, largest, total, *_ = output
-    ctx.save_for_backward(query, key, value, mask, out, largest, total)
+    ctx.save_for_backward(a.query, a.key, a.value, a.atten_mask, out, largest, total)
+    a.query = a.key = a.value = a.atten_mask = None  # kept by autograd alone
 
 
 def _gradient(ctx, dy, *_):
     query, key, value, mask, out, largest, total = ctx.saved_tensors
-    dq, dk, dv, _ = torch.ops.npu.npu_fusion_attention_grad(
-        query,
-        key,
-        value,
-        dy.contiguous(),
-        ctx.head_num,
-        ctx.layout,
-        atten_mask=mask,
-        softmax_max=largest,
-        softmax_sum=total,
-        attention_in=out,
-        scale_value=ctx.scale,
-        actual_seq_qlen=ctx.queries,
-        actual_seq_kvlen=ctx.keys,
-        sparse_mode=ctx.sparse_mode,
-    )
+    a = ctx.given
+    kept = {"atten_mask": mask, "softmax_max": largest, "softmax_sum": total, "attention_in": out}
+    same = {"actual_seq_qlen": a.actual_seq_qlen, "actual_seq_kvlen": a.actual_seq_kvlen, "sparse_mode": a.sparse_mode}
+    given = (query, key, value, dy.contiguous(), a.head_num, a.input_layout)
+    dq, dk, dv, _ = torch.ops.npu.npu_fusion_attention_grad(*given, **kept, **same, scale_value=a.scale)
     return dq, dk, dv, *[None] * 17
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -43,12 +42,6 @@ CAUSES = [
 ]
 LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, and of the reference
 OTHER = "activations"
-c10d = torch.ops.c10d
-SENT = {  # bytes that a rank of n sends in a ring: (n - 1) / n of the whole
-    c10d._allgather_base_.default: lambda args: args[0].nbytes - args[1].nbytes,
-    c10d._reduce_scatter_base_.default: lambda args: args[1].nbytes - args[0].nbytes,
-    c10d.alltoall_base_.default: lambda args: args[1].nbytes * (1 - 1 / ProcessGroup.unbox(args[2]).size()),
-}
 PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
 
@@ -75,7 +68,6 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self.device, self.host = Ledger(), Ledger()
         self.vocabulary, self.shapes = vocabulary, shapes or set()
-        self.sent = 0.0  # bytes that this rank has sent in collectives
         self._sizes: dict[int, tuple[weakref.ref, Ledger, str, int]] = {}
 
     def __enter__(self):
@@ -99,8 +91,6 @@ class MemoryCount(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if of_no_tensor():
             return out
-        if func in SENT:
-            self.sent += SENT[func](args)
         for tensor in tree_leaves(out):
             if type(tensor) in PLAIN and tensor.layout is torch.strided and (tensor.device.type != "meta"):
                 self.note(tensor)

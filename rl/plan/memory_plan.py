@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from rich.console import Console
 from rich.table import Table
@@ -11,13 +12,12 @@ from rich.table import Table
 from rl.errors import UserError
 from rl.learning.token_budget import longest_on_a_rank, settled
 from rl.model.pretrained import load_config, resolve
-from rl.plan.choices import Machine
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
-from rl.plan.roofline import Shape, count_parameters
+from rl.plan.machine import Machine
+from rl.plan.roofline import count_parameters, kv_bytes
 from rl.plan.workload import lengths_like
 from rl.ranges import check, flag
-from rl.samples.ring_size import largest_record, ring_mb_for, routes_bytes
 from rl.samples.schedule import ScheduleArgs, SplitArgs
 from rl.setup import CommonArgs
 
@@ -41,76 +41,69 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's memory on one kind of device."""
+    """A job's memory on one kind of device. `learner` raises UserError for what the run itself would refuse."""
 
-    args: CommonArgs
+    script: str  # a module
+    args: CommonArgs  # its flags
+    machine: Machine
     device: Device
-    learner: Memory
-    engine: EngineMemory
+    lengths: str = "budget"  # as --response-lengths has them
+    image_size: str | None = None
 
-    @property
-    def usable(self) -> float:
-        return self.device.memory * (1 - SPARE)
+    @cached_property
+    def learner(self) -> Memory:
+        args = self.args
+        workload = lengths_like(self.lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
+        return dry_run(self.script, args, learners_of(args, self.machine), self.device.kind, workload, self.image_size)
 
-    @property
-    def colocated(self) -> bool:
-        return not isinstance(self.args, SplitArgs)
+    @cached_property
+    def engine(self) -> EngineMemory:
+        return engine_memory(self.args, self.device)
 
     def lacking(self) -> dict[str, float]:
-        """Where it does not fit -> by how many bytes."""
-        share, args = self.args.gpu_memory_utilization * self.device.memory, self.args
-        learner = self.learner.peak + (0 if not self.colocated or args.free_cache_engine else share)
-        needs = {"learner": learner - self.usable}
-        if self.colocated:
-            needs["learner while the engine generates"] = self.learner.kept.total() + share - self.usable
+        """Return by how many bytes each part does not fit."""
+        args = self.args
+        usable = self.device.memory * (1 - SPARE)
+        share = args.gpu_memory_utilization * self.device.memory  # of the engine
+        needs = {"learner": self.learner.peak - usable}
+        if not isinstance(args, SplitArgs):
+            needs["learner"] += 0 if args.free_cache_engine else share
+            needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
         longest = args.max_prompt_length + args.max_response_length
         needs["engine"] = self.engine.kv * longest - self.engine.room
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
-def plan_memory(
-    script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device, image_size: str | None = None
-) -> None:
-    """Prints what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raises
+def plan_memory(plan: Plan) -> None:
+    """Print what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raise
     UserError for what cannot be planned."""
-    console = Console()
-    plan = make_plan(script, settled(args), machine, lengths, device, image_size)
-    is_auto = args.max_tokens_per_micro_batch == "auto"
+    say = partial(Console().print, highlight=False, soft_wrap=True)
+    is_auto = plan.args.max_tokens_per_micro_batch == "auto"
+    args, plan = plan.args, dataclasses.replace(plan, args=settled(plan.args))
     if is_auto and plan.lacking():
-        fewest = dataclasses.replace(args, max_tokens_per_micro_batch=longest_on_a_rank(args))
-        plan = make_plan(script, fewest, machine, lengths, device, image_size)
-    show(plan, machine, console)
+        plan = dataclasses.replace(plan, args=dataclasses.replace(args, max_tokens_per_micro_batch=longest_on_a_rank(args)))
+    show(plan)
     if is_auto:
-        tokens = plan.args.max_tokens_per_micro_batch
-        console.print(f"Counted with {tokens:,} tokens in a micro-batch; the run's auto takes as many as fit.", highlight=False)
+        say(f"Counted with {plan.args.max_tokens_per_micro_batch:,} tokens in a micro-batch; auto takes as many as fit.")
+    name = plan.device.name
     if not (lacking := plan.lacking()):
-        console.print(f"It fits on {device.name}.", highlight=False)
+        say(f"It fits on {name}.")
         return
     for what, by in lacking.items():
-        console.print(f"It does not fit on {device.name}: the {what} lacks {by / GB:.1f} GB.", highlight=False)
+        say(f"It does not fit on {name}: the {what} lacks {by / GB:.1f} GB.")
     item, size = plan.learner.device.most_common(1)[0]
-    console.print(f"The learner's largest item: {item}, {size / GB:.1f} GB.", highlight=False)
-    if found := remedy(script, plan, machine, lengths, image_size):
+    say(f"The learner's largest item: {item}, {size / GB:.1f} GB.")
+    if found := remedy(plan):
         words, changed = found
-        console.print(
-            f"It fits with {words} (run, too: {changed.learner.peak / GB:.1f} GB at the learner's peak).", highlight=False
-        )
+        say(f"It fits with {words}, counted the same way: {changed.learner.peak / GB:.1f} GB at the learner's peak.")
     else:
-        console.print("No change of the flags that was tried makes it fit: more or larger devices are needed.", highlight=False)
-
-
-def make_plan(
-    script: str, args: CommonArgs, machine: Machine, lengths: str, device: Device, image_size: str | None = None
-) -> Plan:
-    workload = lengths_like(lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
-    learner = dry_run(script, args, learners_of(args, machine), device.kind, workload, image_size)
-    return Plan(args, device, learner, engine_memory(args, device))
+        say("No change of the flags that was tried makes it fit: more or larger devices are needed.")
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if isinstance(args, SplitArgs):
-        return machine.split(args.generators, args.rollout_tp).learners
-    return machine.colocated(args.rollout_tp).learners
+    if not isinstance(args, SplitArgs):
+        return machine.nodes * machine.per_node
+    return machine.split(args.generators, args.rollout_tp).learners
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
@@ -120,26 +113,26 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     precision = args.weights_dtype(args.dtype).itemsize
     weights = precision * parameters // args.rollout_tp
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
-    kv = Shape.of(config, parameters).kv * precision // 2 // min(args.rollout_tp, heads)
+    kv = kv_bytes(config) * precision // 2 // min(args.rollout_tp, heads)
     return EngineMemory(weights, kv, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
-def remedy(script: str, plan: Plan, machine: Machine, lengths: str, image_size: str | None = None) -> tuple[str, Plan] | None:
-    """(flags, the plan with them) of the first change that makes it fit, each tried by a run of its own: one change alone, then
-    more and more together, those that cost least time first."""
-    single = list(candidates(plan.args, machine))
+def remedy(plan: Plan) -> tuple[str, Plan] | None:
+    """Return (flags, the plan with them) of the first change that makes it fit, each tried by a dry run: single changes first,
+    then more and more together, those that cost least time first."""
+    flags = vars(plan.args)
+    single = [change for change in candidates(plan.args, plan.machine) if not change.items() <= flags.items()]
     tries = [[change] for change in single] + [single[: n + 1] for n in range(1, len(single))]
     for tried in tries:
         values = {name: value for change in tried for name, value in change.items()}
-        args = dataclasses.replace(plan.args, **values)
+        changed = dataclasses.replace(plan, args=dataclasses.replace(plan.args, **values))
         try:
-            check(args)
-            changed = make_plan(script, args, machine, lengths, plan.device, image_size)
+            check(changed.args)
+            if changed.lacking():
+                continue
         except UserError:
             continue
-        if not changed.lacking():
-            changes = {name: value for name, value in values.items() if value != getattr(plan.args, name)}
-            return " ".join(f"{flag(name)} {value}" for name, value in changes.items()), changed
+        return " ".join(f"{flag(name)} {value}" for name, value in values.items() if value != flags[name]), changed
     return None
 
 
@@ -147,60 +140,57 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
     is computed."""
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
-    if not args.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
-    if args.max_tokens_per_micro_batch > longest_on_a_rank(args):
-        yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
-    if args.needs_reference and not args.ref_offload:
+    yield {"gradient_checkpointing": True}
+    yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
+    if args.needs_reference:
         yield {"ref_offload": True}
     share = args.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
     if args.rollout_tp < machine.per_node:
         yield {"rollout_tp": 2 * args.rollout_tp}
-    if not args.activation_offload:
-        yield {"gradient_checkpointing": True, "activation_offload": True}
+    yield {"gradient_checkpointing": True, "activation_offload": True}
     yield {"sequence_parallel": shared.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
-    if not args.optimizer_offload and not args.param_offload:
-        yield {"optimizer_offload": True}
     if not args.param_offload:
+        yield {"optimizer_offload": True}
         yield {"param_offload": True, "optimizer_offload": False}
     if args.dtype == "float32":
         yield {"dtype": "bfloat16"}
-    if args.grad_dtype == "float32":
-        yield {"grad_dtype": "bfloat16"}
+    yield {"grad_dtype": "bfloat16"}
     if args.optim == "adamw":
         yield {"optim": "adamw_8bit"}
 
 
-# ----------------------------------------------------------------------------------------------------------- the tables
-
-
-def show(plan: Plan, machine: Machine, console: Console) -> None:
-    memory, args, learners = plan.learner, plan.args, learners_of(plan.args, machine)
+def show(plan: Plan) -> None:
+    memory, args, machine = plan.learner, plan.args, plan.machine
+    learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
+    engine = plan.engine
+    together = min(args.max_num_seqs, engine.tokens // (args.max_prompt_length + args.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
     table.add_row("all", f"{memory.peak / GB:.2f}", f"{memory.kept.total() / GB:.2f}", style="bold")
+    console = Console()
     console.print(table)
-    console.print(_engine_line(plan), highlight=False, soft_wrap=True)
-    lines = [
-        f"Micro-batch: {memory.tokens:,} tokens at most, {memory.micro_batches} a rank and update.",
-        f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan, machine) / GB:.1f} GB "
-        f"({_listed(memory.host)} on the first) and Python and the libraries of each rank; samples that they share: "
+    lines = (
+        f"Engine (--gpu-memory-utilization {args.gpu_memory_utilization:g}, --rollout-tp {args.rollout_tp}): weights "
+        f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
+        f"full length at once, of --max-num-seqs {args.max_num_seqs}.",
+        f"Micro-batch: {memory.tokens:,} tokens at most.",
+        f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan) / GB:.1f} GB "
+        f"({_listed(memory.host)} on the first), without Python and the libraries of each rank; samples that they share: "
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
-        f"Links: each learner sends {memory.sent / GB:.1f} GB an update; a publish is {memory.published / GB:.1f} GB.",
-    ]
-    if isinstance(args, SplitArgs):
-        lines.append(_ring_line(args))
+    )
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def node_memory(plan: Plan, machine: Machine) -> int:
-    """Bytes of host memory that the learners of the first node hold at most, samples, ring and Python aside."""
-    memory, learners = plan.learner, learners_of(plan.args, machine) // machine.nodes
-    return memory.host.total() + (learners - 1) * _others(memory).total()
+def node_memory(plan: Plan) -> int:
+    """Return bytes of host memory that the learners of the first node hold at most, without samples and Python. Only the first
+    learner holds a whole model, and publishes."""
+    memory = plan.learner
+    others = sum(size for cause, size in memory.host_kept.items() if cause != "publish")
+    return memory.host.total() + (learners_of(plan.args, plan.machine) // plan.machine.nodes - 1) * others
 
 
 def samples_held(args: CommonArgs, nodes: int) -> int:
@@ -211,30 +201,6 @@ def samples_held(args: CommonArgs, nodes: int) -> int:
         made = args.quota(0)
     arrives = args.prompts_per_step if args.record_samples else -(-args.prompts_per_step // nodes)
     return min(made, -(-made // nodes) + arrives)
-
-
-def _engine_line(plan: Plan) -> str:
-    engine, args = plan.engine, plan.args
-    longest = args.max_prompt_length + args.max_response_length
-    together = min(args.max_num_seqs, engine.tokens // longest)
-    return (
-        f"Engine (--gpu-memory-utilization {args.gpu_memory_utilization:g}, --rollout-tp {args.rollout_tp}): weights "
-        f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
-        f"full length at once, of --max-num-seqs {args.max_num_seqs}."
-    )
-
-
-def _ring_line(args: CommonArgs) -> str:
-    group = largest_record(args, routes_bytes(args, resolve(args.model)))
-    if args.ring_mb < (needed := ring_mb_for(group)):
-        return f"Ring: --ring-mb {args.ring_mb} is too small for a group of full length, {group / 1e6:.1f} MB: give {needed}."
-    fit = args.ring_mb * 2**20 // group
-    return f"Ring: --ring-mb {args.ring_mb} holds {fit:,} groups of full length, {group / 1e6:.1f} MB each."
-
-
-def _others(memory: Memory) -> Counter:
-    """The host memory of a learner that is not the first: no whole model, nothing to publish."""
-    return Counter({cause: size for cause, size in memory.host_kept.items() if cause != "publish"})
 
 
 def _listed(sizes: Counter) -> str:

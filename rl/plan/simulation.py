@@ -1,214 +1,151 @@
-"""A run in simulated time, driven by service times: what its steps took, and the two modes that make whole batches.
+"""A run in simulated time: how long a step takes in each mode, and which side waits.
 
-The stream of train_async.py is rl/plan/stream.py. Left out: validation, checkpoints, start-up and crashes.
+All modes are rl/samples/schedule.py with another staleness threshold: 0 for train_sync.py, 1 for train_one_step_off.py, where a
+batch begins when the one before is complete. Left out: engines that have more to do than others, slow rewards, dropped groups,
+validation, checkpoints, start-up and crashes.
 """
 
 import heapq
-from collections import Counter
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from dataclasses import dataclass
 
-from rl.plan.engine import Engine, Group
-from rl.plan.service_times import ServiceTimes
-from rl.plan.workload import Workload
+import numpy as np
 
-STEADY = 3  # the first of this many parts of a run is not counted: the pipeline fills
+from rl.plan.machine import Roles
+from rl.plan.workload import Drawn
+from rl.samples.schedule import ScheduleArgs
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a job, or of each role of it."""
-
-    engines: int
-    learners: int
-    per_engine: int = 1  # ranks that share an engine (--rollout-tp)
-    colocated: bool = False  # the same ranks generate and learn, in turn (train_sync.py)
-
-    @property
-    def total(self) -> int:
-        return self.learners if self.colocated else self.engines * self.per_engine + self.learners
+STEPS = 12  # that are simulated at least; the first third does not count, in which the pipeline fills
 
 
 @dataclass(frozen=True)
-class Load:
-    """What flags say of the work of a step, besides the schedule."""
+class Times:
+    """Seconds that the parts of a run take."""
 
-    prompts: int  # of a step
-    updates: int  # optimizer steps of a step
-    slots: int  # --max-num-seqs
-    prefill_tokens: int = 8192  # --max-num-batched-tokens
-    filter_groups: bool = False
-    max_num_gen_batches: int = 10
-    surplus: int = 0  # prompts under way that a step of train_sync.py does not wait for (--over-sample)
+    source: str  # where the numbers come from, in words
+    step: float = 0.0  # of a decode step, however many responses run
+    row: float = 0.0  # more for each response
+    weights: float = 0.0  # of reading all weights; a decode step takes no less
+    row_weights: float = 0.0  # of reading those that one token needs: of a mixture few experts, else all
+    context: float = 0.0  # of a decode step, for each token of context
+    prefill: float = 0.0  # of a token of a prompt, which all responses of its group share
+    receive: float = 0.0  # in which an engine takes new weights
+    learn: float = 0.0  # of a training step, however many tokens it has
+    token: float = 0.0  # rank-seconds of training; a prompt's tokens count once for its group
+    square: float = 0.0  # rank-seconds for each token and token before it: attention
+    publish: float = 0.0  # in which a publish keeps the learners from training
 
+    def decoding(self, running: float, context: float) -> float:
+        """Seconds of a decode step of this many responses with this many tokens of context each."""
+        reading = min(self.weights, running * self.row_weights)
+        return self.step + max(reading, running * self.row) + running * context * self.context
 
-@dataclass
-class Steps:
-    """What the simulated run did, step by step. Seconds."""
-
-    ranks: Ranks
-    ends: list[float] = field(default_factory=list)  # of the step
-    generated: list[float] = field(default_factory=list)  # colocated: seconds of generation
-    waited: list[float] = field(default_factory=list)  # the learners' wait for groups
-    learned: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # prompt and response tokens of all responses, as perf/total_num_tokens
-    mean_age: list[float] = field(default_factory=list)  # of the tokens, in versions
-    max_age: list[int] = field(default_factory=list)
-    partial: list[float] = field(default_factory=list)  # share of responses with tokens of several versions
-    idle: list[float] = field(default_factory=list)  # seconds in which an engine had nothing to do, up to the step's end
-    dropped: Counter = field(default_factory=Counter)  # tickets of the whole run, by reason
-    account: str = ""  # where every ticket went
-
-    def add(
-        self, end: float, groups: list[Group], version: int, learned: float, waited: float = 0.0, idle: float = 0.0
-    ) -> None:
-        tokens = sum(sum(group.lengths) for group in groups)
-        responses = sum(len(group.lengths) for group in groups)
-        self.ends.append(end)
-        self.learned.append(learned)
-        self.waited.append(waited)
-        self.idle.append(idle)
-        self.tokens.append(tokens + sum(len(group.lengths) * group.prompt for group in groups))
-        self.mean_age.append(version - sum(group.versions for group in groups) / tokens)
-        self.max_age.append(version - min(group.oldest for group in groups))
-        self.partial.append(sum(group.partial for group in groups) / responses)
-
-    @property
-    def first(self) -> int:
-        """Steps that are not counted."""
-        return len(self.ends) // STEADY
-
-    @property
-    def seconds(self) -> float:
-        """Of the counted steps."""
-        return self.ends[-1] - (self.ends[self.first - 1] if self.first else 0.0)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a mean step."""
-        return self.seconds / (len(self.ends) - self.first)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.tokens[self.first :]) / self.seconds
-
-    @property
-    def learner_idle(self) -> float:
-        """The share of the time in which the learners wait for groups."""
-        return sum(self.waited[self.first :]) / self.seconds
-
-    @property
-    def generator_idle(self) -> float:
-        """The share of the engines' time in which they have nothing to do. Colocated, the time of learning is none."""
-        before = self.idle[self.first - 1] if self.first else 0.0
-        return (self.idle[-1] - before) / self.seconds / self.ranks.engines
-
-    def mean(self, values: list[float]) -> float:
-        """Of the counted steps."""
-        kept = values[self.first :]
-        return sum(kept) / len(kept)
+    def learning(self, tokens: float, squares: float, learners: int) -> float:
+        """Seconds of a training step. squares: the sum of the squared lengths."""
+        return self.learn + (tokens * self.token + squares * self.square) / learners
 
 
-class Scorers:
-    """An engine's scoring processes: first come, first served."""
+@dataclass(frozen=True)
+class Result:
+    """A mean step."""
 
-    def __init__(self, seconds: float, workers: int):
-        self.seconds, self.free = seconds, [0.0] * workers
-
-    def score(self, now: float) -> float:
-        """The time at which a response is scored that ended now."""
-        if not self.seconds:
-            return now
-        done = max(now, self.free[0]) + self.seconds
-        heapq.heapreplace(self.free, done)
-        return done
+    seconds: float
+    tokens: float  # prompts and responses, as perf/total_num_tokens counts
+    learners_wait: float  # share of the time
+    generators_wait: float
 
 
-# ------------------------------------------------------------------------------------------- batches made as a whole
+class Engines:
+    """All engines of a job, as one that decodes as they do on average."""
+
+    def __init__(self, times: Times, roles: Roles, slots: int, work: Drawn, groups: list[list[int]]):
+        """slots: responses that each engine decodes at once; groups: the lengths of each ticket's responses."""
+        self.times = times
+        self.number = roles.engines
+        self.slots = slots * roles.engines
+        self.prompt = work.prompt
+        self.groups = groups
+        lengths = np.concatenate(groups)
+        self.context = work.prompt + (lengths**2).sum() / lengths.sum() / 2  # tokens of a response that runs
+        self.left = [len(group) for group in groups]  # responses of each ticket that have not ended
+        self.waiting: deque[tuple[int, int]] = deque()  # (ticket, tokens) of each response
+        self.running: list[tuple[float, int]] = []  # heap: (the decode step that ends it, ticket)
+        self.decoded = 0.0  # decode steps so far
+        self.owed = 0.0  # seconds of other work that comes before more decoding
+        self.started = self.done = 0  # tickets
+        self.now = self.idle = 0.0  # idle: seconds of engines without work, over their number
+
+    def start(self, allowed: int) -> None:
+        """Take the tickets up to this number, and begin responses as far as there are slots."""
+        new = range(self.started, max(self.started, allowed))
+        self.started = new.stop
+        for ticket in new:
+            self.waiting.extend((ticket, length) for length in self.groups[ticket])
+        while self.waiting and len(self.running) < self.slots:
+            ticket, tokens = self.waiting.popleft()
+            heapq.heappush(self.running, (self.decoded + tokens, ticket))
+        self.owed += len(new) * self.prompt * self.times.prefill / self.number
+        if self.running and self.owed:
+            self.decoded -= self.owed / self._step()
+            self.owed = 0.0
+
+    def decode(self, until: float) -> None:
+        """Decode until the first response ends, at most to this time."""
+        step = self._step()
+        end, ticket = self.running[0] if self.running else (math.inf, 0)
+        needed = (end - self.decoded) * step
+        seconds = min(needed, until - self.now)
+        self.idle += seconds * max(0.0, 1 - len(self.running) / self.number)
+        self.now += seconds
+        self.decoded += seconds / step
+        if needed == seconds:
+            heapq.heappop(self.running)
+            self.left[ticket] -= 1
+            self.done += not self.left[ticket]
+
+    def _step(self) -> float:
+        return self.times.decoding(max(1.0, len(self.running) / self.number), self.context)
 
 
-def generate(engine: Engine, scorers: Scorers, groups: list[Group], start: float) -> tuple[list[Group], float, float]:
-    """An engine makes as many groups as these: those that end first of them and of what was under way before, which continues.
-    Returns them, when the last score is there, and the last engine step's end."""
-    now = scored = start + engine.prefill_again()
-    for group in groups:
-        engine.add(group)
-    while len(engine.ended) < len(groups):
-        steps = engine.begin()
-        now += engine.seconds(steps)
-        done = engine.end(steps)
-        now += len(done) * engine.times.finish
-        for group in done:
-            scored, group.left = max(scored, scorers.score(now)), group.left - 1
-            if not group.left:
-                engine.ended.append(group)
-    made, engine.ended = engine.ended[: len(groups)], engine.ended[len(groups) :]
-    return made, max(now, scored), now
-
-
-def make_batch(engines: list[Engine], pools: list[Scorers], load: Load, workload: Workload, ticket: int, start: float):
-    """The scripts' make_batch: every engine serves its share; groups without signal are replaced. Returns the groups, the next
-    ticket, the time it is over, the engines' seconds of having nothing to do, and the dropped groups."""
-    kept, dropped, rounds, now, idle = [], [], 0, start, 0.0
-    while len(kept) < load.prompts and rounds < load.max_num_gen_batches:
-        rounds += 1
-        tickets = range(ticket, ticket + load.prompts - len(kept))
-        ticket, ends = tickets.stop, []
-        groups, made = [Group(t, *workload.group(t)) for t in tickets], []
-        for i, (engine, pool) in enumerate(zip(engines, pools, strict=True)):
-            of_engine, *end = generate(engine, pool, groups[i :: len(engines)], now)
-            made += of_engine
-            ends.append(end)
-        idle += sum(max(end for end, _ in ends) - worked for _, worked in ends)
-        now = max(end for end, _ in ends)
-        for group in sorted(made, key=lambda group: group.ticket):
-            (dropped if load.filter_groups and not group.has_signal else kept).append(group)
-    missing = load.prompts - len(kept)
-    return kept + dropped[:missing], ticket, now, idle, len(dropped) - missing
-
-
-def make_engines(times: ServiceTimes, load: Load, number: int) -> tuple[list[Engine], list[Scorers]]:
-    engines = [Engine(times.engine, load.slots, load.prefill_tokens) for _ in range(number)]
-    return engines, [Scorers(times.engine.score, times.engine.score_workers) for _ in engines]
-
-
-def learning(times: ServiceTimes, load: Load, ranks: Ranks, groups: list[Group]) -> float:
-    tokens, squares = sum(group.tokens for group in groups), sum(group.squares for group in groups)
-    return times.learner.learn(tokens, squares, load.updates, ranks.learners)
-
-
-def sync(times: ServiceTimes, load: Load, ranks: Ranks, workload: Workload, steps: int) -> Steps:
-    """train_sync.py: all generate, all learn, the engines take the weights."""
-    out, now, ticket, idle = Steps(ranks), 0.0, load.surplus, 0.0
-    engines, pools = make_engines(times, load, ranks.engines)
-    for first in range(load.surplus):
-        engines[first % len(engines)].add(Group(first, *workload.group(first)))
-    for step in range(1, steps + 1):
-        groups, ticket, end, more, dropped = make_batch(engines, pools, load, workload, ticket, now)
-        out.generated.append(end - now)
-        learned, idle = learning(times, load, ranks, groups), idle + more
-        now = end + times.gather + learned + max(engine.take_weights(step) for engine in engines)
-        out.dropped["filtered"] += dropped
-        out.add(now, groups, step - 1, learned, idle=idle)
-    return out
-
-
-def one_step_off(times: ServiceTimes, load: Load, ranks: Ranks, workload: Workload, steps: int) -> Steps:
-    """train_one_step_off.py: batch k (from 0) with the weights of version k - 1, while the learners train batch k - 1."""
-    out, ticket, idle = Steps(ranks), 0, 0.0
-    engines, pools = make_engines(times, load, ranks.engines)
-    published, made, learned_until = [0.0], 0.0, 0.0  # when: each version; the last batch; the learners' last step
-    for k in range(steps):
-        start, version = made, max(0, k - 1)
-        if version > engines[0].version:
-            start = max(made, published[version])
-            idle += (start - made) * len(engines)
-            start += max(engine.take_weights(version) for engine in engines)
-        groups, ticket, made, more, dropped = make_batch(engines, pools, load, workload, ticket, start)
-        made += times.gather
-        idle, waited = idle + more, max(0.0, made - learned_until)
-        learned = learning(times, load, ranks, groups)
-        learned_until = max(learned_until, made) + learned + times.learner.publish
-        published.append(learned_until)
-        out.dropped["filtered"] += dropped
-        out.add(learned_until, groups, k, learned, waited, idle)
-    return out
+def simulate(
+    times: Times, schedule: ScheduleArgs, roles: Roles, slots: int, work: Drawn, whole_batches: bool = False
+) -> Result:
+    """Return a mean step of a run. whole_batches: a batch starts when the one before is complete."""
+    prompts = schedule.prompts_per_step
+    period = schedule.publish_every
+    steps = max(STEPS, 3 * period)
+    groups = [work.group(ticket) for ticket in range(schedule.quota(steps // period))]
+    lengths = np.concatenate(groups)
+    part = prompts / len(groups)
+    squares = part * ((lengths + work.prompt) ** 2).sum()
+    learning = times.learning(part * lengths.sum() + prompts * work.prompt, squares, roles.learners)
+    engines = Engines(times, roles, slots, work, groups)
+    version = 0
+    free = waited = 0.0  # when the learners have trained what they have; how long they have waited for groups
+    ends = [(0.0, 0.0, 0.0)]
+    publishes = False  # after the step that is trained
+    while len(ends) <= steps:
+        allowed = schedule.quota(version)
+        if whole_batches:
+            allowed = min(allowed, (engines.done // prompts + 1) * prompts)
+        engines.start(allowed)
+        if roles.colocated and free > engines.now:
+            engines.now = free
+        else:
+            engines.decode(free if free > engines.now else math.inf)
+        while free <= engines.now and len(ends) <= steps:
+            if publishes:
+                version += 1
+                engines.owed += times.receive
+            publishes = False
+            if engines.done < len(ends) * prompts:
+                break
+            waited += engines.now - free
+            publishes = len(ends) % period == 0
+            free = engines.now + learning + publishes * times.publish
+            ends.append((free, waited, engines.idle))
+    first, last = ends[steps // 3], ends[-1]
+    seconds, waited, idle = (after - before for before, after in zip(first, last, strict=True))
+    tokens = part * (lengths + work.prompt).sum()
+    return Result(seconds / (steps - steps // 3), float(tokens), waited / seconds, idle / seconds)

@@ -1,10 +1,8 @@
-"""The time part of plan.py: service times from where the flags say, the settings compared, a table, a plot and a verdict."""
+"""The time part of plan.py: each mode and split of the ranks in simulated time, side by side."""
 
-import dataclasses
-import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich import box
 from rich.console import Console
@@ -12,133 +10,103 @@ from rich.table import Table
 
 from rl.errors import UserError
 from rl.model.pretrained import load_config, resolve
-from rl.plan import choices, roofline, service_times
-from rl.plan.calibrate import calibrate
 from rl.plan.devices import Device
 from rl.plan.from_run import times_of_run
-from rl.plan.service_times import ServiceTimes
-from rl.plan.simulation import Ranks
+from rl.plan.machine import Machine, Roles
+from rl.plan.memory_plan import engine_memory
+from rl.plan.roofline import count_parameters, times_of
+from rl.plan.simulation import Result, Times, simulate
 from rl.plan.workload import Drawn, lengths_like
-from rl.ranges import Range
-from rl.samples.schedule import SplitArgs
+from rl.samples.schedule import ScheduleArgs
 from rl.setup import CommonArgs
 
-
-@dataclass
-class TimeArgs:
-    """The plan of the time: where the seconds of each part come from. By default from the device's FLOPs and bandwidths, which
-    is rough."""
-
-    calibrate: bool = False
-    """Measure the parts on this machine, with --nproc-per-node ranks: a minute or two for each of the split and sync modes."""
-    calibrate_seconds: Annotated[float, Range(above=0, at_most=3600)] = 20.0
-    """Seconds of each measurement."""
-    service_times: str | None = None
-    """A file of measured parts: --calibrate writes it, and without --calibrate it is read."""
-    from_run: str | None = None
-    """Directory of a finished run of the same model on the same devices: the parts are fitted to its metrics."""
-    prompt_tokens: Annotated[int | None, Range(at_least=1)] = None
-    """Tokens of a mean prompt; by default --max-prompt-length, or what a run given to --response-lengths had."""
-    flat_groups: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Share of groups whose scores are all equal, which --filter-groups replaces."""
-    plot: str | None = None
-    """A PNG file for the comparison."""
+WORTH = 1.02  # a mode with staler samples must be faster by this factor
 
 
-def plan_time(
-    script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, lengths: str, device: Device | None
-) -> None:
-    """Prints the settings of a job on the machine side by side, and which to take. script: the module's name; args: its
-    flags; lengths: --response-lengths. Raises UserError for what cannot be planned."""
-    prompt = plan.prompt_tokens or args.max_prompt_length
-    workload = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, prompt)
-    workload = dataclasses.replace(workload, flat=plan.flat_groups)
-    if plan.prompt_tokens:
-        workload = dataclasses.replace(workload, prompt=plan.prompt_tokens)
-    job = make_job(script, args, plan, machine, workload, device)
-    rows = choices.compare(job)
-    table = Table(title="simulated time", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in choices.HEAD:
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    chosen = choices.best(rows)
+@dataclass(frozen=True)
+class Row:
+    """A way to run the job."""
+
+    script: str
+    generators: int  # of each node; 0 where all ranks generate and learn
+    roles: Roles
+    result: Result
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of the whole job."""
+        return self.result.tokens / self.result.seconds
+
+    def cells(self) -> list[str]:
+        result = self.result
+        waits = [f"{result.generators_wait:.0%}", f"{result.learners_wait:.0%}"] if self.generators else ["-", "-"]
+        seconds = f"{result.seconds:,.0f}" if result.seconds >= 100 else f"{result.seconds:.3g}"
+        return [self.script, f"{self.generators or 'all'}", *waits, f"{self.rate:,.0f}", seconds]
+
+
+def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
+    """Print how long a step takes in each mode and split of the ranks, and which is the best. lengths: as --response-lengths
+    has them; run: the directory of a finished run. Raise UserError for what cannot be planned."""
+    work = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, args.max_prompt_length)
+    times, slots = sources(args, machine, work, device, run)
+    rows = list(compare(args, machine, work, times, slots))
+    chosen = best(rows)
+    table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
+    table.add_column("mode", no_wrap=True)
+    for name in ("generators", "they\nwait", "learners\nwait", "tokens/s", "seconds\na step"):
+        table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*choices.cells(row), style="bold" if row is chosen else None)
+        table.add_row(*row.cells(), style="bold" if row is chosen else None)
     console = Console()
     console.print(table)
-    steps = args.total_training_steps or 1000
-    sources = dict.fromkeys(job.times(row.setting.ranks).source for row in rows)
-    console.print(choices.verdict(rows, steps, "; ".join(sources)), highlight=False, soft_wrap=True)
-    if plan.plot:
-        choices.plot(rows, plan.plot)
-        console.print(f"plot: {plan.plot}", highlight=False, soft_wrap=True)
+    console.print(verdict(chosen, rows[0], args.total_training_steps or 1000), highlight=False, soft_wrap=True)
+    console.print(f"Seconds of each part: {times(chosen.roles).source}.", highlight=False, soft_wrap=True)
 
 
-def make_job(
-    script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, workload: Drawn, device: Device | None
-) -> choices.Job:
-    """The job whose settings are compared, with the service times that the flags ask for."""
-    if plan.calibrate or plan.service_times:
-        measured = (
-            measure(script, args, plan, machine, workload) if plan.calibrate else service_times.load(Path(plan.service_times))
-        )
-        if plan.calibrate and plan.service_times:
-            service_times.save(measured, Path(plan.service_times))
-        return choices.Job(args, machine, lambda ranks: _pick(measured, ranks), workload, lambda ranks: args.max_num_seqs)
-    if plan.from_run:
-        measured = times_of_run(Path(plan.from_run))
-        return choices.Job(args, machine, lambda ranks: measured, workload, lambda ranks: args.max_num_seqs)
+def sources(
+    args: CommonArgs, machine: Machine, work: Drawn, device: Device | None, run: str | None
+) -> tuple[Callable[[Roles], Times], int]:
+    """Return (the times of a job's ranks, the responses that an engine decodes at once): a finished run's, else those of the
+    device's data sheet."""
+    if run:
+        recorded = times_of_run(Path(run))
+        return lambda roles: recorded, args.max_num_seqs
     if device is None:
-        raise UserError(
-            "give a --device, --calibrate, --service-times or --from-run: the time of each part must come from somewhere."
-        )
+        raise UserError("Give --device, or --from-run with a finished run's directory: the times must come from somewhere.")
     config = load_config(resolve(args.model), args.trust_remote_code)
-    shape = roofline.Shape.of(config, roofline.count_parameters(config, args.trust_remote_code))
-    updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
-
-    def times(ranks: Ranks) -> ServiceTimes:
-        return roofline.service_times(shape, device, args, updates, ranks, machine.nodes)
-
-    def slots(ranks: Ranks) -> int:
-        return roofline.slots_that_fit(shape, device, ranks.per_engine, args, workload.prompt + workload.mean)
-
-    return choices.Job(args, machine, times, workload, slots)
+    parameters = count_parameters(config, args.trust_remote_code)
+    fit = int(engine_memory(args, device).tokens / (work.prompt + work.mean))
+    slots = max(1, min(args.max_num_seqs, fit))
+    return lambda roles: times_of(config, parameters, device, args, roles, machine.nodes), slots
 
 
-def measure(
-    script: str, args: CommonArgs, plan: TimeArgs, machine: choices.Machine, workload: Drawn
-) -> dict[str, ServiceTimes]:
-    """Calibrates both arrangements of this machine's ranks; of a single rank there is no split."""
-    if machine.nodes > 1:
-        raise UserError("--calibrate measures on one node: give --nnodes 1, or the file of a --service-times measured there.")
-    mode, measured = choices.mode_of(script), {}
-    colocated, split = (script, "train_async") if mode == "train_sync" else ("train_sync", script)
-    for where, name in (("colocated", colocated), ("split", split)):
-        if where == "split" and machine.per_node < 2:
-            continue
-        words = flags_for(name, args)
-        measured[where] = calibrate(name, words, workload, machine.per_node, plan.calibrate_seconds)
-    return measured
+def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Row]:
+    """The modes, those with the freshest samples first, each with all splits of the ranks."""
+    prompts, per_engine = args.prompts_per_step, args.rollout_tp
+    if machine.nodes * machine.per_node % per_engine == 0:
+        roles = machine.colocated(per_engine)
+        surplus = getattr(args, "surplus", 0) / prompts
+        schedule = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=surplus)
+        yield Row("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
+    one_off = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=1)
+    stream = args if isinstance(args, ScheduleArgs) else one_off
+    for script, schedule in (("train_one_step_off.py", one_off), ("train_async.py", stream)):
+        for generators in range(per_engine, machine.per_node, per_engine):
+            roles = machine.split(generators, per_engine)
+            result = simulate(times(roles), schedule, roles, slots, work, whole_batches=script == "train_one_step_off.py")
+            yield Row(script, generators, roles, result)
 
 
-def flags_for(script: str, args: CommonArgs) -> list[str]:
-    """The command line of another script for the same work: the flags that all have, as they were given, and its batch."""
-    there, mode = (importlib.import_module(name).Args for name in (script, choices.mode_of(script)))
-    known = {field.name for field in dataclasses.fields(mode)}
-    own = {field.name for field in dataclasses.fields(there)} - known  # of a copy
-    values = {name: getattr(args, name) for name in own if hasattr(args, name)}
-    values |= {field.name: getattr(args, field.name) for field in dataclasses.fields(CommonArgs)}
-    values |= {"train_batch_size": args.prompts_per_step, "ppo_mini_batch_size": args.prompts_per_update}
-    if issubclass(there, SplitArgs) and isinstance(args, SplitArgs):
-        values |= {field.name: getattr(args, field.name) for field in dataclasses.fields(SplitArgs)}
-    words = []
-    for field in dataclasses.fields(there):
-        value = values.get(field.name, field.default)
-        if value == field.default or value is None:
-            continue
-        words += [f"--{field.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+def best(rows: list[Row]) -> Row:
+    """The fastest row; another mode with fresher samples if it is as fast to within WORTH."""
+    fastest = max(row.rate for row in rows)
+    script = next(row.script for row in rows if row.rate * WORTH >= fastest)
+    return max((row for row in rows if row.script == script), key=lambda row: row.rate)
 
 
-def _pick(measured: dict[str, ServiceTimes], ranks: Ranks) -> ServiceTimes:
-    where = "colocated" if ranks.colocated else "split"
-    return measured.get(where) or next(iter(measured.values()))
+def verdict(chosen: Row, first: Row, steps: int) -> str:
+    command = chosen.script + (f" --generators {chosen.generators}" if chosen.generators else "")
+    against = f", {chosen.rate / first.rate:.2f}x as fast as {first.script}" if chosen is not first else ""
+    hours = chosen.result.seconds * steps / 3600
+    time = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    return f"Best: {command}, {chosen.rate:,.0f} tokens/s{against}. {steps:,} steps take about {time}."

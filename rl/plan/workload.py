@@ -1,58 +1,39 @@
-"""The prompts and responses of a run that has not been made: lengths, drawn from what is known of them."""
+"""The lengths of a planned run's prompts and responses, drawn from what is known of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 
 from rl.errors import UserError
 from rl.report.logs import load
 
-BLOCK = 1024  # tickets drawn at once
 LENGTH, LONGEST, PROMPT_LENGTH = "response_length/mean", "response_length/max", "prompt_length/mean"
 CLIPPED = "response_length/clip_ratio"
 
 
-class Workload(Protocol):
-    def group(self, ticket: int) -> tuple[int, list[int], bool]:
-        """(prompt tokens, tokens of each response, whether their scores differ) of a ticket; the same at every call."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class Drawn:
-    """Log-normal lengths of mean and spread, cut at the longest one; sigma 0 gives all responses the mean.
+    """Log-normal lengths, cut at the longest. `mean` is that of the lengths before they are cut."""
 
-    `mean` is that of the lengths before they are cut. A share `flat` of the groups has no signal."""
-
-    n: int  # responses a prompt
+    n: int  # responses of a prompt
     mean: float  # tokens of a response
-    sigma: float  # of the logarithm
+    sigma: float  # of the logarithm; 0 gives every response the mean
     longest: int
     prompt: int = 0  # tokens of a prompt
-    flat: float = 0.0
-    seed: int = 0
-    _blocks: dict[int, tuple[list[list[int]], list[bool]]] = field(default_factory=dict, repr=False, init=False, compare=False)
 
-    def group(self, ticket: int) -> tuple[int, list[int], bool]:
-        block, place = divmod(ticket, BLOCK)
-        if block not in self._blocks:
-            self._blocks[block] = self._draw(block)
-        lengths, signal = self._blocks[block]
-        return self.prompt, lengths[place], signal[place]
-
-    def _draw(self, block: int) -> tuple[list[list[int]], list[bool]]:
-        random = np.random.default_rng((self.seed, block))
-        logs = np.log(self.mean) - self.sigma**2 / 2 + self.sigma * random.standard_normal((BLOCK, self.n))
-        lengths = np.clip(np.rint(np.exp(logs)), 1, self.longest).astype(int)
-        return lengths.tolist(), (random.random(BLOCK) >= self.flat).tolist()
+    def group(self, ticket: int) -> list[int]:
+        """Tokens of each response to the ticket's prompt, the same at every call."""
+        normal = np.random.default_rng(ticket).standard_normal(self.n)
+        lengths = self.mean * np.exp(self.sigma * normal - self.sigma**2 / 2)
+        return np.clip(np.rint(lengths), 1, self.longest).astype(int).tolist()
 
 
 def lengths_like(text: str, n: int, longest: int, prompt: int) -> Drawn:
-    """The workload that --response-lengths describes: "budget" (all of --max-response-length), a mean, a mean and the spread of
-    the logarithm (2000:0.9), or a run's directory, whose later half is taken. n: responses a prompt; prompt: its tokens, where
-    no run tells them. Raises UserError for other words."""
+    """Return the lengths that --response-lengths describes: "budget" (all of --max-response-length), a mean, a mean and the
+    spread of the logarithm (2000:0.9), or a run's directory, whose later half counts. n: responses of a prompt; prompt: its
+    tokens, unless a run says. Raise UserError for other words."""
     if text == "budget":
         return Drawn(n, longest, 0.0, longest, prompt)
     if Path(text).exists():
@@ -67,7 +48,7 @@ def lengths_like(text: str, n: int, longest: int, prompt: int) -> Drawn:
 
 
 def _of_run(path: Path, n: int, longest: int) -> Drawn:
-    """Lengths with the run's mean, and its longest or cut share."""
+    """Return lengths with the run's mean, and its longest or the share that it cut."""
     log = load(path)
     rows = [row for row in log.rows if {LENGTH, LONGEST, PROMPT_LENGTH} <= row.keys()]
     rows = rows[len(rows) // 2 :]
@@ -78,6 +59,6 @@ def _of_run(path: Path, n: int, longest: int) -> Drawn:
     responses = log.responses_per_step or 100
     # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of this many (Blom)
     rank = 1 - cut if cut * responses > 1 else (responses - 0.375) / (responses + 0.25)
-    z = max(0.0, NormalDist().inv_cdf(rank))
+    z = NormalDist().inv_cdf(max(0.5, rank))
     sigma = z - max(0.0, z * z - 2 * max(0.0, most)) ** 0.5
     return Drawn(n, mean, float(sigma), longest, round(prompt))

@@ -8,12 +8,7 @@ import pytest
 from helpers import ROOT, run_script
 
 import plan
-import train_async
-import train_one_step_off
-import train_sync
 from rl.errors import UserError
-from rl.plan.choices import mode_of
-from rl.plan.time_plan import flags_for
 
 MORE_FLAGS = '''
 @dataclass
@@ -74,15 +69,3 @@ def test_what_is_no_training_script_is_one_message(tmp_path):
     for named, message in cases.items():
         with pytest.raises(UserError, match=message):
             plan.main([named, "--device", "H100-80GB"])
-
-
-def test_the_calibration_of_a_copy_gets_its_flags(tmp_path, monkeypatch):
-    fork("train_async.py", tmp_path / "copied_async.py")
-    name, script = plan.load(str(tmp_path / "copied_async.py"))
-    args = script.Args(imitation=3.0, lr=1e-5, train_batch_size=16)
-    words = " ".join(flags_for(name, args))
-    assert "--imitation 3.0" in words and "--lr 1e-05" in words and "--train-batch-size 16" in words
-    assert "imitation" not in " ".join(flags_for("train_sync", args))
-    for own in (train_sync, train_one_step_off, train_async):
-        assert mode_of(own.__name__) == own.__name__
-    assert mode_of(name) == "train_async"

@@ -17,9 +17,9 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.token_budget import settled
 from rl.plan import devices, memory_plan
-from rl.plan.choices import Machine
 from rl.plan.dry_run import dry_run
-from rl.plan.memory_plan import samples_held
+from rl.plan.machine import Machine
+from rl.plan.memory_plan import Plan, samples_held
 from rl.plan.workload import lengths_like
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
@@ -181,39 +181,40 @@ def test_what_the_memory_flags_move_and_shrink(model):
     assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
     one = inputs / SMALL["num_hidden_layers"]  # of the layer that the backward pass is at is back at the peak
     assert before.device["activations"] - after.device["activations"] >= inputs - one
-    assert after.sent / before.sent == pytest.approx(6 / 8, rel=0.02)  # two gathers in bf16, and the reduction
 
 
 @pytest.mark.slow
 def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
-    sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--require-batches", "2"]
+    sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--train-batch-size", "16"]
     others = ["--publish", "delta", "--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
     plan.main(["train_async.py", "--model", model, *sizes, *others])
     said = capsys.readouterr().out
     assert "a learner of 1 on H100-80GB" in said and "It fits on H100-80GB" in said
     assert re.search(r"samples that they share: 0\.0 GB, 32 groups of 0\.00\d+ MB", said), said
-    assert "tok/s" in said
+    assert "tokens/s" in said
 
 
 @pytest.mark.slow
 def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
     args = flags(model, max_tokens_per_micro_batch=4096, ppo_mini_batch_size=32)
     machine, kind = Machine(1, 2), devices.device("H100-80GB")
-    needed = memory_plan.make_plan("train_async", args, machine, "budget", kind).learner.peak
-    short = dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE))
-    memory_plan.plan_memory("train_async", args, machine, "budget", short)
+    roomy = Plan("train_async", args, machine, kind)
+    needed = roomy.learner.peak
+    short = dataclasses.replace(roomy, device=dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE)))
+    memory_plan.plan_memory(short)
     said = capsys.readouterr().out
     assert "does not fit" in said and "It fits with --" in said
-    words, changed = memory_plan.remedy(
-        "train_async", memory_plan.make_plan("train_async", args, machine, "budget", short), machine, "budget"
-    )
+    words, changed = memory_plan.remedy(short)
     assert words in said and changed.learner.peak <= 0.7 * needed and not changed.lacking()
 
 
 def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
     """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
-    runs = [flags(model, train_batch_size=16, record_samples=directory) for directory in (None, "x")]
-    held = [memory_plan.samples_held(run, nodes) for run in runs for nodes in (1, 4)]
+    held = [
+        memory_plan.samples_held(flags(model, train_batch_size=16, record_samples=r), nodes)
+        for r in (None, "x")
+        for nodes in (1, 4)
+    ]
     assert held == [32, 8 + 4, 32, 8 + 16]
 
 

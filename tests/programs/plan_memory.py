@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
-from programs.memory import Peak
+from memory import Peak
 from tiny_vlm import prompts_by_number
 
 import train_sync

@@ -103,10 +103,6 @@ CASES = [
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
     ("--partial-rollout keep", "--staleness-threshold 0", "--publish-every 2", "async"),
     ("--on-stale wait", "", "--max-staleness 2", "async"),
-    ("--calibrate-seconds 5", "", "--calibrate", "plan"),
-    ("--flat-groups 0.5", "", "--filter-groups", "plan"),
-    ("--from-run a", "--service-times b", "", "plan"),
-    ("--from-run a", "--calibrate", "", "plan"),
 ]
 BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
@@ -130,8 +126,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish publish_over",
     "ScheduleArgs": "train_batch_size publish_every staleness_threshold max_staleness",
-    "PlanArgs": "nnodes nproc_per_node device response_lengths image_size",
-    "TimeArgs": "calibrate service_times prompt_tokens plot",
+    "PlanArgs": "nnodes nproc_per_node device from_run response_lengths image_size",
 }
 
 
