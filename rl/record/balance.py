@@ -27,8 +27,8 @@ def verdict(
     if max(generators_idle, learners_idle) < BALANCED:
         return "balanced", f"{waits}: balanced"
     if min(generators_idle, learners_idle) > OVERLAPPING:
-        more = "a higher --staleness-threshold or fewer validations may"
-        return "turns", f"{waits}: they take turns, and no other split helps; {more}"
+        remedy = "try a higher --staleness-threshold or fewer validations"
+        return "turns", f"{waits}: they take turns, so another split does not help; {remedy}"
     ranks = generators + learners
     work = generators * (1 - generators_idle), learners * (1 - learners_idle)
     exact = ranks * work[0] / sum(work)  # generators, if ranks could be divided

@@ -38,7 +38,8 @@ class ConsoleLog:
         validation = [v for k, v in metrics.items() if k.startswith("val-core/") and "/acc/mean@" in k]
         if validation:
             self.accuracy = sum(validation) / len(validation)
-        parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation accuracy {:.3f}", self.accuracy)]
+        accuracy = self.accuracy if validation or self.bar else None  # once in plain lines
+        parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation accuracy {:.3f}", accuracy)]
         parts += [("{:,.0f} tokens/s", _rate(metrics))]
         parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
         parts += [("generators wait {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]

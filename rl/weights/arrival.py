@@ -33,7 +33,7 @@ def has_room(split: Split, size: int, pins: bool) -> bool:
         needed, free = split.here.generators * (1 << (size - 1).bit_length() if pins else size), available_memory()
         if needed > SPARE * free:
             needs = f"{needed / 1e9:.3g} GB, and {SPARE:.0%} of the {free / 1e9:.3g} GB that are free may be taken"
-            print(f"generators wait while new weights arrive: otherwise they need {needs}", file=sys.stderr, flush=True)
+            print(f"generators wait while new weights arrive: generating meanwhile needs {needs}", file=sys.stderr, flush=True)
         split.store.set(key, str(int(needed <= SPARE * free)))
     with watchdog.doing("the first generator of this node to look for memory"):
         return split.store.get(key) == b"1"

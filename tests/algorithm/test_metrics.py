@@ -201,7 +201,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     (run,) = tmp_path.iterdir()
     assert began == f"run {run} (resume with --experiment-name {run.name})"
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
-    assert lines[-4] == "step 3/3  reward 0.300  validation accuracy 0.340  1,234 tokens/s"
+    assert lines[-4] == "step 3/3  reward 0.300  1,234 tokens/s"
     assert lines[-3] == "checkpoint  here"
 
 

@@ -326,7 +326,7 @@ def test_resume_anyway_resumes_and_prints_the_differences(sync, tmp_path):
         "--resume-anyway",
         ranks=None,
     )
-    assert "as another run:\n  --lr: was 0.0001, is 0.01\n" in done.stderr
+    assert "resumes with changed settings (--resume-anyway):\n  --lr: was 0.0001, is 0.01\n" in done.stderr
     assert f"{run}/config.json is missing or damaged; the run continues" in done.stderr
     assert "resumes after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
     assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01

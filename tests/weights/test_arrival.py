@@ -297,7 +297,7 @@ def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
 def test_without_memory_for_it_the_engine_waits(models, monkeypatch, capsys):
     monkeypatch.setattr(arrival, "available_memory", lambda: 4 * (64 * 1024))
     ends = Ends(models["qwen2-tied"]).begin()
-    assert "generators wait while weights come in" in capsys.readouterr().err
+    assert "generators wait while new weights arrive" in capsys.readouterr().err
     published = ends.publish(1)
     assert ends.subscriber.effective_state(State(1, dropped=0), busy=True).version == 1, "it is received at once"
     ends.held.let(ALL)
