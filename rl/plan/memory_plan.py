@@ -101,9 +101,8 @@ def plan_memory(plan: Plan) -> None:
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if not isinstance(args, SplitArgs):
-        return machine.nodes * machine.per_node
-    if getattr(args, "elastic_generators", None) and not args.generators:
+    all_generators_join = getattr(args, "elastic_generators", None) and not args.generators
+    if all_generators_join or not isinstance(args, SplitArgs):
         return machine.nodes * machine.per_node
     return machine.split(args.generators, args.rollout_tp).learners
 
@@ -139,8 +138,7 @@ def remedy(plan: Plan) -> tuple[str, Plan] | None:
 
 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
-    """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
-    is computed."""
+    """Yield changes of flags that take memory off the device: cheap ones first, those that change what is computed last."""
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"ppo_max_token_len_per_gpu": longest_on_a_rank(args)}
