@@ -5,9 +5,9 @@
         --nnodes 2 --nproc-per-node 8 --device H100-80GB --response-lengths 2000:0.9
 
 After the script's name stand the flags that it will be started with, and those of the plan. A copy of a script is named by its
-file: its flags and its `learn` are planned, in the schedule of the script that its Args descend from. Memory: the learner's own
-code runs on tensors without values (rl/plan/dry_run.py), and what it holds at its peak is counted. Time: the run's schedule on
-a simulated clock (rl/plan/time_plan.py). docs/plan.md says what each can tell. Of the model only config.json is read.
+file: its flags and its `learn` are planned. Memory: the learner's own code runs on tensors without values (rl/plan/dry_run.py),
+and what it holds at its peak is counted. Time: every mode and split of the ranks in simulated time (rl/plan/time_plan.py).
+docs/plan.md says how exact both are. Of the model only config.json is read.
 """
 
 import importlib

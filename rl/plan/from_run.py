@@ -14,7 +14,6 @@ from rl.plan.simulation import Times
 from rl.report.logs import load
 
 FIXED = 0.5  # of a decode step; measured, a third (CPU, 64 responses) to most of it (GPUs, few responses)
-BUSY = "ledger/generator_[0-9]+/generate"
 NOT_LEARNING = ("wait", "gen", "update_weights", "testing", "save_checkpoint")  # timers of the rest of a step
 
 
@@ -33,18 +32,19 @@ def times_of_run(path: Path) -> Times:
     learned = mean("timing_s/step") - sum(mean(f"timing_s/{name}") for name in NOT_LEARNING)
     tokens = responses * (length + mean("prompt_length/mean") / log.flags["rollout_n"])
     publish = mean("timing_s/update_weights")
+    per_engine = log.flags.get("rollout_tp", 1)
     ahead = 1.0  # batches under way at a time
     if mean("timing_s/gen"):
-        engines = learners // log.flags.get("rollout_tp", 1)
-        busy, receive = engines * mean("timing_s/gen"), publish
+        busy, generators = learners * mean("timing_s/gen"), learners
+        receive = publish
     else:
-        busy, engines = _busy(rows, path)
+        busy, generators = _busy(rows, path)
         receive = mean("publish/seconds")
         if "staleness_threshold" in log.flags:
             ahead = 0.5 + log.flags["staleness_threshold"] * log.flags.get("publish_every", 1)
-    running = ahead * responses / engines * length / mean("response_length/max")  # the longest runs on alone
+    running = ahead * responses * per_engine / generators * length / mean("response_length/max")  # the longest runs on alone
     running = max(1.0, min(log.flags.get("max_num_seqs", 256), running))
-    step = busy / (responses * length) * running
+    step = busy / per_engine / (responses * length) * running
     return Times(
         source=f"{len(rows)} steps of {path}",
         step=FIXED * step,
@@ -56,8 +56,8 @@ def times_of_run(path: Path) -> Times:
 
 
 def _busy(rows: list[dict], path: Path) -> tuple[float, int]:
-    """Return (engine-seconds of a step in which the generators of a split run generated, number of engines)."""
-    shares = [[share for name, share in row.items() if re.fullmatch(BUSY, name)] for row in rows]
+    """Return (rank-seconds of a step in which the generators of a split run generated, number of generators)."""
+    shares = [[share for name, share in row.items() if re.fullmatch("ledger/generator_[0-9]+/generate", name)] for row in rows]
     seconds = [sum(of) * row["timing_s/step"] for of, row in zip(shares, rows, strict=True) if of]
     if not seconds:
         raise UserError(f"--from-run {path}: its generators have reported no times. Take a run of more publishes.")

@@ -22,10 +22,6 @@ class Machine:
     nodes: int
     per_node: int  # ranks
 
-    def colocated(self, per_engine: int) -> Roles:
-        total = self.nodes * self.per_node
-        return Roles(total // per_engine, total, per_engine, colocated=True)
-
     def split(self, generators: int, per_engine: int) -> Roles:
         """generators: of each node. Raise UserError if a role gets no rank, or an engine fewer than it needs."""
         if not 0 < generators < self.per_node or generators % per_engine:

@@ -137,8 +137,7 @@ def remedy(plan: Plan) -> tuple[str, Plan] | None:
 
 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
-    """Changes of single flags that take memory off the device: those first that cost least time, those last that change what
-    is computed."""
+    """Yield changes of flags that take memory off the device: cheap ones first, those that change what is computed last."""
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}

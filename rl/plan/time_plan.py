@@ -50,6 +50,8 @@ def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device |
     work = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, args.max_prompt_length)
     times, slots = sources(args, machine, work, device, run)
     rows = list(compare(args, machine, work, times, slots))
+    if not rows:
+        raise UserError(f"--rollout-tp {args.rollout_tp} ranks of an engine cannot be had of {machine.per_node} on a node.")
     chosen = best(rows)
     table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
     table.add_column("mode", no_wrap=True)
@@ -83,8 +85,9 @@ def sources(
 def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Row]:
     """The modes, those with the freshest samples first, each with all splits of the ranks."""
     prompts, per_engine = args.prompts_per_step, args.rollout_tp
-    if machine.nodes * machine.per_node % per_engine == 0:
-        roles = machine.colocated(per_engine)
+    total = machine.nodes * machine.per_node
+    if total % per_engine == 0:
+        roles = Roles(total // per_engine, total, per_engine, colocated=True)
         surplus = getattr(args, "surplus", 0) / prompts
         schedule = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=surplus)
         yield Row("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
