@@ -44,7 +44,7 @@ class GeneratorLoop:
         self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines, in_background)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step after which the weights were published that are being validated
-        self._snapshot = 0  # the newest step whose checkpoint has been told what is under way here
+        self._snapshot = 0  # the newest step whose checkpoint knows what is under way here
         self._step = 0  # after which these were published
 
     def next(self) -> Next | None:

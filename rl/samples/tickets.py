@@ -40,7 +40,7 @@ class Tickets:
         self._again, self._drawn_before = opened["again"], opened["drawn"]
         self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the resumed run of which something is left
         self._reserve: deque[int] = deque()  # tickets that are drawn and have not started
-        self._started = 0  # tickets that the store has not been told of
+        self._started = 0  # tickets that the store has not counted yet
         self._ask = ask
         self._request: Future | None = None  # under way
 
@@ -112,7 +112,7 @@ class Tickets:
 
 
 def open_tickets(store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()) -> None:
-    """Sets the counters of a run that begins, or resumes after so many tickets were drawn; to be called once. Generators wait
+    """Sets the counters of a run that begins, or resumes after this many tickets were drawn; to be called once. Generators wait
     for it.
 
     again: tickets that were drawn and are nowhere; unfinished: those of them whose responses continue.
