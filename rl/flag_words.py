@@ -46,6 +46,8 @@ HERE = {  # unknown flag -> what it is here
     # of earlier versions
     "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
+    "--elastic-generators": "not here any more: all generators start with the job",
+    "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
     # TRL's GRPOConfig and ScriptArguments (1.8)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
