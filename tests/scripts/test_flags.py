@@ -195,17 +195,17 @@ def test_an_earlier_name_is_still_accepted(old):
 
 
 def test_a_command_with_earlier_names_is_read_under_todays(capfd):
-    words = "--publish-every 3 --on-stale wait --max_staleness 2 --on_reward_error=zero --max-tokens-per-micro-batch auto"
+    words = "--trigger-parameter-sync-step 3 --stale wait --max_staleness 2 --on_error=zero --ppo-max-token-len-per-gpu auto"
     args = flags.read(train_async.Args, args=words.split())
     assert (args.publish_every, args.on_stale, args.on_reward_error) == (3, "wait", "zero")
-    flags.read(train_sync.Args, args=["--kl-reward-coef", "0.1"])
+    flags.read(train_sync.Args, args=["--kl-coef", "0.1"])
     assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
 
 
 def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
     own = dataclasses.make_dataclass("Args", [("horizon", int, 1)], bases=(train_sync.Args,))
-    args = flags.read(own, args=["--kl-horizon", "5"])
-    assert (args.kl_horizon, args.kl_horizon) == (5, 10_000)
+    args = flags.read(own, args=["--horizon", "5"])
+    assert (args.horizon, args.kl_horizon) == (5, 10_000)
     assert flag_words.renamed({"horizon": 5}, {"horizon"}) == {"horizon": 5}
 
 
