@@ -10,6 +10,7 @@ from rl.errors import UserError
 from rl.report.logs import load
 
 LENGTH, LONGEST, PROMPT_LENGTH = "response_length/mean", "response_length/max", "prompt_length/mean"
+CLIPPED = "response_length/clip_ratio"
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ def _of_run(path: Path, n: int, longest: int) -> Drawn:
     rows = rows[len(rows) // 2 :]
     if not rows:
         raise UserError(f"--response-lengths {path}: no step of this run has recorded its lengths.")
-    mean, prompt, cut = (
-        float(np.mean([row.get(name, 0.0) for row in rows])) for name in (LENGTH, PROMPT_LENGTH, "response_length/clip_ratio")
-    )
+    mean, prompt, cut = (float(np.mean([row.get(name, 0.0) for row in rows])) for name in (LENGTH, PROMPT_LENGTH, CLIPPED))
     most = float(np.mean([np.log(row[LONGEST]) for row in rows])) - np.log(mean)
     responses = log.responses_per_step or 100
     # log(longest) = log(mean) - sigma^2 / 2 + sigma * z, where z is the normal score of the longest of this many (Blom)
