@@ -181,9 +181,8 @@ NOT_REPLAYED |= {"generators", "ring_mb", "publish"}
 def given(flags: type, words: Sequence[str]) -> set[str]:
     """The fields of the dataclass whose flags are on the command line."""
     fields = {field.name for field in dataclasses.fields(flags)}
-    names = {
-        word[2:].partition("=")[0].replace("-", "_") for word in flag_words.current(words, fields) if word.startswith("--")
-    }
+    today = flag_words.current(words, fields)
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in today if word.startswith("--")}
     return fields & (names | {name.removeprefix("no_") for name in names})
 
 

@@ -1,7 +1,7 @@
 """Names of flags: which are common, and what the names of other programs are here.
 
-COMMON is what --help shows. HERE is what the message for an unknown flag says; docs/generated/trl-words.md is made of it. Left
-out: verl's words, which rl/from_verl translates.
+COMMON is what --help shows, RENAMED the earlier names that stay accepted. HERE is what the message for an unknown flag says;
+docs/generated/trl-words.md is made of it. Left out: verl's words, which rl/from_verl translates.
 """
 
 import re

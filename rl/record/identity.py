@@ -88,8 +88,9 @@ class Identity:
         batch as numbers."""
         defaults = json.loads(json.dumps(asdict(type(self.args)())))
         flags = defaults | flag_words.renamed(flags, defaults)
-        step = flags["train_batch_size"] or flags["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH
-        return flags | {"train_batch_size": step, "ppo_mini_batch_size": flags["ppo_mini_batch_size"] or step}
+        update = flags.get("ppo_mini_batch_size")
+        step = flags.get("train_batch_size") or update or flag_words.DEFAULT_BATCH
+        return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}
 
     def _other_contents(self, was: dict) -> Iterable[str]:
         for name, old in was["contents"].items():
