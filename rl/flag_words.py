@@ -4,7 +4,6 @@ COMMON is what --help shows, RENAMED the earlier names that stay accepted. HERE 
 docs/generated/trl-words.md is made of it. Left out: verl's words, which rl/from_verl translates.
 """
 
-import re
 from collections.abc import Container, Iterable, Sequence
 
 from rl.ranges import flag
@@ -87,18 +86,13 @@ HERE = {  # unknown flag -> what it is here
 
 
 def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
-    """The command line as the parser takes it: flags with hyphens and under today's names, and a negative number joined to its
-    flag (-1e-3 alone would be taken for a flag). fields: of the script, whose own names stay."""
+    """The command line with flags under today's names, with hyphens. fields: of the script, whose own names stay."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        field = name[2:].replace("-", "_")
         if word.startswith("--"):
-            found.append(flag(_today(field, fields)) + equals + value)
-        elif re.match(r"-[\d.]", word) and found and re.fullmatch(r"--[^=]+", found[-1]):
-            found[-1] += f"={word}"
-        else:
-            found.append(word)
+            word = flag(_today(name[2:].replace("-", "_"), fields)) + equals + value
+        found.append(word)
     return found
 
 
