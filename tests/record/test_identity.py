@@ -147,20 +147,3 @@ def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models,
     refused("the tokenizer: was ", tokenizer=other_tokenizer)
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
     refused("the content of --reward: was ")
-
-
-@pytest.mark.parametrize(
-    "what", ["nothing", "generators", "rollout_n", "rollout_tp", "total_training_steps", "temperature", "prompts", "script"]
-)
-def test_generators_that_join_have_the_flags_and_files_of_the_learners(what, prompts, demo_model, monkeypatch):
-    args = train_async.Args()
-    theirs = saved(Identity(args, "train_async", demo_model, prompts))
-    changed = {what: other(getattr(args, what) or 0)} if hasattr(args, what) else {}
-    if what == "prompts":
-        monkeypatch.setattr(identity, "_digest_prompts", lambda _: "others")
-    own = Identity(dataclasses.replace(args, **changed), "my_copy" if what == "script" else "train_async", demo_model, prompts)
-    if what in ("nothing", "generators"):
-        return own.check_joins(theirs)
-    told = {"prompts": "the content of --train-files", "script": "my_copy here, train_async there"}
-    with pytest.raises(UserError, match=f"another run than the learners'.*\n  {told.get(what, '--' + what.replace('_', '-'))}"):
-        own.check_joins(theirs)
