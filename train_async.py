@@ -160,7 +160,7 @@ def train(args: Args, split: Split, job: Job) -> None:
         version = args.version_at(step)
         with run.timer("wait"):
             groups = samples.wait(step)  # the oldest that have come in
-        run.stop_if_asked(step - 1)
+            run.stop_if_asked(step - 1)
         batch = run.begin(groups)
 
         metrics = learn(args, learner, kl_control, batch, run.timer)

@@ -21,8 +21,9 @@ import torch.distributed
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
-from tests.test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
+from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 

@@ -13,8 +13,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
-from tests.test_engine import drain
+from test_engine import drain
 from tiny_vlm import odd_files, picture, prompt_with_images
 from vllm_checks import main, wrongly_loaded
 

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
-from tests.test_engine import PROMPTS, changed, drain, requests_for
-from tests.vllm_checks import error, in_flight, main, start
+from test_engine import PROMPTS, changed, drain, requests_for
+from vllm_checks import error, in_flight, main, start
 
 from rl.model.router import check_record
 
