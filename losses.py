@@ -11,7 +11,7 @@ micro-batches' losses does not depend on how the batch was cut. Advantages and r
 
 Policy losses return the loss per token and detached statistics per token; a statistic's masked mean over the global batch is
 the metric. A decorator on each advantage and each loss declares what the scripts must know of it, and enters it under its names
-in ADVANTAGES or POLICY_LOSSES, which map the scripts' flags to the functions.
+in ADVANTAGES or POLICY_LOSSES, which the scripts' flags choose from.
 
 One step on a prompt with two responses, of two tokens and of one:
 
@@ -93,8 +93,8 @@ def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
     return tuple(k.name for k in keywords if k.name not in knobs), knobs
 
 
-def _documented(function: Callable) -> Callable:
-    """The function, with the shapes of its tensors in its docstring. It refuses input in another layout."""
+def _checked_and_documented(function: Callable) -> Callable:
+    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
     function = _checked(function)
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
     return function
@@ -304,7 +304,7 @@ def advantage_estimator(
     """Enters a function into ADVANTAGES, by its name and verl's. The keywords are those of `Estimator`."""
 
     def declare(function: Callable) -> Callable:
-        function = _documented(function)
+        function = _checked_and_documented(function)
         declared = Estimator(function, group_of_one, aggregation, by_token, looks_at, *_keywords(function))
         ADVANTAGES.update(dict.fromkeys((function.__name__, *verl_names), declared))
         return function
@@ -495,7 +495,7 @@ def policy_loss(
     """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
 
     def declare(function: Callable) -> Callable:
-        function = _documented(function)
+        function = _checked_and_documented(function)
         of_choice = _keywords(chooses) if chooses else ((), {})
         kind = (aggregation, by_response, one_advantage, has_ratio, chooses)
         declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)

@@ -59,7 +59,7 @@ class PlanArgs:
 
 def main(words: list[str]) -> None:
     """words: the command line. Raises UserError for what cannot be planned."""
-    if words in (["--help"], ["-h"]):
+    if words in (["--help"], ["-h"], ["--help-all"]):
         print(f"{__doc__}\nThe flags: python plan.py {SCRIPTS[0]}.py --help, and so for each script.")
         return
     name, script = load(words[0] if words else "")

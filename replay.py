@@ -27,6 +27,7 @@ from types import ModuleType
 
 import torch
 
+# Nothing here may import losses: `load_script` says which.
 from rl import flag_needs, flag_words, flags
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
@@ -37,7 +38,7 @@ from rl.ranges import flag
 from rl.ranks import dist, process
 from rl.record.identity import MAY_CHANGE
 from rl.record.provenance import code_digest, digest_of, package_files
-from rl.replay.recorder import SAMPLES, Record  # nothing here imports losses: `load_script` says which
+from rl.replay.recorder import SAMPLES, Record
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import ScheduleArgs
 
@@ -75,7 +76,7 @@ class Replay:
 def read(words: Sequence[str]) -> Replay:
     """The command line, and what it names. Raises UserError for what cannot be replayed."""
     if not words or words[0].startswith("-"):
-        if not {"-h", "--help"} & {*words}:
+        if not {"-h", "--help", "--help-all"} & {*words}:
             raise UserError("the first argument is the directory of a run, or of its record: python replay.py runs/demo.")
         print(__doc__.strip())
         sys.exit()

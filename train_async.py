@@ -159,7 +159,8 @@ def train(args: Args, split: Split, job: Job) -> None:
     for step in run.steps():
         version = args.version_at(step)
         with run.timer("wait"):
-            groups = samples.wait(step)  # the oldest that have come in
+            groups = samples.wait(step)  # the oldest that have come in; none if the run has to stop
+        if not groups:
             run.stop_if_asked(step - 1)
         batch = run.begin(groups)
 

@@ -102,7 +102,8 @@ def _today(name: str, fields: Container[str]) -> str:
 
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
     """The flags that an earlier version recorded for a run, under today's names. fields: of the script; their names stay."""
-    flags = {_today(name, fields): value for name, value in flags.items()}
+    earlier = {_today(name, fields): value for name, value in flags.items() if _today(name, fields) != name}
+    flags = earlier | {name: value for name, value in flags.items() if _today(name, fields) == name}
     preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
     flags |= {name: value for name, value in preset.items() if flags.get(name) is None}
     if batches := flags.pop("require_batches", None):

@@ -299,16 +299,24 @@ class Tokens:
 
     mask: torch.Tensor  # bool, the tokens that are trained
     seq: torch.Tensor  # long, the response that each token belongs to: its number in the batch
+    token: torch.Tensor
+    version: torch.Tensor
     rollout_log_prob: torch.Tensor
-    advantage: torch.Tensor
+    actor_log_prob: torch.Tensor | None
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
     is_weight: torch.Tensor | None
+    rejected: torch.Tensor | None
+    reward: torch.Tensor | None
+    advantage: torch.Tensor | None
+    chosen: torch.Tensor | None
 
     def __init__(self, batch: Batch, micro: MicroBatch):
         self._batch, self.micro = batch, micro
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
+        if name not in Tokens.__annotations__:
+            raise AttributeError(f"{name} is no tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
         targets = self._batch.targets
         of = targets if hasattr(targets, name) else self._batch
         whole = self._batch.trained if name == "mask" else getattr(of, name)

@@ -55,7 +55,7 @@ def _send(groups: list[Group], wanted: dict[int, list[list[int]]]) -> list[Group
         )
     parts = {part.ticket: part for part in map(Group.from_bytes, split_records(exchange.deliver(parcels)))}
     return [
-        _with_part(group, those, parts[group.ticket]) if those and group.holder != own else group
+        _with_part(group, those, parts[group.ticket]) if those and group.holder not in (None, own) else group
         for group, those in zip(groups, wanted[own], strict=True)
     ]
 

@@ -2,7 +2,7 @@
 
 A handler written in Python runs on the main thread alone, and not before that returns from C++: from a collective, or from a
 wait for a rank that loads a model. So Python's own handler only writes the signal's number into a pipe, and a thread that
-reads the pipe acts. This file needs nothing but Python's library, so that a script can call `take` before its imports.
+reads the pipe acts. This file needs nothing but the library of Python: a script calls `install_handlers` before its imports.
 """
 
 import os

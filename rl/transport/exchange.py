@@ -71,7 +71,7 @@ class Exchange:
             return self._lay_open(own)
         records = [own, abroad() if own else b""] if abroad else [own]
         laid_open = [split_records(of_rank) for of_rank in self._lay_open(join_records(records))]
-        parcel = join_records(records[-1] for records in laid_open)
+        parcel = join_records(records[-1] for records in laid_open) if self._firsts else b""
         came = self._between_nodes([b"" if node == self.here[0] else parcel for node in self.nodes])
         shares = {rank: records[0] for rank, records in zip(self.here, laid_open, strict=True)}
         shares |= dict(zip(self._others, split_records(came), strict=True))

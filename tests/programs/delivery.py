@@ -102,6 +102,8 @@ def main(ranks) -> None:
             check_known(groups, known)
             check_batch(Batch.of(groups, division), Batch.of(there, division), ranks)
             first, whole = delivery.to_first(known[:2]), delivery.to_trainers(known, division, all_to_first=True)
+            mixed = delivery.to_trainers([groups[0], *known[1:]], division)  # after a resume: every rank has the first
+            check_batch(Batch.of(groups, division), Batch.of(mixed, division), ranks)
             if exchange.here[0] == 0:
                 assert [g.to_bytes() for g in [*first, *whole]] == [g.to_bytes() for g in [*groups[:2], *groups]]
     if ranks.rank == exchange.here[0]:
