@@ -295,7 +295,7 @@ class MicroBatch:
 
 class Tokens:
     """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: each [n], on the micro-batch's device, where
-    it is moved when it is first asked for. None where `learn` has not computed it."""
+    it is moved when it is first asked for. None where `learn` has not computed it. What has another shape is in `batch`."""
 
     mask: torch.Tensor  # bool, the tokens that are trained
     seq: torch.Tensor  # long, the response that each token belongs to: its number in the batch
@@ -312,14 +312,14 @@ class Tokens:
     chosen: torch.Tensor | None
 
     def __init__(self, batch: Batch, micro: MicroBatch):
-        self._batch, self.micro = batch, micro
+        self.batch, self.micro = batch, micro
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name not in Tokens.__annotations__:
             raise AttributeError(f"{name} is no tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
-        targets = self._batch.targets
-        of = targets if hasattr(targets, name) else self._batch
-        whole = self._batch.trained if name == "mask" else getattr(of, name)
+        targets = self.batch.targets
+        of = targets if hasattr(targets, name) else self.batch
+        whole = self.batch.trained if name == "mask" else getattr(of, name)
         here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
         setattr(self, name, here)
         return here

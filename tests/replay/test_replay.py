@@ -222,8 +222,9 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
     fork = tmp_path / "my_experiment.py"
     text = (ROOT / "train_sync.py").read_text()
     line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
-    bad = "    first = (batch.group == batch.tickets.index(18)).nonzero()[0] if 18 in batch.tickets else -1\n"
-    bad += "    bad = (seq == first).float()\n"
+    bad = "    tickets = t.batch.tickets\n"
+    bad += "    first = (t.batch.group == tickets.index(18)).nonzero()[0] if 18 in tickets else -1\n"
+    bad += "    bad = (t.seq == first).float()\n"
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
     flags = [*SMALL, "--max-prompt-length", 16, "--max-tokens-per-micro-batch", 60]
     run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)})
