@@ -5,9 +5,9 @@
 #   MASTER=<first node> NODE_RANK=<n> examples/dapo_qwen3_30b_a3b_async.sh [further flags]        # on each node
 #
 # Hardware: 32 devices of 80 GB on 4 nodes of 8 (DEVICE=npu: 2 nodes of 16, 64 GB). By count, not measured: 30.5B parameters x 16
-# bytes over 16 learners is 31 GB each; an engine of 2 devices holds 61 GB of weights. The first learner reads the model in bf16:
-# 61 GB of the first node's host memory. Every node both generates and learns: verl's 16 + 16 are here 4 + 4 on each node (NPU:
-# 8 + 8).
+# bytes over 16 learners is 31 GB each; an engine of 2 devices holds 61 GB of weights. Each learner reads its own part of
+# the weights; the first learner of each node, which sends, holds the copy that is published: 61 GB of host memory. Every node both
+# generates and learns: verl's 16 + 16 are here 4 + 4 on each node (NPU: 8 + 8).
 #
 # What is missing today, so that nobody is surprised: there is no expert parallelism in the engine (verl: 2 in vLLM). A tiny model of
 # the kind is trained with these flags in the tests; nothing of this size has been run. verl's run replays no router; for

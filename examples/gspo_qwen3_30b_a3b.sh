@@ -10,7 +10,7 @@
 # GSPO needs no replay of the router, GRPO on a mixture of experts does (the paper, section 5.3): add --router-replay R2 or R3 then.
 #
 # Hardware: 16 devices of 64 GB or more. By count, not measured: 30.5B parameters x 16 bytes over 16 learners is 31 GB each, in host
-# memory; an engine of 4 devices holds 61 GB of weights. The first rank reads the model in bf16: 61 GB more of host memory.
+# memory; an engine of 4 devices holds 61 GB of weights. Each rank reads its own part of the weights.
 #
 # What is another thing here: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine
 # of 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), the 8 of a node share experts, an engine is

@@ -47,7 +47,7 @@ HERE = {  # unknown flag -> what it is here
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     "--elastic-generators": "not here any more: all generators start with the job",
     "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
-    # TRL's GRPOConfig and ScriptArguments (1.8)
+    # TRL's GRPOConfig and ScriptArguments (1.16, that of requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
     "--reward-funcs": "--reward FILE.py:FUNCTION",
