@@ -59,7 +59,7 @@ def trl_words() -> str:
     lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
     lines += ["| TRL | here |", "|---|---|"]
     for word, here in flag_words.HERE.items():
-        if word != "--train-batch-size":  # of our own scripts
+        if word not in flag_words.EARLIER:
             flags = re.sub(r"--[a-z-]+", lambda flag: f"`{flag[0]}`", here)
             lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"

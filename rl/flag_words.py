@@ -41,12 +41,13 @@ CORRECTIONS = {  # words of verl and of our earlier --rollout-correction -> our 
     "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
 }
 
-HERE = {  # unknown flag -> what it is here
-    # of earlier versions
+EARLIER = {  # flags of earlier versions -> what they are here
     "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     "--elastic-generators": "not here any more: all generators start with the job",
     "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
+}
+HERE = EARLIER | {  # unknown flag -> what it is here
     # TRL's GRPOConfig and ScriptArguments (1.16, that of requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",

@@ -98,7 +98,7 @@ class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learn
         if self.router_replay == "R2" and self.old_is_rollout:
             raise UserError(
                 "--router-replay R2 replays the pass that recomputes the old log-probs; with the generator's as the old ones "
-                "there is none. Take R3, or add --use-rollout-log-probs False."
+                "there is none. Take R3, or add --rollout-is token."
             )
 
 
