@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --max-response-length 512 --lr 1e-6 --publish-every 4 --ppo-mini-batch-size 32
 
-`generate` is a generator's life, `train` a learner's, top to bottom. The formulas are in losses.py. With --staleness-threshold 0
-this trains bit for bit what train_sync.py trains.
+`generate` is a generator's life, `train` a learner's, top to bottom. The formulas are in losses.py. With
+--staleness-threshold 0 this trains bit for bit what train_sync.py trains.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too

@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -113,10 +113,18 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
 
 def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -> NoReturn:
     """Print the flags on the first rank of the node, and end the process. show_all: not only the common ones and a fork's."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        sys.exit(0)
-    print(f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n")
-    print(BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            print(*_help(flags, description, defaults, show_all), sep="\n", flush=True)
+        except BrokenPipeError:  # the reader has seen enough, as in `--help | head`: the end of Python writes nothing more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
+    """The lines of the help."""
+    yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
+    yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
     hints, limits, fields = get_type_hints(flags), ranges(flags), {field.name: field for field in dataclasses.fields(flags)}
     width = max(40, shutil.get_terminal_size().columns - 8)
     for title, part, names in _groups(flags):
@@ -124,16 +132,14 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
         shown = [name for name in names if show_group or name in flag_words.COMMON]
         about, texts = _texts(part)
         if shown:
-            print(f"\n{title}:" + (f"\n  {about}\n" if about else ""))
+            yield f"\n{title}:" + (f"\n  {about}\n" if about else "")
         for name in shown:
             limit = f" ({limits[name]})" if name in limits else ""
-            print(f"  {flag(name)} {_kind(hints[name])}{limit}")
+            yield f"  {flag(name)} {_kind(hints[name])}{limit}"
             text, default = texts.get(name, ""), defaults.get(name, fields[name].default)
             if default not in (dataclasses.MISSING, None, ()):  # the text says what that does
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
-            for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False):
-                print(f"      {line}")
-    sys.exit(0)
+            yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))
 
 
 def _groups(flags: type) -> list[tuple[str, type, list[str]]]:

@@ -256,6 +256,12 @@ def test_a_run_says_it_once_before_anything_is_loaded(given, message, ranks, tmp
     assert f"error: {message}" in done.stderr and given.partition("=")[0] in done.stderr and not [*tmp_path.iterdir()]
 
 
+def test_help_whose_reader_has_seen_enough_ends_well():
+    command = f"{sys.executable} train_sync.py --help-all | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("usage: train_sync.py") and not done.stderr, done.stderr
+
+
 def test_help_under_torchrun_is_said_once():
     assert run_script("train_async.py", "--help", ranks=2).stdout.count("usage:") == 1
 
