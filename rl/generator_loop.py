@@ -45,7 +45,7 @@ class GeneratorLoop:
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step after which the weights were published that are being validated
         self._snapshot = 0  # the newest step whose checkpoint knows what is under way here
-        self._step = 0  # after which these were published
+        self._step = 0  # after which the newest weights were published
 
     def next(self) -> Next | None:
         """What to do next; None when the run stops. New weights wait for a validation, which is of one version, and with
