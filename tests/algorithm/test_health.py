@@ -46,7 +46,7 @@ class Record:
         assert not count or detail.endswith(".")
 
 
-class Told(Record):
+class DetailedRecord(Record):
     """Keeps the details, too."""
 
     def __init__(self):
@@ -144,7 +144,7 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
 
 @pytest.mark.parametrize("weights", [False, True], ids=["mask", "weights of 0"])
 @pytest.mark.parametrize(
-    ("groups", "chief", "told"),
+    ("groups", "chief", "expected"),
     [
         ([EQUAL] * 2, "equal_scores", "2 of 2 groups: all scores are equal. Prompts may be too easy"),
         ([REJECTED] * 2, "rejected", "2 of 2 groups: scores differ, but --rollout-rs"),
@@ -158,13 +158,13 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
         ([([1.0, 1.0, 1.0], "stop", (0, 1, 2))], "equal_scores", "1 of 1 groups: all scores are equal"),
     ],
 )
-def test_a_step_without_signal_names_its_cause(groups, chief, told, weights):
-    record = Told()
+def test_a_step_without_signal_names_its_cause(groups, chief, expected, weights):
+    record = DetailedRecord()
     metrics, _ = look(without_signal(*groups, weights=weights), record=record)
     named = {name: count for name, count in metrics.items() if name.startswith("warnings/no_signal")}
     assert named == {"warnings/no_signal_steps": 1, f"warnings/no_signal/{chief}": 1}
     (text,) = [detail for what, detail in record.details if what.startswith("steps without any signal")]
-    assert text.startswith("In step 7, ") and told in text
+    assert text.startswith("In step 7, ") and expected in text
     assert ("reward broken" in text) == (chief == "equal_scores"), "the reward is blamed for equal scores alone"
 
 
@@ -192,16 +192,16 @@ def test_what_could_not_be_scored_and_counts_as_0_is_not_blamed_on_equal_scores(
 @pytest.mark.parametrize(("lost", "warned"), [(1, 0), (7, 0), (8, 1), (10, 1)])
 def test_a_step_of_which_nearly_all_is_rejected_says_so(lost, warned):
     made = batch(*(group(t, [0.0, 1.0]) for t in range(5)))
-    record = Told()
+    record = DetailedRecord()
     metrics, _ = look(rejected([*range(lost)], made), adv_estimator="rloo", record=record)
     assert metrics.get("warnings/rejected", 0) == warned
-    told = f"In step 7 {lost * 10}% of the tokens, {lost} responses as a whole. Widen"
-    assert any(text.startswith(told) for _, text in record.details) == warned
+    expected = f"In step 7 {lost * 10}% of the tokens, {lost} responses as a whole. Widen"
+    assert any(text.startswith(expected) for _, text in record.details) == warned
 
 
 @pytest.mark.parametrize("effective", [0.02, 0.29, 0.31, 1.0])
 def test_importance_weights_that_rest_on_few_tokens(effective):
-    made, record = batch(*SOUND), Told()
+    made, record = batch(*SOUND), DetailedRecord()
     metrics, _ = look(made, record=record, more={"rollout_corr/rollout_is_eff_sample_size": effective})
     assert metrics.get("warnings/few_effective", 0) == (effective < 0.3) == len(record.details)
     assert all(f"In step 7 it is {effective:.0%}" in text for _, text in record.details)
@@ -236,7 +236,7 @@ def test_a_run_says_it_once_and_records_it(tmp_path):
 
 
 def test_a_skipped_update_says_how_to_look_for_the_cause():
-    record = Told()
+    record = DetailedRecord()
     look(batch(*SOUND), skipped=1, record=record)
     ((what, detail),) = record.details
     assert what == "optimizer steps skipped" and "python replay.py RUN --from-step 7" in detail

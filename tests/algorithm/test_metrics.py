@@ -66,11 +66,11 @@ def test_an_unnamed_run_prints_the_name_to_resume_with(tmp_path, capsys, name):
     """Each run of a name but the first has a directory of another."""
     for number in (1, 2):
         run = Run(LogArgs(output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
-        told = capsys.readouterr().out
-        assert bool(told) == (number > 1 or not name)
-        if told:
-            known_as = told.partition("--experiment-name ")[2].strip(")\n")
-            assert (tmp_path / "runs" / known_as).resolve() == run.dir.resolve(), told
+        printed = capsys.readouterr().out
+        assert bool(printed) == (number > 1 or not name)
+        if printed:
+            known_as = printed.partition("--experiment-name ")[2].strip(")\n")
+            assert (tmp_path / "runs" / known_as).resolve() == run.dir.resolve(), printed
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
@@ -124,7 +124,7 @@ def test_tensorboard(tmp_path):
     assert (run.dir / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def go_on(run, tmp_path, step, **flags):
+def resume(run, tmp_path, step, **flags):
     """The run that resumes from its checkpoint of that step; its process is dead."""
     run._lock.close()
     return make(tmp_path, origin=Origin(run.dir, run.dir / f"step_{step:06d}"), **flags)
@@ -139,7 +139,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
         run.log(step, {"critic/score/mean": step / 4})
     with open(run.dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "cut o')
-    run = go_on(run, tmp_path, 1, logger=("tensorboard",))
+    run = resume(run, tmp_path, 1, logger=("tensorboard",))
     for step in (2, 3):
         run.log_tickets(step, [10 + step])
         run.log(step, {"critic/score/mean": step / 8})
@@ -167,7 +167,7 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     run.log(1, {"critic/score/mean": 0.5})
     first = run._wandb.id
     run.finish(tmp_path)
-    run = go_on(run, tmp_path, 1, logger=("wandb",), wandb_mode="offline")
+    run = resume(run, tmp_path, 1, logger=("wandb",), wandb_mode="offline")
     assert run._wandb.id == first
     run.finish(tmp_path)
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))

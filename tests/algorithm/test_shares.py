@@ -10,7 +10,7 @@ from helpers import run_script
 def test_a_divided_batch_is_the_whole_one(sequence_parallel):
     """To the bit: every estimator's advantages, weights normalised over the batch, rejected and chosen tokens, denominators."""
     done = run_script("tests/programs/shares.py", sequence_parallel, ranks=4)
-    told = re.findall(r"rank (\d): (\d+) of (\d+) tokens", done.stdout)
-    held = {int(rank): (int(own), int(whole)) for rank, own, whole in told}
+    reported = re.findall(r"rank (\d): (\d+) of (\d+) tokens", done.stdout)
+    held = {int(rank): (int(own), int(whole)) for rank, own, whole in reported}
     assert sorted(held) == [0, 1, 2, 3]
     assert sum(own for own, _ in held.values()) == sequence_parallel * held[0][1]

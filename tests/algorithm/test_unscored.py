@@ -157,7 +157,7 @@ def test_a_judge_that_fails_in_a_validation_never_raises_it(scale):
 
 def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     """Though their mean of 0 would be above every true one of a reward that goes below 0."""
-    (record := SimpleNamespace(warned=[])).warn = lambda *told: record.warned.append(told)
+    (record := SimpleNamespace(warned=[])).warn = lambda *warning: record.warned.append(warning)
     record.log_generations, record.warn_unscored = lambda *_: None, lambda *_: None
     recorded = {}
     record.log_validation = lambda metrics, version, at_step, chooses_best: recorded.update({version: chooses_best})

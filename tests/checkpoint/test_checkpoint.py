@@ -84,10 +84,10 @@ def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     stopped = max(row["step"] for row in rows(tmp_path / "run"))
     assert process.returncode == 143 and 3 <= stopped < 20
-    assert f"SIGTERM: stopped after step {stopped}; it resumes from {tmp_path}/run/step_{stopped:06d}" in told
+    assert f"SIGTERM: stopped after step {stopped}; it resumes from {tmp_path}/run/step_{stopped:06d}" in errors
     resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
     assert f"resumes after step {stopped} of 20" in resumed.stdout
     same(tmp_path / "run", sync)

@@ -29,8 +29,8 @@ def test_what_a_learner_does_not_see_is_sent(models, tmp_path, before, now):
     weights = load_file(path / "model.safetensors")
     assert found["tensors"] == 3 * len(weights) and found["same"] and found["whole"] == [None, None]
     name = f"training/shard-00002-of-0000{before}.safetensors"
-    assert found["told"]["changed"] == f"{name} does not fit its checksum"
-    assert found["told"]["missing"].startswith(f"{name} is missing or not ")
+    assert found["damage"]["changed"] == f"{name} does not fit its checksum"
+    assert found["damage"]["missing"].startswith(f"{name} is missing or not ")
 
 
 @pytest.mark.slow

@@ -73,23 +73,23 @@ def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, me
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("trouble", "reason"),
     [
         ("refuses", "No space left on device"),
         ("elsewhere", "all learners must see the same --output-dir"),
         ("full", "No space left on device"),
     ],
 )
-def test_an_incomplete_checkpoint_is_none_and_training_continues(models, tmp_path, trouble, told):
+def test_an_incomplete_checkpoint_is_none_and_training_continues(models, tmp_path, trouble, reason):
     done = saves(models["qwen2-tied"], tmp_path, trouble)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Training continues") == 2 and told in done.stderr
-    assert done.stdout.count(" went on: ") == 2 and not list(tmp_path.glob("run/step_*"))
+    assert done.stderr.count("Training continues") == 2 and reason in done.stderr
+    assert done.stdout.count(" continued: ") == 2 and not list(tmp_path.glob("run/step_*"))
 
 
 def test_a_learner_that_is_killed_in_a_save_is_not_a_checkpoint_that_could_not_be_written(models, tmp_path):
     done = saves(models["qwen2-tied"], tmp_path, "killed")
-    assert done.returncode != 0 and "went on" not in done.stdout
+    assert done.returncode != 0 and "continued" not in done.stdout
     assert "could not be written" not in done.stderr and "Training continues" not in done.stderr
 
 
@@ -115,7 +115,7 @@ def test_the_first_learner_holds_what_the_docs_count(tmp_path):
     assert 0.6 * SAVED < peak["first"] < 1.1 * SAVED  # a part may come out of what the gradients have left
     for name in ("short", "short again", "second", "last"):
         assert peak[name] < little, name
-    assert len(record["told"]) == 1 and "is written while training waits" in record["told"][0]
+    assert len(record["said"]) == 1 and "is written while training waits" in record["said"][0]
     digests = [json.loads((out / f"step_00000{step}" / "manifest.json").read_text())["files"] for step in (7, 8, 9)]
     shards = [{name: of for name, of in files.items() if name.endswith(".safetensors")} for files in digests]
     assert shards[0] == shards[1] == shards[2]

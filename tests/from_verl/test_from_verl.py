@@ -38,7 +38,7 @@ def verl(name: str) -> Path:
 
 
 def ours(*words: str, script: str = "main_ppo"):
-    """The translation of a command of so many words."""
+    """Return the translation of a command of these words."""
     return translate.translate(read_words(["python3", "-m", f"verl.{script}", *words]))
 
 
@@ -210,11 +210,11 @@ def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     names = {names[0] for row in ROWS for names in row.names}
     assert {key for defaults in OTHER_DEFAULTS.values() for key in defaults} <= names
     every = [name for row in ROWS for names in row.names for name in names]
-    assert len(every) == len(set(every)), "a key stands in one row"
+    assert len(every) == len(set(every)), "a key appears in one row only"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_key_of_a_missing_feature_is_told_from_one_that_asks_for_nothing(script):
+def test_a_key_is_not_here_only_if_its_value_needs_a_missing_feature(script):
     module = {"train_sync.py": "main_ppo", "train_async.py": "fully_async_main"}.get(script, "one_step_off_policy.main_ppo")
     of = "actor_rollout_ref."
     asking = [
@@ -478,13 +478,13 @@ def test_the_script_follows_from_the_keys_where_no_program_is_named():
     assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == verl_run.SYNC
 
 
-def test_a_key_under_two_names_with_two_values_is_told():
+def test_notes_name_a_key_given_with_two_values():
     found = ours(*SPLIT, "rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes=2", script="one_step_off_policy.main_ppo")
     assert any("two names of one setting" in note for note in found.notes)
     assert any("the last one counts" in note for note in ours("data.shuffle=True", "data.shuffle=False").notes)
 
 
-def test_a_configuration_of_ones_own_is_told():
+def test_a_note_names_the_users_own_configuration():
     command = read_words(["-m", "verl.trainer.main_ppo", "--config-path=mine", "--config-name=mine.yaml", *SPLIT])
     assert any("mine" in note for note in translate.translate(command).notes)
 
@@ -516,7 +516,7 @@ def test_all_of_verls_runs_are_here():
 ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
 
 
-def test_odd_values_are_told_and_never_a_traceback(monkeypatch):
+def test_odd_values_never_cause_a_traceback(monkeypatch):
     """Every key of the table with every value, in groups at random: a command comes out, and a word on each key."""
     monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
     names = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]

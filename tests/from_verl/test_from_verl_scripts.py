@@ -20,12 +20,12 @@ WAYS = {
     "appended, in the background": f"nohup {VERL} >> logs/$(date +%F).log 2>&1 &",
     "in the background, after a while": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) >> a.log 2>&1 &",
     "before others in the background": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) &\n{VERL} data.seed=7 & wait",
-    "beside what watches the device": f"while true; do nvidia-smi >> gpu.log; sleep 60; done &\n{VERL}\nkill $!",
+    "while a loop watches the device": f"while true; do nvidia-smi >> gpu.log; sleep 60; done &\n{VERL}\nkill $!",
     "and watched to its end": f"{VERL} & pid=$!; while kill -0 $pid; do sleep 5; done; tail train.log",
     "both into a file, without a number": f"{VERL} >& log.txt",
     "close to its last key": f"{VERL}>train.log",
     "into a file whose name is a command": f'{VERL} 2>> "$(dirname "$0")/`date +%F`.log" > ${{LOG:-a b}}/\\ c',
-    "beside a here-document": f"cat > env.yaml <<'EOF'\nit's: a > b\nEOF\n{VERL} > train.log",
+    "after a here-document": f"cat > env.yaml <<'EOF'\nit's: a > b\nEOF\n{VERL} > train.log",
     "both into a file": f"{VERL} &> 'my log.txt' # don't\n",
     "each into a file": f"{VERL} 2>err.log >out_`date`.log",
     "through tee": f"{VERL} 2>&1 | tee train.log",
@@ -153,7 +153,7 @@ def test_a_redirection_changes_no_value(before, value, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_what_may_or_may_not_be_a_redirection_is_told():
+def test_an_unclear_redirection_is_reported():
     unclear = "cat <<A <<B > log\na > '\nA\nb\nB\n"
     with pytest.raises(UserError, match=r"no start of verl.*train\.log: restricted: cannot redirect output"):
         read_script(f"{unclear}{VERL} > train.log")
@@ -161,6 +161,6 @@ def test_what_may_or_may_not_be_a_redirection_is_told():
     assert "log: restricted: cannot redirect output" in note and "check what depends on it" in note
 
 
-def test_what_ends_a_script_early_is_told():
+def test_the_error_says_why_a_script_ended_early():
     with pytest.raises(UserError, match=r"no start of verl.*DATA: set DATA"):
         read_script(f"echo ${{DATA:?set DATA}}\n{VERL}")

@@ -59,7 +59,7 @@ def update(learner: Learner, seed: int) -> dict[str, float]:
     return learner.step()
 
 
-def go_on(half: Learner, rest: Learner) -> None:
+def copy_state(half: Learner, rest: Learner) -> None:
     """Brings a learner to the state of another, by what a checkpoint holds."""
     saved = {name: local(tensor).clone() for name, tensor in half.state_tensors().items()}
     for name, tensor in rest.state_tensors().items():
@@ -111,7 +111,7 @@ def test_a_run_resumes_from_its_state_bit_for_bit(models, ranks, flags):
         update(whole, seed)
         if seed < 2:
             update(half, seed)
-    go_on(half, rest)
+    copy_state(half, rest)
     for seed in (2, 3):
         update(rest, seed)
     assert torch.equal(weights(rest), weights(whole))

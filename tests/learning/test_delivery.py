@@ -6,7 +6,7 @@ import pytest
 from helpers import run_script
 
 
-def told(text: str) -> list[list[int]]:
+def bytes_by_node(text: str) -> list[list[int]]:
     """By node: bytes that came in, of what it trains and did not have, of all that it trains."""
     return [list(map(int, numbers)) for numbers in re.findall(r"rank \d+: (\d+) came, (\d+) of (\d+) trained", text)]
 
@@ -18,7 +18,7 @@ CASES = ["1 a b", "2 a a b b", "1 a a b c", "2 a b"]  # learners that share a se
 def test_each_node_has_what_it_trains_and_the_batch_is_the_same(case):
     """To the bit: what every learner knows of all responses, and its own micro-batches with images' prompts and routes."""
     done = run_script("tests/programs/delivery.py", *case.split(), ranks=len(case.split()) - 1)
-    nodes = told(done.stdout)
+    nodes = bytes_by_node(done.stdout)
     assert len(nodes) == len(set(case.split()[1:]))
     for came, elsewhere, trained in nodes:
         assert 0 < elsewhere <= came < elsewhere + 0.1 * trained
@@ -33,5 +33,5 @@ def test_what_the_links_carry(network, nodes):
     consoles = machines.start([(1, ["tests/programs/delivery.py", 1])] * nodes).wait(600)
     assert [code for code, _ in consoles] == [0] * nodes, consoles
     for node, (_, console) in zip(machines.nodes, consoles, strict=True):
-        ((_, _, trained),) = told(console)
+        ((_, _, trained),) = bytes_by_node(console)
         assert node.traffic()[0] < 1.1 * trained

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from layouts import ALONE, learn_on
-from test_compact_memory import go_on, make_learner, update, weights
+from test_compact_memory import copy_state, make_learner, update, weights
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +44,7 @@ def test_a_run_resumes_with_or_without_the_flag_bit_for_bit(models, ranks, flags
         update(whole, seed)
         if seed < 2:
             update(half, seed)
-    go_on(half, rest)
+    copy_state(half, rest)
     assert update(rest, 2)["actor/grad_norm"] > 0
     assert torch.equal(weights(rest), weights(whole))
 

@@ -175,14 +175,14 @@ def test_metrics_are_those_of_a_plain_count(models, learn):
     assert found["moe/never_used"] == sum(of.count(0) for of in counts)
     entropy = [float(-(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()) for x in logits]
     assert found["moe/router_entropy"] == pytest.approx(sum(entropy) / 4, rel=1e-5)
-    told = [t for t in range(tokens) if t % 3 != 2]
+    replayed = [t for t in range(tokens) if t % 3 != 2]
     elsewhere = [
         [set(logits[2 + layer][t].topk(2).indices.tolist()) != set(used[2 + layer][t].tolist()) for layer in (0, 1)]
-        for t in told
+        for t in replayed
     ]
-    assert found["moe/replay/tokens_differ"] == pytest.approx(sum(map(any, elsewhere)) / len(told))
-    assert found["moe/replay/choices_differ"] == pytest.approx(sum(map(sum, elsewhere)) / len(told) / 2)
-    assert 0 < sum(map(sum, elsewhere)) < 2 * len(told) and learner.router_metrics() == {}
+    assert found["moe/replay/tokens_differ"] == pytest.approx(sum(map(any, elsewhere)) / len(replayed))
+    assert found["moe/replay/choices_differ"] == pytest.approx(sum(map(sum, elsewhere)) / len(replayed) / 2)
+    assert 0 < sum(map(sum, elsewhere)) < 2 * len(replayed) and learner.router_metrics() == {}
 
 
 def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):

@@ -41,7 +41,7 @@ class Peak:
 def main(ranks: dist.Ranks) -> None:
     model, out = sys.argv[1], Path(sys.argv[2])
     tokenizer = AutoTokenizer.from_pretrained(model)
-    told, peaks = [], {}
+    said, peaks = [], {}
     with Peak() as peaks["start"]:
         learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
     parameters = sum(p.numel() for p in learner.policy.parameters())
@@ -56,7 +56,7 @@ def main(ranks: dist.Ranks) -> None:
         publisher = Publisher(learner, split, torch.float32)
         publisher.take_copy()
     identity = SimpleNamespace(record={})
-    run = SimpleNamespace(dir=out, total_steps=9, say=told.append)
+    run = SimpleNamespace(dir=out, total_steps=9, say=said.append)
     writer = saver.Saver(CheckpointArgs(), run, identity, learner, tokenizer, None)
     available, host.available_memory = host.available_memory, lambda: 0
     for step, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
@@ -67,7 +67,7 @@ def main(ranks: dist.Ranks) -> None:
             writer.wait()
         assert not writer.error, writer.error
     shares = {name: [peak.added / parameters, peak.kept / parameters] for name, peak in peaks.items()}
-    print(json.dumps({"parameters": parameters, "bytes": shares, "told": told}))
+    print(json.dumps({"parameters": parameters, "bytes": shares, "said": said}))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main(ranks: dist.Ranks) -> None:
     for step in (1, 2):
         writer.save(step, {})
     writer.wait()
-    print(f"rank {ranks.rank} went on: {writer.error}")
+    print(f"rank {ranks.rank} continued: {writer.error}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def main(ranks) -> None:
             (own / file.relative_to(whole)).parent.mkdir(parents=True, exist_ok=True)
             os.link(file, own / file.relative_to(whole))
     learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
-    expected, found, told = tensors(learner, whole), tensors(learner, own), {}
+    expected, found, damage = tensors(learner, whole), tensors(learner, own), {}
     same = all(torch.equal(found[name], expected[name]) for name in expected)
     at_all = [manifest.damage_anywhere(path) for path in (whole, own)]
     victim = own / shards[1].relative_to(whole)
@@ -45,10 +45,10 @@ def main(ranks) -> None:
             if harm == "changed":
                 victim.write_bytes(data)
         barrier()
-        told[harm] = manifest.damage_anywhere(own)
-        assert told[harm] == from_main(told[harm] or ""), "all ranks report the same"
+        damage[harm] = manifest.damage_anywhere(own)
+        assert damage[harm] == from_main(damage[harm] or ""), "all ranks report the same"
     if ranks.is_main:
-        print(json.dumps({"tensors": len(expected), "same": same, "whole": at_all, "told": told}), flush=True)
+        print(json.dumps({"tensors": len(expected), "same": same, "whole": at_all, "damage": damage}), flush=True)
 
 
 process.run(main)

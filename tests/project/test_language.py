@@ -23,8 +23,8 @@ DIALECT = (  # each with the plain word for it
 )
 WORDS = re.compile(rf"\b(?:{'|'.join(DIALECT)})\b", re.I)
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-MOST = {"*.py rl/**/*.py": 0, "tests/**/*.py": 44, "benchmarks/**/*.py docs/*.py": 0}  # comments and strings; may only fall
-MOST_NAMES = 18
+MOST = {"*.py rl/**/*.py": 0, "tests/**/*.py": 0, "benchmarks/**/*.py docs/*.py": 0}  # comments and strings; may only fall
+MOST_NAMES = 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -134,8 +134,8 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     dist.engines_first("learner")
 
 
-@pytest.mark.parametrize(("file", "told"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
-def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, told):
+@pytest.mark.parametrize(("file", "tool"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
+def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool):
     if file:
         (tmp_path / file).touch()
     say = (
@@ -148,7 +148,7 @@ def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, told):
         if "cpu" not in done.stdout:
             pytest.skip("this machine has an accelerator")
         warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-        assert len(warned) == bool(told and not chosen) and all(told in line for line in warned)
+        assert len(warned) == bool(tool and not chosen) and all(tool in line for line in warned)
 
 
 def test_the_precision_follows_the_device_unless_it_is_given(machine):

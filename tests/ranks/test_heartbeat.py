@@ -25,8 +25,8 @@ STOPPED = {  # what is stopped, and what the other node says of it
 
 @pytest.mark.slow  # tests/ranks/test_nodes.py has a node that ends in the plain run
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("what", "told"), STOPPED.items())
-def test_who_falls_silent_is_named_and_every_node_ends(what, told):
+@pytest.mark.parametrize(("what", "reported"), STOPPED.items())
+def test_who_falls_silent_is_named_and_every_node_ends(what, reported):
     consoles = run_nodes([(2, ["tests/programs/silent_ranks.py", *what.split()])] * 2)
     victim = int(what == "node 1" or what == "rank 3")
     codes = [code for code, _ in consoles]
@@ -35,7 +35,7 @@ def test_who_falls_silent_is_named_and_every_node_ends(what, told):
     for number, (_, console) in enumerate(consoles):
         if number != victim or "rank" in what:
             # A rank that loses its connections before it has looked often enough stops because of what the other node says.
-            said = re.findall(rf"^\[{HOST} rank \d\] (?:error|rank \d stops): {told}.*--node-timeout", console, re.M)
+            said = re.findall(rf"^\[{HOST} rank \d\] (?:error|rank \d stops): {reported}.*--node-timeout", console, re.M)
             assert len(said) == len(re.findall(r"\] (?:error|rank \d stops|rank \d failed):", console)) == 1, console
 
 

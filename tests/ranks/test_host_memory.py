@@ -33,6 +33,6 @@ def test_what_is_freed_stays_for_the_next_step_unless_the_environment_says_other
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     outputs = (run_script(script, str(size), env=env).stdout for env in ({}, {"MALLOC_ARENA_MAX": "8"}))
-    kept, told = ([int(number) for number in output.split()] for output in outputs)
+    kept, limited = ([int(number) for number in output.split()] for output in outputs)
     assert kept[0] >= TENSORS > TENSORS // 2 > min(kept[1:])
-    assert min(told[:3]) >= TENSORS  # then glibc learns of itself, up to 32 MB
+    assert min(limited[:3]) >= TENSORS  # then glibc learns of itself, up to 32 MB

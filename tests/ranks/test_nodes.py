@@ -76,13 +76,13 @@ def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, gene
         (ranks, ["train_async.py", "--output-dir", tmp_path, "--generators", g])
         for ranks, g in zip((2, 1), generators, strict=True)
     ]
-    told = "; ".join(f"{HOST} has {n} ranks, {g} of them generators" for n, g in zip((2, 1), generators, strict=True))
-    assert refused(run_nodes(nodes), f"--generators leaves no {lacking}: {told}")
+    counts = "; ".join(f"{HOST} has {n} ranks, {g} of them generators" for n, g in zip((2, 1), generators, strict=True))
+    assert refused(run_nodes(nodes), f"--generators leaves no {lacking}: {counts}")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("learners", "elsewhere"), [((1, 1), False), ((0, 1), True), ((0, 0), False)])
-def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, learners, elsewhere):
+def test_a_node_prints_where_the_runs_messages_appear(monkeypatch, capsys, learners, elsewhere):
     """On the first that has a learner. A job without any joins one that has."""
     (own, other), store, here = learners, HashStore(), launch.Launch(0, 3, 0, 1, 0)
     monkeypatch.setattr(launch, "here", lambda: here)
@@ -90,8 +90,8 @@ def test_a_node_is_told_where_the_runs_messages_appear(monkeypatch, capsys, lear
     store.set("node/1", json.dumps(["other", 1, 2, 2 - other]))
     where = "the run's messages appear on node 2, other"
     launch.exchange_nodes(store, generators=1 - own)
-    told = capsys.readouterr().out
-    assert told.startswith("node 1 of 2, ") and told.endswith(f"; {where}\n") == elsewhere == ("appear" in told)
+    printed = capsys.readouterr().out
+    assert printed.startswith("node 1 of 2, ") and printed.endswith(f"; {where}\n") == elsewhere == ("appear" in printed)
 
 
 LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
@@ -128,8 +128,8 @@ def test_every_node_says_which_ranks_run_there_and_why_it_ends():
     assert f"node 1 of 2, {socket.gethostname()}: ranks 0 to 1 of 4\n" in first
     assert f"node 2 of 2, {socket.gethostname()}: ranks 2 to 3 of 4; the run's messages appear on node 1" in second
     assert first_code == second_code == 1
-    told = rf"^\[{HOST} (rank [23])\] error: nothing is right here\.\n\[{HOST} \1\] Nothing at all\.$"
-    assert len(re.findall(told, second, re.M)) == 1 and second.count("error: ") == 1, second
+    reported = rf"^\[{HOST} (rank [23])\] error: nothing is right here\.\n\[{HOST} \1\] Nothing at all\.$"
+    assert len(re.findall(reported, second, re.M)) == 1 and second.count("error: ") == 1, second
     assert re.search(
         rf"^\[{HOST} rank [01]\] rank [01] stops: rank [23] on .* failed: nothing is right here\.$", first, re.M
     ), first
@@ -137,7 +137,7 @@ def test_every_node_says_which_ranks_run_there_and_why_it_ends():
 
 
 @pytest.mark.timeout(150)
-def test_a_failure_is_told_in_full_on_its_own_node_and_in_a_line_on_the_other():
+def test_a_failure_prints_a_traceback_on_its_own_node_and_a_line_on_the_other():
     (_, first), (_, second) = run_nodes([(2, ["tests/programs/node_failures.py", "raised"])] * 2)
     assert second.count("rank 3 failed:\n") == 1 and "LookupError: the second node has had enough" in second
     line = rf"^\[{HOST} rank [01]\] rank [01] stops: rank 3 on .* failed: LookupError: the second node has had enough$"
@@ -145,7 +145,7 @@ def test_a_failure_is_told_in_full_on_its_own_node_and_in_a_line_on_the_other():
 
 
 @pytest.mark.timeout(150)
-def test_a_node_that_has_gone_is_named():
+def test_an_error_names_a_lost_node():
     (code, first), _ = run_nodes([(2, ["tests/programs/node_failures.py", "killed"])] * 2)
     assert code == 1
     assert re.search(rf"^\[{HOST} rank [01]\] rank [01] failed: ranks 2, 3 on {HOST} no longer answer$", first, re.M), first
@@ -158,8 +158,8 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
     flags = ["tests/programs/node_failures.py", "restarted", tmp_path]
     consoles = run_nodes([(2, flags)] * 2, restarts=3)
     assert [code for code, _ in consoles] == [0, 0], consoles
-    told = sorted(line for _, console in consoles for line in console.splitlines() if line.startswith("start "))
-    assert told == sorted(f"start {start} of rank {rank}" for start in range(3) for rank in range(4)), consoles
+    starts = sorted(line for _, console in consoles for line in console.splitlines() if line.startswith("start "))
+    assert starts == sorted(f"start {start} of rank {rank}" for start in range(3) for rank in range(4)), consoles
 
 
 @pytest.mark.timeout(150)

@@ -107,7 +107,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:  # ends its workers by
     assert pool.map(abs, [-1, -2]) == [1, 2]
 time.sleep(0.3)
 assert not signals.stop_requested()
-print("goes on", flush=True)
+print("not stopped", flush=True)
 time.sleep(60)
 """
 
@@ -116,7 +116,7 @@ def test_signals_to_its_children_are_not_the_ranks_own():
     """Nor is a rank deaf to its own afterwards."""
     start = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", FORKS], **start)
-    assert process.stdout.readline() == "goes on\n", process.stderr.read()
+    assert process.stdout.readline() == "not stopped\n", process.stderr.read()
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1].endswith("Ctrl-C: stopped; training had not begun\n")
     assert process.returncode == 130

@@ -151,9 +151,9 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
     command = [sys.executable, "train_sync.py", *flags, "--logger", "console", "tensorboard"]
     with open("/dev/full", "w") as console, open(tmp_path / "err", "w") as err:
         done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=console, stderr=err, timeout=120)
-    told = (tmp_path / "err").read_text()
-    assert done.returncode == 1 and "Traceback" not in told, told
-    assert "the last checkpoint, of step 6, could not be written" in told and told.count("Training continues; ") == 1
+    errors = (tmp_path / "err").read_text()
+    assert done.returncode == 1 and "Traceback" not in errors, errors
+    assert "the last checkpoint, of step 6, could not be written" in errors and errors.count("Training continues; ") == 1
     assert not list(small_disk.glob("run/step_*"))
 
 

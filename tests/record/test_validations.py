@@ -378,13 +378,13 @@ def test_a_kill_while_best_is_replaced_loses_neither(tmp_path):
 def test_a_score_that_arrives_while_best_is_linked_counts(tmp_path, monkeypatch):
     """Where a file system has no links gigabytes are copied meanwhile."""
     save(tmp_path, 10, 20, 30)
-    best, linking, go_on = Best(tmp_path, True), threading.Event(), threading.Event()
+    best, linking, released = Best(tmp_path, True), threading.Event(), threading.Event()
     best._scores = {10: 0.1, 20: 0.2}
     link = best_module._link_or_copy
 
     def slow(*files):
         linking.set()
-        go_on.wait(60)
+        released.wait(60)
         link(*files)
 
     monkeypatch.setattr(best_module, "_link_or_copy", slow)
@@ -392,7 +392,7 @@ def test_a_score_that_arrives_while_best_is_linked_counts(tmp_path, monkeypatch)
     threads[0].start()
     assert linking.wait(60)
     threads[1].start()
-    go_on.set()
+    released.set()
     for thread in threads:
         thread.join(60)
     assert kept(tmp_path) == (30, 0.9)

@@ -84,7 +84,7 @@ def test_a_record_is_read_up_to_where_it_is_whole(tmp_path, how, monkeypatch):
         assert back.lost == len(file.read_bytes()) - back.end
 
 
-def test_a_run_that_goes_on_takes_its_record_back_to_the_checkpoint(tmp_path):
+def test_a_resumed_run_cuts_its_record_back_to_the_checkpoint(tmp_path):
     record(tmp_path, 6)
     file = tmp_path / "record" / SAMPLES
     file.write_bytes(file.read_bytes()[:-5])  # killed within step 6

@@ -154,7 +154,7 @@ def test_with_images(tmp_path, script, ranks, flags):
     ("script", "ranks", "flags"),
     [("train_sync.py", None, SMALL), ("train_one_step_off.py", 2, SMALL), ("train_async.py", 2, STREAM)],
 )
-def test_a_run_that_was_killed_and_went_on(demo_model, tmp_path, script, ranks, flags):
+def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path, script, ranks, flags):
     """The samples that were trained again are the ones that count, and a replay may begin on either side."""
     run = record(script, tmp_path, *flags, ranks=ranks)
     for step in (4, 5, 6):
@@ -179,7 +179,7 @@ def test_a_record_that_is_cut_is_replayed_up_to_the_cut(sync, tmp_path):
 
 
 def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
-    """From a checkpoint; the report shows the replay beside the run, with what tells them apart."""
+    """The replay starts at a checkpoint. The report shows it next to the run and says how they differ."""
     again, said = replayed(sync.parent / "record", tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
     ours, theirs = rows(sync), rows(again)
     assert sorted(theirs) == [4, 5, 6] and theirs[4]["critic/score/mean"] == ours[4]["critic/score/mean"]
@@ -201,8 +201,8 @@ def test_a_replay_imports_no_losses_before_the_script():
 
 @pytest.mark.slow
 def test_code_that_has_changed_since(demo_model, tmp_path):
-    """A fork's loss, and that of the losses.py beside it, are those of its record, whatever the files hold by then; --script
-    takes another's on the same samples. As a user starts them: the tests' forks have imported losses.py already."""
+    """A replay takes the script and the losses.py that the run recorded, even if both have changed. --script takes another
+    script on the same samples. Each command runs in a fresh process: the tests' forks have imported losses.py already."""
     fork, formulas = tmp_path / "my_experiment.py", tmp_path / "losses.py"
     fork.write_text((ROOT / "train_sync.py").read_text().replace("    loss = terms[", "    loss = 3 * terms["))
     mask = "    loss = torch.where(mask, loss, 0.0)\n"

@@ -214,13 +214,13 @@ def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_
     ],
 )
 def test_who_waits_and_what_would_balance(given, expected):
-    (told,) = [told for _, told, rests in conclude([waits(*given)]) if "idle_ratio" in rests]
-    assert expected in told
+    (text,) = [text for _, text, rests in conclude([waits(*given)]) if "idle_ratio" in rests]
+    assert expected in text
 
 
 def test_too_few_steps_are_said_to_be():
-    told = [told for _, told, _ in conclude([waits(0.5, 0.0, 1, 1, steps=19)])]
-    assert told == [
+    texts = [text for _, text, _ in conclude([waits(0.5, 0.0, 1, 1, steps=19)])]
+    assert texts == [
         "too few steps to say anything: 19, where 20 are the least",
         "too few steps to say who waits for whom: 19, where 20 are the least",
     ]
@@ -231,8 +231,8 @@ def alone(data: list[dict], **flags) -> RunGroup:
 
 
 def test_whether_the_reward_moved():
-    _, told, rests = conclude([alone(rows(40))])[0]  # means of 0..19 and of 20..39, times 0.02
-    assert told == "the reward rose from 0.190 to 0.590"
+    _, text, rests = conclude([alone(rows(40))])[0]  # means of 0..19 and of 20..39, times 0.02
+    assert text == "the reward rose from 0.190 to 0.590"
     error = math.sqrt(2 * np.var(0.02 * np.arange(20), ddof=1) / 20)
     assert f"change +0.400, standard error {error:.3f}" in rests
     flat = [row | {"critic/score/mean": row["step"] % 2} for row in rows(40)]
@@ -242,10 +242,10 @@ def test_whether_the_reward_moved():
 def test_clipping_mismatch_and_trouble_are_reported():
     more = {"response_length/clip_ratio": 0.25, "training/rollout_probs_diff_max": 0.5}
     more |= {f"reward/events/{kind}": 3 for kind in EVENTS}
-    told = [told for _, told, _ in conclude([alone(rows(40, **more), dtype="float32")])]
-    assert any(t.startswith("25% of the last responses were cut") for t in told)
-    assert "generator and learner disagree on a token's probability: something is wrong (fp32, on-policy)" in told
-    assert all(f"3 responses could not be scored ({kind})" in told for kind in EVENTS)
+    texts = [text for _, text, _ in conclude([alone(rows(40, **more), dtype="float32")])]
+    assert any(t.startswith("25% of the last responses were cut") for t in texts)
+    assert "generator and learner disagree on a token's probability: something is wrong (fp32, on-policy)" in texts
+    assert all(f"3 responses could not be scored ({kind})" in texts for kind in EVENTS)
     stale = rows(40, **more | {"staleness/max": 1})
     assert not any("agree" in t for _, t, _ in conclude([alone(stale, dtype="float32")])), "staleness explains a difference"
     assert not any("agree" in t for _, t, _ in conclude([alone(rows(40, **more), dtype="bfloat16")]))
@@ -259,19 +259,19 @@ def test_learning_is_compared_only_with_several_runs_each():
     def group(name, slopes):
         return RunGroup(name, [Log(Path(name), {}, rows(40, slope=slope)) for slope in slopes])
 
-    def told(a, b):
+    def texts(a, b):
         return [t for _, t, rests in conclude([group("base", a), group("other", b)]) if rests.startswith("reward of")]
 
     what = "reward of the last steps"  # those 20 are slope * (20 ... 39)
-    assert told([0.1], [0.2]) == [f"{what}: too few runs to compare; 3 of each are the least"]
-    assert told([0.1, 0.11, 0.12], [0.2, 0.22, 0.24]) == [f"{what} higher in every run: 2.00 times as much"]
-    assert told([0.1, 0.11, 0.25], [0.2, 0.22, 0.24]) == [f"{what}: the runs overlap, no difference is shown"]
+    assert texts([0.1], [0.2]) == [f"{what}: too few runs to compare; 3 of each are the least"]
+    assert texts([0.1, 0.11, 0.12], [0.2, 0.22, 0.24]) == [f"{what} higher in every run: 2.00 times as much"]
+    assert texts([0.1, 0.11, 0.25], [0.2, 0.22, 0.24]) == [f"{what}: the runs overlap, no difference is shown"]
 
 
 def test_ends_at_different_steps_do_not_compare():
     groups = [RunGroup(n, [Log(Path(n), {}, rows(steps)) for _ in range(3)]) for n, steps in (("base", 30), ("other", 60))]
-    told = [t for _, t, rests in conclude(groups) if rests.startswith("reward of")]
-    assert told == ["reward of the last steps: the runs stopped at different steps (30 to 60), so their ends do not compare"]
+    texts = [t for _, t, rests in conclude(groups) if rests.startswith("reward of")]
+    assert texts == ["reward of the last steps: the runs stopped at different steps (30 to 60), so their ends do not compare"]
 
 
 def test_speedup_by_hand():

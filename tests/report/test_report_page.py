@@ -47,7 +47,7 @@ def reports(tmp_path_factory) -> tuple[set[str], set[str]]:
     for row in a_rank.rows:
         del row["perf/total_num_tokens"]
     compared = [pair(), pair(steps=58), pair(ranks=8), pair(steps=11), alike, [group("async.log", verl)], [group("a", a_rank)]]
-    said = {told for groups in compared for _, told, _ in conclude(groups)}
+    said = {text for groups in compared for _, text, _ in conclude(groups)}
     return said, {head for groups in compared for head in overview(groups, 10)[0]}
 
 

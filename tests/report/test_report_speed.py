@@ -30,8 +30,8 @@ def group(name: str, *runs) -> RunGroup:
 
 
 def said(ours: RunGroup, base: RunGroup, of: str) -> str:
-    (told,) = [told for _, told, rests in conclude([base, ours]) if rests.startswith(of)]
-    return told
+    (text,) = [text for _, text, rests in conclude([base, ours]) if rests.startswith(of)]
+    return text
 
 
 def noisy(random, steps: int, mean: float, spread: float = 0.1) -> np.ndarray:
@@ -42,12 +42,12 @@ def noisy(random, steps: int, mean: float, spread: float = 0.1) -> np.ndarray:
 def test_two_runs_of_twenty_steps_say_how_much_faster_one_is(steps):
     """Exactly: 330 tokens in a second against 100, whatever the first step took."""
     slow, fast = ([300.0] + [1.0] * (steps - 1), [100.0] * steps), ([9.0] + [2.0] * (steps - 1), [660.0] * steps)
-    told = said(group("fast", fast), group("slow", slow), "tokens/s")
-    assert told == "fast makes 3.3x the tokens/s of slow (3.3-3.3 over steps)"
+    text = said(group("fast", fast), group("slow", slow), "tokens/s")
+    assert text == "fast makes 3.3x the tokens/s of slow (3.3-3.3 over steps)"
     back = said(group("slow", slow), group("fast", fast), "tokens/s")
     assert back == "slow makes 0.30x the tokens/s of fast (0.30-0.30 over steps)"
-    told = said(group("fast", fast), group("slow", slow), "seconds a step")
-    assert told == "a step of fast takes 2.0x the seconds of one of slow (2.0-2.0 over steps), with 6.6x the tokens"
+    text = said(group("fast", fast), group("slow", slow), "seconds a step")
+    assert text == "a step of fast takes 2.0x the seconds of one of slow (2.0-2.0 over steps), with 6.6x the tokens"
 
 
 def test_a_validation_before_the_first_step_is_no_step():
@@ -96,25 +96,25 @@ def test_steps_that_wait_for_a_whole_period_are_not_passed_over():
     flags = {"flags": {"publish_every": 4}}
     uneven = run("uneven", [9.0, 1.0, 1.0, 1.0] * 10, [300.0] * 40, config=flags)
     even = run("even", [3.0] * 40, [300.0] * 40)
-    told = said(group("uneven", uneven), group("even", even), "tokens/s")
+    text = said(group("uneven", uneven), group("even", even), "tokens/s")
     steady = (39 * 300 / (9 * 9 + 30)) / 100  # without the first step
-    assert told.startswith("tokens/s of all ranks: no difference is shown") and f"{steady:.2f}x" in told
+    assert text.startswith("tokens/s of all ranks: no difference is shown") and f"{steady:.2f}x" in text
 
 
 def test_what_lies_within_the_noise_of_the_steps_is_no_difference():
     random = np.random.default_rng(3)
     a, b = (noisy(random, 30, 1.0, 0.5) for _ in range(2))
-    told = said(group("a", (a, [100.0] * 30)), group("b", (b, [100.0] * 30)), "tokens/s")
-    assert told.startswith("tokens/s of all ranks: no difference is shown beyond that of the steps; ")
+    text = said(group("a", (a, [100.0] * 30)), group("b", (b, [100.0] * 30)), "tokens/s")
+    assert text.startswith("tokens/s of all ranks: no difference is shown beyond that of the steps; ")
 
 
 def test_several_runs_have_to_agree():
     """However narrow the interval over steps is, runs that overlap show no difference."""
     of = lambda *speeds: [([1.0] * 40, [s] * 40) for s in speeds]  # noqa: E731
-    told = said(group("b", *of(200.0, 202.0, 204.0)), group("a", *of(100.0, 101.0, 250.0)), "tokens/s")
-    assert told.startswith("tokens/s of all ranks: the runs overlap, no difference is shown")
-    told = said(group("b", *of(200.0, 204.0)), group("a", *of(100.0, 102.0)), "tokens/s")
-    assert told == "b makes 2.0x the tokens/s of a (2.0-2.0 over steps), in every run"
+    text = said(group("b", *of(200.0, 202.0, 204.0)), group("a", *of(100.0, 101.0, 250.0)), "tokens/s")
+    assert text.startswith("tokens/s of all ranks: the runs overlap, no difference is shown")
+    text = said(group("b", *of(200.0, 204.0)), group("a", *of(100.0, 102.0)), "tokens/s")
+    assert text == "b makes 2.0x the tokens/s of a (2.0-2.0 over steps), in every run"
 
 
 def test_the_seeds_own_shape():
@@ -122,15 +122,15 @@ def test_the_seeds_own_shape():
     sync, fast = ([625.0] * 58, [228_125.0] * 58), ([355.0] * 11, [434_875.0] * 11)  # 365 and 1,225 tokens/s
     rows = conclude([group("sync", sync), group("fast", fast)])
     few = "too few steps to compare tokens/s of all ranks: fast has 11, where 20 are the least. In the steps so far "
-    told = [told for _, told, _ in rows]
-    assert few + "fast makes 3.4x the tokens/s of sync" in told
-    assert "reward of the last steps: too few steps to compare (11)" in told
+    texts = [text for _, text, _ in rows]
+    assert few + "fast makes 3.4x the tokens/s of sync" in texts
+    assert "reward of the last steps: too few steps to compare (11)" in texts
 
 
 def test_ranks_that_differ_are_named():
     a, b = run("a", [1.0] * 30, [100.0] * 30, ranks=2), run("b", [1.0] * 30, [400.0] * 30, ranks=4)
-    told = said(group("b", b), group("a", a), "tokens/s")
-    assert told == "b makes 4.0x the tokens/s of a (4.0-4.0 over steps); on 4 against 2 ranks, which is 2.0x a rank"
+    text = said(group("b", b), group("a", a), "tokens/s")
+    assert text == "b makes 4.0x the tokens/s of a (4.0-4.0 over steps); on 4 against 2 ranks, which is 2.0x a rank"
 
 
 def test_a_rank_s_tokens_are_compared_where_nothing_else_was_recorded():
@@ -139,7 +139,7 @@ def test_a_rank_s_tokens_are_compared_where_nothing_else_was_recorded():
     for row in [*a.rows, *b.rows]:
         del row["perf/total_num_tokens"], row["tokens/s"]
     groups = [group("a", a), group("b", b)]
-    assert "a rank of b makes 3.3x the tokens/s of one of a (3.3-3.3 over steps)" in [told for _, told, _ in conclude(groups)]
+    assert "a rank of b makes 3.3x the tokens/s of one of a (3.3-3.3 over steps)" in [text for _, text, _ in conclude(groups)]
     header, *table = overview(groups, 10)
     cells = [dict(zip(header, row, strict=True)) for row in table]
     assert [row["tokens/s a rank, median step"] for row in cells] == ["25", "82"]
@@ -150,8 +150,8 @@ def test_mfu_in_the_table_and_in_a_sentence():
     a, b = (run(name, [1.0] * 30, [100.0] * 30, **{"perf/mfu/actor": mfu}) for name, mfu in (("a", 0.012), ("b", 0.053)))
     header, first, second = overview([group("a", a), group("b", b)], 10)
     assert (first[header.index("MFU")], second[header.index("MFU")]) == ("1.2%", "5.3%")
-    told = said(group("b", b), group("a", a), "MFU")
-    assert told == "the update of b has 4.4x the MFU of that of a (4.4-4.4 over steps)"
+    text = said(group("b", b), group("a", a), "MFU")
+    assert text == "the update of b has 4.4x the MFU of that of a (4.4-4.4 over steps)"
     unknown = run("c", [1.0] * 30, [100.0] * 30, **{"perf/mfu/actor": 0.0})  # verl's word for a device that it does not know
     assert "MFU" not in overview([group("c", unknown)], 10)[0]
 
@@ -173,31 +173,31 @@ def test_columns_of_waiting_are_there_where_somebody_waited():
 
 
 def test_why_generators_waited():
-    def told(**more) -> list[str]:
+    def texts(**more) -> list[str]:
         waits = {"fully_async/trainer/idle_ratio": 0.0, "fully_async/rollouter/idle_ratio": 0.48}
         log = run("a", [1.0] * 30, [9.0] * 30, config={"flags": {"staleness_threshold": 0.2}}, **waits, **more)
-        return [told for _, told, _ in conclude([group("a", log)])]
+        return [text for _, text, _ in conclude([group("a", log)])]
 
     held = {"fully_async/rollouter/held_ratio": 0.4, "fully_async/count/max_required_samples": 307}
     bound = "the staleness bound of 307 samples held the generators for 40% of the time; for 8% they waited for another reason"
-    assert f"{bound}. A --staleness-threshold above 0.2 holds them less, and samples get older" in told(**held)
+    assert f"{bound}. A --staleness-threshold above 0.2 holds them less, and samples get older" in texts(**held)
     none = "the staleness bound of 307 samples held the generators for 0% of the time; for 48% they waited for another reason"
-    assert none in told(**held | {"fully_async/rollouter/held_ratio": 0.0})
-    assert "why the generators waited was not recorded" in told()
+    assert none in texts(**held | {"fully_async/rollouter/held_ratio": 0.0})
+    assert "why the generators waited was not recorded" in texts()
 
 
 def test_the_age_of_samples():
     ages = {"staleness/mean": 0.7, "staleness/max": 2}
-    told = [told for _, told, _ in conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **ages))])]
-    assert "a trained token was 0.70 versions of the weights old on average, the oldest 2" in told
+    texts = [text for _, text, _ in conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **ages))])]
+    assert "a trained token was 0.70 versions of the weights old on average, the oldest 2" in texts
     fresh = conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **{"staleness/mean": 0.0, "staleness/max": 0}))])
-    assert not any("old on average" in told for _, told, _ in fresh)
+    assert not any("old on average" in text for _, text, _ in fresh)
 
 
 def test_other_machines_are_named_next_to_a_speed():
     machine = {"device_name": "cpu", "cpu": "x", "cores": 2}
     logs = [run(n, [1.0] * 30, [9.0 * i] * 30, config={"hardware": machine | {"cores": i}}) for i, n in enumerate("ab", 1)]
-    (rests,) = [rests for _, told, rests in conclude([group("a", logs[0]), group("b", logs[1])]) if "tokens/s of a" in told]
+    (rests,) = [rests for _, text, rests in conclude([group("a", logs[0]), group("b", logs[1])]) if "tokens/s of a" in text]
     assert rests.endswith("30 and 30 steps, 1 and 1 run, on different machines")
 
 

@@ -164,7 +164,7 @@ def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
     threshold=st.sampled_from([0, 0.25, 0.5, 1, 2]),
     slots=st.integers(1, 5),
 )
-def test_held_and_without_work_are_told_apart(seed, prompts, period, threshold, slots):
+def test_a_held_generator_differs_from_one_without_work(seed, prompts, period, threshold, slots):
     """Responses and steps of any length, and dropped samples, each of which makes room for another."""
     random, steps = np.random.default_rng(seed), 6
     args = flags(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold, max_num_seqs=slots)

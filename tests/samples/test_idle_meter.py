@@ -64,8 +64,8 @@ def words(generators: int, learners: int, nodes: int, idle: tuple[float, float])
     ],
 )
 def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle, expected):
-    told = words(*job, idle)
-    assert told.startswith(f"generators waited {idle[0]:.0%} of the time, learners {idle[1]:.0%}") and expected in told
+    text = words(*job, idle)
+    assert text.startswith(f"generators waited {idle[0]:.0%} of the time, learners {idle[1]:.0%}") and expected in text
 
 
 def news(job_of: tuple[int, int, int], *idle: tuple[float, float]) -> tuple[list[str], list[str]]:
@@ -85,8 +85,8 @@ def test_the_advice_is_repeated_when_it_changes_alone():
     said, _ = news((2, 2, 1), (0.0, 0.75), (0.0, 0.74), (0.01, 0.76), *[(0.9, 0.0)] * 30)
     assert said[0] == "", "too few steps"
     assert "--generators 3" in said[1] and said[2:4] == ["", ""]
-    told = [text.partition(": ")[2] for text in said if text]
-    assert "--generators 1" in told[-1] and len(told) <= 5, "from 3, over a share or two between, to 1"
+    texts = [text.partition(": ")[2] for text in said if text]
+    assert "--generators 1" in texts[-1] and len(texts) <= 5, "from 3, over a share or two between, to 1"
 
 
 def test_nothing_is_advised_while_the_split_is_the_best_one():
@@ -112,7 +112,7 @@ def test_nothing_is_advised_from_start_up_alone():
     assert (meter.news(), meter.last_words()) == ("", [])
 
 
-def test_a_run_that_goes_on_keeps_what_it_knew_and_leaves_its_new_start_out():
+def test_a_resumed_run_keeps_its_idle_times_and_ignores_its_new_start():
     before, after = IdleMeter(job(1, 1, 1)), IdleMeter(job(1, 1, 1))
     for _ in range(2):
         before.metrics([report(0, 0.1, 10.0)], Clock(0.0, 10.0))

@@ -1,4 +1,4 @@
-"""--over-sample: a step takes what ends first; the rest goes on, is trained once, and survives a restart."""
+"""--over-sample: a step trains the groups that finish first. The others continue, are trained once, and survive a restart."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_prompts_are_trained_once_and_the_long_ones_later(whole):
     assert longest[0] <= max(longest[1:]), "of the seven prompts begun together the first step has those that end first"
 
 
-def test_a_run_that_goes_on_takes_up_what_was_under_way(whole, unsure, tmp_path):
+def test_a_resumed_run_continues_its_unfinished_groups(whole, unsure, tmp_path):
     directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
     for later in ("step_000004", "step_000005", "step_000006"):
         shutil.rmtree(directory / later)

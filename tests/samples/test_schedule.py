@@ -221,9 +221,9 @@ class OnItsWay(Arrival):
 def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     seed, required, period, threshold, extra, stale, flat, generators, overlaps
 ):
-    """A stream with generators that lag behind by chance, responses of any duration and a learner that runs when it can.
-    overlaps: whether engines go on while weights are on their way to them, which takes any time; the next are published when
-    the first generator has them."""
+    """Simulates a stream: generators lag by chance, responses take any time, the learner runs when it can.
+    overlaps: whether engines generate while they receive weights. Receiving takes any time, and the learner publishes the next
+    version when the first generator has this one."""
     random = np.random.default_rng(seed)
     bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
     bound = bound if bound is None else max(0, bound)
@@ -257,7 +257,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
         if random.random() < 0.5:
             if state.version > engines[g]:
                 arrivals[g].take()
-            engines[g] = state.version  # swaps between two engine steps; unfinished responses go on
+            engines[g] = state.version  # swaps between two engine steps; unfinished responses continue
         while random.random() < 0.7 and len(running[g]) < 6:
             fresh = tickets[g].take(1, 0, engines[g], state)
             if not fresh:

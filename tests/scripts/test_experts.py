@@ -48,7 +48,7 @@ def test_the_export_has_the_hubs_names_whatever_was_read(models, fused, tmp_path
     """By two learners, in pieces that end within experts."""
     model = models["moe"] if form == "hub" else fused
     done = run_script("tests/programs/saves.py", model, tmp_path, "whole", ranks=2, timeout=100)
-    assert done.stdout.count(" went on: \n") == 2
+    assert done.stdout.count(" continued: \n") == 2
     hub, export = (load_file(f"{where}/model.safetensors") for where in (models["moe"], tmp_path / "run" / "step_000002"))
     assert "model.layers.1.mlp.experts.7.down_proj.weight" in hub
     assert hub.keys() == export.keys() and all(torch.equal(export[name], hub[name]) for name in hub)

@@ -346,35 +346,35 @@ HALF = {  # of what torchrun tells its ranks -> what the message says
     "RANK=3 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1": "says rank 3 of 2",
     "RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=1": "says rank 0 of 2, on its node 1",
 }
-TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def tell(told: str, monkeypatch) -> None:
+def set_environment(variables: str, monkeypatch) -> None:
     """Has the environment say this, and nothing else of what torchrun says."""
-    for name in TOLD:
+    for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in (pair.split("=") for pair in told.split()):
+    for name, value in (pair.split("=") for pair in variables.split()):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("told", HALF)
-def test_half_of_what_torchrun_says_is_named_and_waits_for_nobody(told, monkeypatch):
-    tell("", monkeypatch)
+@pytest.mark.parametrize("variables", HALF)
+def test_half_of_what_torchrun_says_is_named_and_waits_for_nobody(variables, monkeypatch):
+    set_environment("", monkeypatch)
     launch.check()
-    tell(told, monkeypatch)
-    with pytest.raises(UserError, match=HALF[told]):
+    set_environment(variables, monkeypatch)
+    with pytest.raises(UserError, match=HALF[variables]):
         launch.check()
 
 
-@pytest.mark.parametrize("told", ["", "MASTER_ADDR=h", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=0"])
-def test_a_launch_by_hand_that_is_whole_passes(told, monkeypatch):
-    tell(told, monkeypatch)
+@pytest.mark.parametrize("variables", ["", "MASTER_ADDR=h", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=0"])
+def test_a_launch_by_hand_that_is_whole_passes(variables, monkeypatch):
+    set_environment(variables, monkeypatch)
     launch.check()
 
 
-@pytest.mark.parametrize("told", ["LOCAL_RANK=0", "RANK=a"])
-def test_a_script_ends_where_the_environment_says_half(told):
-    own = {name: value for name, value in environment().items() if name not in TOLD} | dict([told.split("=")])
+@pytest.mark.parametrize("variables", ["LOCAL_RANK=0", "RANK=a"])
+def test_a_script_ends_where_the_environment_says_half(variables):
+    own = {name: value for name, value in environment().items() if name not in LAUNCH_VARIABLES} | dict([variables.split("=")])
     command = [sys.executable, ROOT / "train_sync.py"]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr

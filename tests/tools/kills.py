@@ -162,12 +162,12 @@ def main(args: Args, torchrun: Sequence[str]) -> Path:
     if args.script == "train_async.py":  # much in flight, and responses that see several versions
         flags += ["--staleness-threshold", "2", "--max-num-seqs", "64", "--max-staleness", "2"]
     job = Job(torchrun, args.script, flags, out / "log.txt")
-    told = Counter()
+    struck = Counter()
     for number in range(args.kills):
         if job.process.poll() is not None:
             raise SystemExit(f"the run ended by itself, code {job.process.returncode}, after {number} kills: see {job.log}")
         what = strike(job, run, rng, args.timeout)
-        told[what] += 1
+        struck[what] += 1
         print(f"kill {number + 1}/{args.kills}: {what}, at step {steps_of(run)} of {steps}", flush=True)
     while job.process.poll() is None:
         before = steps_of(run)
@@ -182,7 +182,7 @@ def main(args: Args, torchrun: Sequence[str]) -> Path:
     assert not {name for name in set(os.listdir("/dev/shm")) - memory if "rl-ring" in name}, "shared memory is left"
     assert not [*run.glob("*.partial")], "a half-written checkpoint is left"
     audit_validations(run, steps)
-    print(f"{args.kills} kills ({', '.join(f'{n} {what}' for what, n in sorted(told.items()))}): {audit(run, steps)}")
+    print(f"{args.kills} kills ({', '.join(f'{n} {what}' for what, n in sorted(struck.items()))}): {audit(run, steps)}")
     return run
 
 

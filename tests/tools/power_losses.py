@@ -89,7 +89,7 @@ def main(args: Args) -> str:
     """Raises AssertionError if a promise is broken; returns what was found."""
     rng, steps = random.Random(args.seed), args.steps_between * args.losses + 5
     out = Path(tempfile.mkdtemp(prefix="power-losses-"))
-    run, seconds, told = out / "run", [], Counter()
+    run, seconds, struck = out / "run", [], Counter()
     flags = ["train_async.py", "--output-dir", out, "--experiment-name", "run", "--total-training-steps", steps, "--seed", 0]
     flags += ["--save-freq", 2, "--test-freq", 0, "--node-timeout", args.node_timeout, "--max-response-length", 32]
     flags += ["--staleness-threshold", 2, "--max-num-seqs", 64, "--max-staleness", 2]  # much in flight
@@ -97,7 +97,7 @@ def main(args: Args) -> str:
         for number in range(args.losses):
             job = network.start([(n, [*flags, "--generators", g]) for n, g in NODES], fresh=args.fresh)
             moment, victim = await_moment(job, run, rng, args.timeout), rng.randrange(len(NODES))
-            told[f"node {victim + 1} {moment}"] += 1
+            struck[f"node {victim + 1} {moment}"] += 1
             seconds.append(lose_power(network, job, victim, args.node_timeout))
             network.nodes[victim].plug_in()
             what = f"node {victim + 1}, {moment}, at step {steps_of(run)} of {steps}: all ended after {seconds[-1]:.1f} s"
@@ -107,7 +107,7 @@ def main(args: Args) -> str:
         assert [code for code, _ in consoles] == [0] * len(NODES), consoles
         assert not network.left_over()
     assert not [*run.glob("*.partial")], "a half-written checkpoint is left"
-    found = f"{args.losses} losses ({', '.join(f'{n} {what}' for what, n in sorted(told.items()))})"
+    found = f"{args.losses} losses ({', '.join(f'{n} {what}' for what, n in sorted(struck.items()))})"
     return f"{found}, all nodes ended after at most {max(seconds):.1f} s: {audit(run, steps)}"
 
 

@@ -45,8 +45,8 @@ def records(sender: int, count: int, largest: int) -> list[bytes]:
 
 
 class Wire:
-    """A TCP connection through this process that breaks amid the stream, with what is in its buffers: so many times, each after
-    so many bytes."""
+    """A TCP connection through this process. It breaks in mid-stream and loses its buffers: `cuts` times, each after about
+    `cut_after` bytes."""
 
     def __init__(self, address: str, cut_after: int, cuts: int):
         self.cut_after, self.cuts = cut_after, cuts
@@ -192,7 +192,7 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read(store, command, a
                 while sent < 64 << 20:
                     stranger.sendall(bytes(1 << 20))
                     sent += 1 << 20
-        assert sent < 64 << 20, "it was let go on"
+        assert sent < 64 << 20, "the receiver read the frame"
         assert resident() - before < 32 << 20
         receiver.check()
 

@@ -1,4 +1,4 @@
-"""The ring beside a model of it, and with real processes that are killed. Every child has an alarm, so that nothing hangs."""
+"""The ring, compared with a model and with real processes that are killed. Every child has an alarm, so that nothing hangs."""
 
 import collections
 import contextlib
@@ -95,7 +95,7 @@ def parse(data: memoryview) -> tuple[int, int]:
 
 
 def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
-    """Takes what there is, until nothing comes for so many seconds."""
+    """Return all records. Stop when none arrives for `timeout` seconds."""
     out = []
     while True:
         try:
@@ -111,8 +111,8 @@ def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
 @settings(max_examples=120)
 @given(st.data())
 def test_it_does_what_a_queue_does(data):
-    """Random puts, gets and readers that leave, some of them in the middle of a record, beside a deque. Small, so that it wraps
-    all the time."""
+    """Compares random puts, gets and readers that leave, some in the middle of a record, with a deque. The ring is small, so
+    that it wraps all the time."""
     writers = [Ring.create(8192)]
     writers.append(Ring.attach(writers[0].address))
     reader, unread, number = Ring.attach(writers[0].address), collections.deque(), 0
@@ -247,8 +247,8 @@ def test_eleven_thousand_damaged_records_are_refused_and_all_others_delivered():
         assert seen == intact
         damaged += spoilt
     assert ring.counts["damaged"] == refused
-    ring.put(b"it goes on")
-    assert drain(ring) == [b"it goes on"]
+    ring.put(b"still works")
+    assert drain(ring) == [b"still works"]
     ring.close()
 
 

@@ -1,4 +1,4 @@
-"""Weights that come in while the engine goes on: real publishes over sockets, which the tests hold up on their way."""
+"""Weights arrive while the engine generates: real publishes over sockets, which the tests delay."""
 
 import gc
 import json
@@ -82,7 +82,7 @@ class Ends:
         """With a generator that has the first version."""
         self.publish(0)
         self.held.let(ALL)
-        assert self.subscriber.effective_state(State(0, dropped=1), busy=True).version == 0, "there is nothing to go on with"
+        assert self.subscriber.effective_state(State(0, dropped=1), busy=True).version == 0, "no version to generate with"
         self.subscriber.receive(0)
         self.publisher.wait()
         return self
@@ -211,7 +211,7 @@ def test_a_generator_with_nothing_to_do_waits_for_the_weights(models):
 @pytest.mark.parametrize("begins", ["with the first", "late"])
 @pytest.mark.parametrize("room", ["overlaps", "waits"])
 def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(models, monkeypatch, begins, room):
-    """The learner goes on when the first generator of the node has a version. What was said with each counts for each."""
+    """The learner continues when the node's first generator has a version. Each version keeps the state announced with it."""
     monkeypatch.setattr(buckets, "LEAST_BYTES", 1 << 30)  # a bucket and a table: two versions fit into the shared memory
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 30)
     free = iter([2**40 if room == "overlaps" else 0, 0, 2**40])  # it changes while the generators start
@@ -280,7 +280,7 @@ def test_weights_that_are_not_what_was_sent_are_noticed(models):
 
 
 @pytest.mark.timeout(900)
-def test_a_sender_that_dies_midway_ends_a_generator_that_goes_on(models):
+def test_a_sender_that_dies_midway_ends_a_busy_generator(models):
     ends = Ends(models["qwen2-tied"]).begin()
     group, state = ends.held.bridge.group, State(1, dropped=0)
     ends.held.bridge.broadcast(torch.zeros(ends.subscriber.plan.buckets[0].size))

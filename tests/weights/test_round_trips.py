@@ -121,7 +121,7 @@ MODELS = {  # elements of each parameter
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_publish_waits_for_few_round_trips_beside_its_bytes(model, shares_memory):
+def test_a_publish_adds_at_most_two_round_trips_to_its_bytes(model, shares_memory):
     took, sent = a_publish(MODELS[model], shares_memory, "full")
     table = 8 * (1 + len(MODELS[model])) / BUCKET
     assert 1 <= took - (sent + table) / RATE <= 2
@@ -129,7 +129,7 @@ def test_a_publish_waits_for_few_round_trips_beside_its_bytes(model, shares_memo
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("model", MODELS)
-def test_so_does_one_of_what_has_changed(model):
+def test_a_delta_publish_sends_fewer_bytes_in_few_round_trips(model):
     took, sent = a_publish(MODELS[model], True, "delta", publishes=2)
     whole = 4 * sum(MODELS[model]) / BUCKET
     assert sent < 0.5 * whole or whole < 1
