@@ -1,4 +1,4 @@
-"""Fixtures, and the processes that the tests' runs are forked from. What tests call is in helpers.py."""
+"""Fixtures, and the processes from which the tests fork their runs. Functions that tests call are in helpers.py."""
 
 import os
 import select
@@ -137,7 +137,8 @@ WORKERS = 3  # processes of one thread, which wait for each other now and then
 
 @pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the number
 def pytest_cmdline_main(config) -> None:
-    """Without -n, a whole run has workers; one of named files or tests has none, which would each import everything first."""
+    """Without -n, a whole run uses workers. A run of named files or tests uses none, because each worker would import
+    everything."""
     option = config.option
     if hasattr(config, "workerinput") or getattr(option, "numprocesses", 0) is not None:
         return
@@ -159,7 +160,7 @@ SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """The slowest files first: none of them begins when the other worker is about to end."""
+    """Order the slowest files first, so that none starts when the other worker is nearly done."""
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 

@@ -1,5 +1,5 @@
-"""The algorithm's flags: every sensible combination trains, every senseless one is refused with the reason, and what the flags
-switch on does what it says."""
+"""The algorithm's flags: every valid combination trains, every invalid one is refused with the reason, and each flag has its
+documented effect."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def trainer(demo_model, ranks):
 
 @pytest.fixture(scope="module")
 def shallow(demo_model, ranks, tmp_path_factory):
-    """The demo with one of the four layers of its model: a third of the time. It hardly ever adds right any more."""
+    """The demo with one of its model's four layers, which takes a third of the time. It hardly ever adds correctly."""
     path = str(tmp_path_factory.mktemp("shallow"))
     one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     AutoModelForCausalLM.from_pretrained(demo_model, **one).save_pretrained(path)
@@ -45,7 +45,7 @@ def shallow(demo_model, ranks, tmp_path_factory):
 
 
 def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
-    """Written out here once more: what losses.check_combination must let through."""
+    """A second statement of the combinations that losses.check_combination must accept."""
     if loss == "gmpo" and aggregation != "seq-mean-token-mean":
         return False
     return estimator != "gae" and not (loss == "gmpo" and estimator in ("reinforce_pp", "remax"))
@@ -56,7 +56,7 @@ QUICK = ("ppo_clip", "gspo", "reinforce", "decoupled_ppo")  # the others are slo
 
 @pytest.mark.parametrize("loss", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LOSSES])
 def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shallow, loss):
-    """A penalty for length sees to it that there is something to learn."""
+    """A length penalty ensures that there is something to learn."""
     steps: list[bool] = []
     for estimator, aggregation in itertools.product(ESTIMATORS, losses.AGGREGATIONS):
         flags = {"adv_estimator": estimator, "loss_mode": loss, "loss_agg_mode": aggregation}
@@ -98,7 +98,7 @@ def test_filter_groups_keeps_groups_with_a_signal(trainer):
 
 
 def test_filter_groups_gives_up_at_its_cap(trainer):
-    """Greedy responses: those of a group are the same, and so are their scores."""
+    """Responses are greedy, so all of a group are the same and have the same score."""
     start = trainer.ticket
     ((metrics, batch),) = trainer.steps(1, filter_groups=True, rollout_n=2, top_k=1, max_num_gen_batches=3)
     assert metrics["train/num_gen_batches"] == 3 and metrics["train/filtered_groups"] == 12
@@ -106,7 +106,7 @@ def test_filter_groups_gives_up_at_its_cap(trainer):
 
 
 def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are():
-    """As in verl, whose --target-kl means that; without those of which no token is trained."""
+    """verl does the same, and --target-kl refers to this KL. Responses without a trained token do not count."""
     batch = Batch.of([make_group(0, [1, 9, 4], masked=True), make_group(1, [30, 2]), make_group(2, [3], unscored=(0,))])
     batch.mask[batch.seq == 2] = False
     kl = torch.rand(len(batch.seq), generator=torch.Generator().manual_seed(0))
@@ -118,7 +118,7 @@ def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are(
 
 
 def test_kl_in_the_reward(trainer):
-    """After some training away from the reference the KL is there, is charged, and its weight moves."""
+    """After some training the policy differs from the reference: the KL is charged, and its coefficient changes."""
     trainer.steps(3, lr=1e-3)
     flags = {"use_kl_in_reward": True, "kl_reward_type": "k3", "kl_reward_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
@@ -133,7 +133,7 @@ def test_kl_in_the_reward(trainer):
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
 def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer, mode, monkeypatch):
-    """As in verl: each optimizer step's, over its mini-batch, and then the mean over the steps."""
+    """As in verl: each term is averaged over an optimizer step's mini-batch, then over the steps."""
     monkeypatch.setattr(trainer.learner, "step", lambda: trainer.learner.optimizer.zero_grad() or {"actor/grad_norm": 0.0})
     flags = {"loss_agg_mode": mode, "ppo_mini_batch_size": 2, "adv_estimator": "remax", "use_kl_loss": True}
     flags |= {"entropy_coeff": 0.5, "kl_loss_coef": 0.25, "max_tokens_per_micro_batch": 100}
@@ -152,7 +152,7 @@ def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer,
 
 
 def test_rollout_correction(trainer):
-    """An engine with other weights than the learner's: weights and rejections bite, and are counted."""
+    """The engine's weights differ from the learner's: importance weights and rejections take effect and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
     args = train_sync.Args(**vars(trainer.args))
     for flags in CORRECTIONS.values():
@@ -176,7 +176,7 @@ def test_rollout_correction(trainer):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkeypatch, updates):
-    """Of the first update's own tokens; the weights and all metrics of them are bit for bit those with a pass."""
+    """The first update computes its own old log-probs. Weights and all metrics equal bit for bit those with an extra pass."""
     flags = {"max_tokens_per_micro_batch": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
     args = train_sync.Args(**vars(trainer.args) | flags | {"ppo_mini_batch_size": 4 // updates})
     assert not args.recompute_old_log_probs(updates)
@@ -200,7 +200,8 @@ def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkey
 
 
 def test_where_old_log_probs_come_from():
-    """From the generator where batches may be stale, unless something compares the two; else from the learner."""
+    """The generator gives them if batches may be stale and no feature compares both sides. Otherwise the learner computes
+    them."""
     stale = (
         train_async.Args(),
         train_one_step_off.Args(),
@@ -314,7 +315,7 @@ def test_a_loss_without_a_ratio_is_never_left_uncorrected():
 
 @pytest.mark.parametrize("mode", LOSSES)
 def test_knobs_reach_the_loss(mode):
-    """Each of its own, by --loss-args; the clips by their flags; what it does not take, never."""
+    """--loss-args and the clip flags reach the losses that take them, and no other loss."""
     loss = losses.POLICY_LOSSES[mode]
     further = [name for name in loss.knobs | loss.choice_knobs if not name.startswith("clip_")]
     args = train_sync.Args(

@@ -1,4 +1,4 @@
-"""What a learner computes piece by piece over a step's tokens: the same as over all at once, wherever the pieces end."""
+"""Statistics that a learner computes in pieces over a step's tokens equal those computed at once, whatever the pieces are."""
 
 import itertools
 import statistics
@@ -31,7 +31,7 @@ def piece(request, monkeypatch) -> int:
 
 
 def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
-    """Five groups of four responses, some tokens masked, with log-probs of a learner that differ."""
+    """Five groups of four responses, with some masked tokens, and learner log-probs that differ from the generator's."""
     rng = np.random.default_rng(seed)
     batch = Batch.of([make_group(t, rng.integers(1, 30, 4), rng=rng, masked=True) for t in range(5)])
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
@@ -101,7 +101,7 @@ def test_differences_and_advantages_are_of_the_trained_tokens(piece):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_moments_of_pieces_keep_their_digits(weighted):
-    """A spread of 1e-3 about 1e6: sums of squares in float64 would keep four digits of it."""
+    """A spread of 1e-3 around 1e6: sums of squares in float64 would keep only four digits of it."""
     rng = np.random.default_rng(0)
     x, y = 1e6 + 1e-3 * rng.standard_normal(500), rng.standard_normal(500)
     counts = rng.integers(1, 4, 500) if weighted else np.ones(500, int)

@@ -1,4 +1,4 @@
-"""Warnings: each kind is said once, with its count, and is a metric; a sound step says nothing."""
+"""Warnings: the run prints each kind once, with its count, and records it as a metric. A healthy step causes no warning."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ class Record:
 
 
 class DetailedRecord(Record):
-    """Keeps the details, too."""
+    """A record that also keeps the details of warnings."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ LEFT = {  # one of a group's responses alone is trained in 2 groups: how the oth
 
 @pytest.mark.parametrize("lost", LEFT)
 def test_the_only_trained_response_of_a_group_is_reported(lost):
-    """grpo gives it its raw score; the estimators that give it 0 have nothing to say."""
+    """grpo gives such a response its raw score. Estimators that give it 0 cause no warning."""
     metrics, said = look(LEFT[lost]())
     assert metrics["warnings/single_response_groups"] == 2 and said == [("groups with one trained response", 2)]
     for estimator in ("rloo", "dr_grpo", "reinforce_pp"):
@@ -208,7 +208,7 @@ def test_importance_weights_that_rest_on_few_tokens(effective):
 
 
 def test_a_run_whose_responses_are_rejected_blames_the_bounds(tmp_path):
-    """The band is far from every ratio: no token is trained, whatever the scores."""
+    """The accepted band is far from every ratio, so no token is trained, whatever the scores are."""
     flags = ["--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "7_8", "--total-training-steps", "3", "--test-freq", "0"]
     metrics, _, done = train("train_sync.py", *flags, "--temperature", "1.3", out=tmp_path, ranks=2)
     assert [metrics[step]["actor/grad_norm"] for step in (1, 2, 3)] == [0, 0, 0]

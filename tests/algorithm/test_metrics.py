@@ -1,4 +1,4 @@
-"""What a run records: strict JSON whatever the numbers, a directory of its own, every logger, a display for people and logs."""
+"""What a run records: valid JSON for any number, its own directory, every logger, console output for people and log files."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_two_runs_never_share_a_directory(tmp_path):
 
 @pytest.mark.parametrize("name", [None, "", "run", "group/run", "./run", "../elsewhere/run"])
 def test_an_unnamed_run_prints_the_name_to_resume_with(tmp_path, capsys, name):
-    """Each run of a name but the first has a directory of another."""
+    """If a name is taken, the next run with it gets a directory with another name."""
     for number in (1, 2):
         run = Run(LogArgs(output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
         printed = capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
 
 @pytest.mark.parametrize("logger", [(), ("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ("console",)])
 def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
-    """No choice of --logger silences what the user has to see: the run's name, steps, warnings and what is said."""
+    """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
     run = make(tmp_path, logger=logger, wandb_mode="offline")
     run.say("a line for the user")
     run.warn_unscored(["error: no score"])
@@ -228,7 +228,7 @@ def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "2,994 tokens/s")])
 def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
-    """verl's perf/throughput is that of a rank."""
+    """verl's perf/throughput counts one rank."""
     run = make(tmp_path)
     rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}
     run.log(3, {"critic/score/mean": 0.5} | rates)
@@ -236,7 +236,7 @@ def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
 
 
 def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
-    """Runs the code on a pseudo-terminal of that width; (exit code, everything shown)."""
+    """Run the code on a pseudo-terminal of this width. Return (exit code, everything shown)."""
     master, slave = pty.openpty()
     env = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen([sys.executable, "-c", code, out], cwd=ROOT, env=env, stdout=slave, stderr=slave)

@@ -1,4 +1,4 @@
-"""Learners that hold the tokens of their own responses alone find of the whole batch what one finds that has all."""
+"""Learners that hold only their own responses' tokens compute the same batch statistics as one that holds all tokens."""
 
 import re
 
@@ -8,7 +8,7 @@ from helpers import run_script
 
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_a_divided_batch_is_the_whole_one(sequence_parallel):
-    """To the bit: every estimator's advantages, weights normalised over the batch, rejected and chosen tokens, denominators."""
+    """Bit for bit: every estimator's advantages, weights normalised over the batch, rejected and chosen tokens, denominators."""
     done = run_script("tests/programs/shares.py", sequence_parallel, ranks=4)
     reported = re.findall(r"rank (\d): (\d+) of (\d+) tokens", done.stdout)
     held = {int(rank): (int(own), int(whole)) for rank, own, whole in reported}

@@ -1,5 +1,5 @@
-"""Counters by data source: each response of a settled ticket is counted once, in every script and on several ranks. Data of
-very many sources makes no more metrics than data of a few."""
+"""Counters by data source: every script, on one rank or several, counts each response of a settled ticket once. Data with very
+many sources makes no more metrics than data with a few."""
 
 import json
 from collections import Counter

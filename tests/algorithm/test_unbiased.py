@@ -1,5 +1,6 @@
-"""What the gradient of a stale batch is unbiased for: the scripts' own `learn` on a tabular policy, every pair of responses
-enumerated, compared with exact gradients (benchmarks/learning/unbiased.py makes the table of docs/algorithms.md)."""
+"""Which objective the gradient of a stale batch estimates without bias: the scripts' own `learn` trains a tabular policy on
+every pair of responses, and the result is compared with exact gradients (benchmarks/learning/unbiased.py makes the table of
+docs/algorithms.md)."""
 
 import sys
 
@@ -39,7 +40,7 @@ def fp64():
 
 
 def plain(log_prob, old_log_prob, advantage, mask, seq):
-    """A loss of someone's own, declared to have no ratio."""
+    """A user's own loss, declared to have no ratio."""
     return -advantage * log_prob, {}
 
 
@@ -74,7 +75,7 @@ def test_without_any_correction_the_gradient_is_neither():
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "plain"])
 def test_the_second_update_of_a_batch_is_weighed_too(loss, someones_own):
-    """In train_sync.py: the batch is of the policy before the first update, which moves it."""
+    """In train_sync.py the generator's policy is the one before the first update, which changes the weights."""
     moved, start, score = unbiased.make_case(*ONE)
     policy, _, _ = unbiased.make_case(*ONE)
     policy.logits.data.copy_(start.logits.data)

@@ -1,5 +1,5 @@
-"""Responses that could not be scored: no part in the loss, in a baseline or in a mean; a run none of whose responses can be
-scored ends with the reward function's own error."""
+"""Responses that could not be scored take no part in the loss, in a baseline or in a mean. If no response of a run can be
+scored, the run ends with the reward function's own error."""
 
 import dataclasses
 import itertools
@@ -61,7 +61,7 @@ def unscored(group: Group, numbers) -> Group:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_they_change_nothing(trainer, groups, estimator):
-    """Bit for bit the step that is made without them, whatever the estimator and the denominator."""
+    """The step equals bit for bit a step without those responses, for every estimator and denominator."""
     if losses.ADVANTAGES[estimator].function is losses.gae:
         pytest.skip("needs a critic")
     flags = {"adv_estimator": estimator, "loss_agg_mode": "seq-mean-token-sum"}
@@ -109,7 +109,7 @@ def test_on_error_chooses_what_becomes_of_them():
 
 
 def test_a_penalty_on_length_is_no_signal():
-    """DAPO's filter looks at what was right: a group of right answers, one of them long, would teach its length alone."""
+    """DAPO's filter looks at correctness: a group of right answers with one long answer would only teach length."""
     args = train_sync.Args(rollout_n=2, overlong_buffer_len=4, max_response_length=5, overlong_penalty_factor=0.3)
     outputs = [Output((0, i), [5] * n, [-0.1] * n, [0] * n, "stop") for i, n in enumerate((1, 4))]
     for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
@@ -156,7 +156,7 @@ def test_a_judge_that_fails_in_a_validation_never_raises_it(scale):
 
 
 def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
-    """Though their mean of 0 would be above every true one of a reward that goes below 0."""
+    """Their mean of 0 would be above every real mean of a reward with negative scores."""
     (record := SimpleNamespace(warned=[])).warn = lambda *warning: record.warned.append(warning)
     record.log_generations, record.warn_unscored = lambda *_: None, lambda *_: None
     recorded = {}
@@ -243,7 +243,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
 )
 def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
-    """Steps without a single score train nothing, and are recorded as such; the run continues, its validation included."""
+    """Steps without a single score train nothing and are recorded as such. The run continues, with its validation."""
     (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 4, "--reward", tmp_path / "mine.py:score", "--val-max-samples", 4, "--test-freq", 4]

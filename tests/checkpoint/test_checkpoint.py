@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are stopped, killed and damaged in every way resume as if nothing had happened."""
+"""Runs that are stopped, killed or damaged resume as if nothing had happened."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def go(script: str, out: Path, *flags, ranks: int | None = 1, check: bool = True
 
 
 def rows(run: Path) -> list[dict]:
-    """What was logged, less what was measured with a clock."""
+    """Return the logged rows without anything measured by a clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
 
@@ -55,7 +55,7 @@ def weights(run: Path, step: int = 20) -> dict[str, bytes]:
 
 
 def take_back(run: Path, target: Path, step: int = 10) -> Path:
-    """A copy of the run as a kill after the checkpoint of that step would have left it; returns its directory."""
+    """Copy the run as a kill after this step's checkpoint would have left it. Return the copy's directory."""
     shutil.copytree(run, target / "run")
     for later in target.glob("run/step_*"):
         if int(later.name[5:]) > step:
@@ -125,14 +125,14 @@ STREAM += ["--max-num-seqs", "128", "--max-response-length", "32", "--ignore-eos
 
 @pytest.fixture(scope="module")
 def stream(demo_model, tmp_path_factory) -> Path:
-    """A run of train_async.py with more under way than the next step trains, and no bound that lets the generator wait."""
+    """A run of train_async.py with more unfinished groups than the next step trains, and no bound that holds the generator."""
     out = tmp_path_factory.mktemp("stream")
     go("train_async.py", out, *STREAM, "--save-freq", "2", ranks=2)
     return out / "run"
 
 
 def pieces(path: Path) -> dict[int, list]:
-    """Responses by ticket, of what waited and what was under way at a checkpoint."""
+    """Responses by ticket that waited or were unfinished at a checkpoint."""
     names = (manifest.GROUPS, manifest.UNFINISHED)
     groups = [group for name in names for group in resume.read_groups(path / manifest.TRAINING / name)]
     return {group.ticket: group.responses for group in groups}
@@ -143,7 +143,7 @@ def under_way(tickets: dict[int, list]) -> bool:
 
 
 def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
-    """On one generator more than before, too."""
+    """Also with one generator more than before."""
     stopped = next((step for step in (2, 4, 6, 8) if under_way(pieces(stream / f"step_{step:06d}"))), None)
     assert stopped, "nothing was under way at any checkpoint: the test would show nothing"
     run = take_back(stream, tmp_path, stopped)
@@ -207,7 +207,7 @@ def run_engine(path: str, requests: list[Request]) -> dict:
     [("train_async.py", 6, False), pytest.param("train_one_step_off.py", 2, True, marks=pytest.mark.slow)],
 )
 def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
-    """tests/tools/kills.py by hand: more of them, all as a user starts them."""
+    """tests/tools/kills.py, run by hand, kills more runs, each started as a user starts it."""
     seed = random.randrange(10**6)
     print(f"--seed {seed}")
     monkeypatch.setenv("SPARE_RANKS", str(2 * number))
@@ -253,7 +253,7 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
 
 @pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
 def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name):
-    """The name says after which step it was written."""
+    """The name of a checkpoint contains its step."""
     for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
         path.mkdir()
         manifest.write_manifest(path, {})
@@ -273,7 +273,7 @@ def copy_of(run: Path, out: Path) -> Path:
 
 
 def refused(out: Path, *flags) -> str:
-    """The message with which the run in `out` is not gone on with."""
+    """Return the error of a resume that the run in `out` refuses."""
     done = go("train_sync.py", out, *FLAGS, *flags, ranks=None, check=False)
     assert done.returncode == 1 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
     return done.stderr
@@ -386,7 +386,7 @@ def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model,
 
 
 def test_nothing_unpickles():
-    """What is read from disk and wire is JSON, raw arrays and safetensors."""
+    """All data from disk and network is JSON, raw arrays or safetensors."""
     sources = [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")]
     for word in ("pickle.load", "torch.load(", "_object_list(", "gather_object(", "allow_pickle=True", "yaml.load("):
         assert not [path.name for path in sources if word in path.read_text()], word

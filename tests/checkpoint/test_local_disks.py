@@ -1,4 +1,4 @@
-"""Checkpoints on the nodes' own disks: each keeps its learners' part, and what is missing is named."""
+"""Checkpoints on the nodes' own disks: each node keeps its learners' part, and an error names a missing part."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def save_on(ranks: int, model: str, out: Path) -> Path:
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_what_a_learner_does_not_see_is_sent(models, tmp_path, before, now):
-    """By any number of learners, with files that some have and some have not; all are compared with their checksums."""
+    """With any number of learners, each seeing some of the files. All files are compared with their checksums."""
     path = save_on(before, models["qwen2-tied"], tmp_path / "saved")
     done = run_script("tests/programs/scattered.py", models["qwen2-tied"], path, tmp_path / "disks", ranks=now, timeout=120)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -35,7 +35,7 @@ def test_what_a_learner_does_not_see_is_sent(models, tmp_path, before, now):
 
 @pytest.mark.slow
 def test_each_learner_reads_the_rows_of_its_own_part(models, tmp_path):
-    """What the files hold, put together, is what is loaded."""
+    """All parts together equal the contents of the files."""
     path = save_on(3, models["qwen3"], tmp_path / "saved")
     (tmp_path / "alone").mkdir()
     run_script(SAVED, models["qwen3"], "{}", path, tmp_path / "alone", ranks=2, timeout=120)

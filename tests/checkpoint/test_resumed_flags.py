@@ -1,4 +1,4 @@
-"""A run that resumes, or is replayed, with other flags follows the flags, and its learning rate follows the training steps."""
+"""A run resumed or replayed with other flags follows the new flags, and its learning rate follows the training steps."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ KL = ["--use-kl-in-reward", "--kl-reward-coef", 0.001]
 
 
 def rates(first: int, last: int = STEPS) -> list[float]:
-    """Of those steps: half of the rate, all of it, and the cosine over the six steps that are left."""
+    """Return the learning rates of these steps: half, full, then the cosine over the remaining six steps."""
     of_step = [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * done / 6)) for done in range(6))]
     return [LR * factor for factor in of_step[first - 1 : last]]
 
@@ -81,7 +81,7 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
     [["--ppo-mini-batch-size", 4], pytest.param(["--ppo-mini-batch-size", 1, "--ppo-epochs", 2], marks=pytest.mark.slow)],
 )
 def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
-    """Fewer updates a step than before, and more."""
+    """With fewer updates per step than before, and with more."""
     run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-reward-coef", 0.25, "--resume-anyway")
     assert logged(run, "actor/lr", 4) == pytest.approx(rates(4))
     assert logged(run, "actor/reward_kl_penalty_coeff", 4) == [0.25] * (STEPS - 3)
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path
 
 @pytest.mark.slow
 def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
-    """By a replay, too, which compares no flags."""
+    """Also in a replay, which compares no flags."""
     where = ["--from-step", 4, "--output-dir", tmp_path]
     done = run_script("replay.py", recorded, *where, "--optim", "adamw_8bit", check=False)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""What a save costs in memory, what it writes, and what it does when a learner is in trouble."""
+"""How much memory a save takes, what it writes, and what it does when a learner fails."""
 
 import json
 
@@ -58,7 +58,7 @@ def saves(model, out, trouble: str):
 
 @pytest.mark.parametrize("memory", ["whole", "short"])
 def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, memory):
-    """Where one learner is short of memory both write directly, and it is said once."""
+    """If one learner is short of memory, both write directly, and one message says so."""
     done = saves(models["qwen2-tied"], tmp_path, memory)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is written while training waits") == (memory == "short")
@@ -139,7 +139,7 @@ def test_free_memory_is_the_least_of_machine_and_control_groups(tmp_path, monkey
 
 @pytest.mark.parametrize("scores", [(-5.0, -2.0, -3.0), (-1.0, -1.0, -1.0), (0.2, 0.9, 0.9), (-1e9, -1e8, -1e30)])
 def test_the_best_saved_step_is_kept_whatever_scores_are(tmp_path, scores):
-    """Validation scores are those of the user's reward where it tells no accuracy: they may all be negative."""
+    """A user's reward without an accuracy may give only negative validation scores."""
     steps = dict(enumerate(scores, 1))
     for step in steps:
         (export := tmp_path / f"step_{step:06d}").mkdir()

@@ -14,7 +14,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz+=0123456789\n:[]/_|<>ISTNUR"
 
 
 def of_bytes(bos: str, eos: str, *, adds_bos: bool, adds_eos: bool = False) -> PreTrainedTokenizerFast:
-    """As Llama 3's and Qwen's: bytes, and a post-processor that adds what is added."""
+    """A byte tokenizer like Llama 3's and Qwen's, with a post-processor that adds the given tokens."""
     special = [bos, eos, "<|start_header_id|>", "<|end_header_id|>"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *BYTES])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +27,7 @@ def of_bytes(bos: str, eos: str, *, adds_bos: bool, adds_eos: bool = False) -> P
 
 
 def of_pieces(kind: type, special: list[str], **how) -> PreTrainedTokenizerBase:
-    """As Llama 2's, Mistral's and Gemma's: pieces, with a mark for blanks."""
+    """A tokenizer of pieces like Llama 2's, Mistral's and Gemma's, with a mark for blanks."""
     vocab = {token: i for i, token in enumerate([*special, *LETTERS, "▁"])}
     return kind(vocab=vocab, merges=[], **how)
 
@@ -50,7 +50,7 @@ RENDERED = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]
 
 
 def read(path: Path, tokenizer: PreTrainedTokenizerBase, *prompts, split: str = "train") -> list[list[int]]:
-    """The token ids of these prompts, out of a file."""
+    """Return the token ids of these prompts, read from a file."""
     rows = [{"prompt": prompt, "data_source": "x", "ground_truth": "1"} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [prompt.ids for prompt in PromptDataset([str(path)], split, tokenizer, DataArgs(max_prompt_length=100))]
@@ -59,7 +59,7 @@ def read(path: Path, tokenizer: PreTrainedTokenizerBase, *prompts, split: str = 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("kind", ADDING)
 def test_a_string_with_its_own_bos_gets_no_second_one(tmp_path, kind, split):
-    """Blanks in front go, and all else is what the tokenizer makes of the string: an end that it adds, too."""
+    """Leading blanks are dropped. The rest equals the tokenizer's own ids, including an end token that it adds."""
     tokenizer = ADDING[kind]()
     texts = [text.replace("BOS", tokenizer.bos_token) for text in TEXTS]
     assert all(tokenizer(text)["input_ids"].count(tokenizer.bos_token_id) > 1 for text in texts), "the tokenizer adds one"

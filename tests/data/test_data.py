@@ -1,4 +1,4 @@
-"""Prompts: verl's layout and plain questions, the endless order, and one clear message for everything that cannot be used."""
+"""Prompts: verl's layout and plain questions, the endless order, and one clear message for each kind of unusable input."""
 
 import json
 import math
@@ -160,7 +160,7 @@ def test_what_is_not_taken_is_not_looked_at(tmp_path):
 
 
 def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
-    """More than are tokenised at once, in both layouts, over two files."""
+    """More rows than are tokenised at once, in both layouts, from two files."""
     texts = [f"{i}+{i}=" for i in range(1300)]
     strings = write(tmp_path / "a.jsonl", *(verl_row(text, str(i)) for i, text in enumerate(texts)))
     chats = write(tmp_path / "b.jsonl", *(verl_row([{"role": "user", "content": text}], "1") for text in texts))
@@ -197,7 +197,7 @@ def test_real_gsm8k(gsm8k):
 
 
 def byte_tokenizer():
-    """One token a byte, with the demo's chat template: reads any text."""
+    """A tokenizer with one token per byte and the demo's chat template. It reads any text."""
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocab = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
     names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
@@ -323,7 +323,7 @@ def test_bad_input_is_named(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("column", ["prompt", "ground_truth", "extra_info", "not_read"])
 @pytest.mark.parametrize("row", [0, 700, 1402])
 def test_text_that_is_not_utf8_is_named_before_the_run(tmp_path, column, row):
-    """In a column too that is read only when its row is drawn, hours later."""
+    """Also in a column that is read only when its row is drawn, hours later."""
     lines = [{"prompt": "1+1=", "ground_truth": "2", "data_source": "demo"} for _ in range(1403)]
     lines = [line | {"extra_info": {"note": ["", "x"]}, "not_read": "ü"} for line in lines]
     lines[row] = lines[row] | {column: {"note": ["a", "é"]} if column == "extra_info" else "12é="}

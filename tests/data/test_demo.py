@@ -1,4 +1,4 @@
-"""The demo's model: what it can do when it is made, and that its making ends when it can."""
+"""The demo's model: how well a new model adds, and when its pre-training stops."""
 
 import re
 
@@ -15,7 +15,7 @@ def of_split(split: str) -> list[tuple[list[dict], int]]:
 
 
 def test_the_model_adds_but_usually_says_another_sum(demo_model):
-    """As it is taught: most of what it says is the sum, or ten more or less; it is right less than half of the time."""
+    """Most of its answers are the sum or differ from it by at most ten. Less than half are right."""
     prompts, sums = zip(*of_split("val"), strict=True)
     answers = [int(said) if said.isdecimal() else -1 for said in greedy_answers(demo_model, prompts)]
     off = [abs(said - true) for said, true in zip(answers, sums, strict=True)]

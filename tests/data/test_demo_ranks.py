@@ -1,4 +1,4 @@
-"""The demo's models are made by whichever rank asks first, and are the same files."""
+"""The first rank that needs a demo model makes it, and every rank makes the same files."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ def untaught(monkeypatch, tmp_path) -> Path:
 
 
 def test_every_rank_can_make_every_model(tmp_path):
-    """The ranks have caches of their own, as nodes have: there is no first rank on the second one."""
+    """Like nodes, the ranks have separate caches: the second one has no first rank."""
     run_script(PROGRAM, "own", tmp_path, ranks=2, timeout=120)
     for name, version in demo_cache.VERSIONS.items():
         first, second = (contents(tmp_path / rank / f"{name}-v{version}") for rank in "01")
@@ -97,7 +97,7 @@ def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeyp
 
 
 def test_no_code_of_a_job_saves_a_model_by_save_pretrained():
-    """It writes on the job's first rank alone. Configurations, tokenizers and processors are written on any."""
+    """save_pretrained writes a model on the job's first rank only. Any rank may write configs, tokenizers and processors."""
     for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == "save_pretrained":

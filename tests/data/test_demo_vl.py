@@ -1,4 +1,4 @@
-"""The demo with images: its pictures can be read, its model reads them and mostly says another number, and it learns."""
+"""The demo with images: its pictures are readable, its model reads them but mostly answers another number, and it learns."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""Prompts are read by all ranks of a node, each a part, and every rank ends up with what one rank alone would have."""
+"""All ranks of a node share the reading of prompts, and every rank ends up with the same prompts as a single rank."""
 
 import json
 import math

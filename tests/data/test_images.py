@@ -1,4 +1,4 @@
-"""Image files of every kind become what is seen, the same for all; what cannot be used is named with its row."""
+"""Image files of every kind are decoded the same way everywhere. An error names the row of an unusable image."""
 
 import io
 import random

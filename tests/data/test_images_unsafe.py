@@ -1,4 +1,4 @@
-"""Images of data that nobody has looked through: they start no program, block nothing, and read no file that is not theirs."""
+"""Untrusted images start no program, block nothing, and read no file of their own choice."""
 
 import io
 import os

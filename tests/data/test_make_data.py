@@ -1,4 +1,5 @@
-"""examples/make_data.py: rows of the hub's layout become verl's, with what the grader wants; and prompts that never ask."""
+"""examples/make_data.py converts rows in the hub's layout to verl's, with what the grader needs. A warning names prompts that
+do not ask for the answer's form."""
 
 import json
 import subprocess

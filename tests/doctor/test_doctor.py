@@ -1,4 +1,4 @@
-"""doctor.py: a healthy machine is ok in every line; each planted fault is a WRONG line that says what to do."""
+"""doctor.py: on a healthy machine every line is ok. Each planted fault makes a WRONG line that says what to do."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The documents say what to do about rows of the doctor that it prints, and about each that can be WRONG."""
+"""The docs describe only rows that the doctor prints, and say what to do about each row that can be WRONG."""
 
 import ast
 import re

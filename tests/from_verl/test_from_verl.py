@@ -1,4 +1,4 @@
-"""rl.from_verl: verl's commands become ours, and no key is lost on the way."""
+"""rl.from_verl translates verl's commands and reports on every key."""
 
 import io
 import os

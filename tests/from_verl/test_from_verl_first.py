@@ -1,4 +1,4 @@
-"""The commands of the documents that this project was made from (fixtures/verl/first): their scripts, devices, variables."""
+"""rl.from_verl translates the first set of verl commands (fixtures/verl/first): their scripts, devices and variables."""
 
 import subprocess
 import sys

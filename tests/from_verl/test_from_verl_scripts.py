@@ -1,4 +1,4 @@
-"""verl's start as people's scripts have it: behind guards, on clusters, in containers, its output into a file."""
+"""rl.from_verl finds verl's command in real shell scripts: behind guards, on clusters, in containers, output redirected."""
 
 import socket
 import subprocess

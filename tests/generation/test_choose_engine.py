@@ -1,4 +1,4 @@
-"""--engine: what is taken, what is said, and what is refused, with and without vLLM."""
+"""--engine: which engine is chosen, which message is printed and what is refused, with and without vLLM."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers' own forward pass, and the contract that every engine keeps."""
+"""The embedded engine, compared with transformers' own forward pass, and the contract that every engine keeps."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""The vLLM engine, with real vLLM on a CPU: log-probs, weights and swaps against transformers' forward pass.
+"""The vLLM engine, with real vLLM on a CPU: log-probs, weights and swaps, compared with transformers' forward pass.
 
 The measuring is in tests/tools/vllm_checks.py, a process of its own for each engine; here are the bounds.
 """

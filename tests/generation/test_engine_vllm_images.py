@@ -1,4 +1,4 @@
-"""Images in real vLLM on a CPU: log-probs, the tower's weights and swaps against transformers' forward pass, for both families.
+"""Images in real vLLM on a CPU: log-probs, the tower's weights and swaps, compared with transformers, for both model families.
 
 The measuring is in tests/tools/vllm_image_checks.py, a process of its own for each engine; here are the bounds.
 """

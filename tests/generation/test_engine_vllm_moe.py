@@ -1,4 +1,4 @@
-"""Mixtures of experts in real vLLM on a CPU: the experts it chose, over updates, swaps in flight and tensor parallelism."""
+"""MoE models in real vLLM on a CPU: the chosen experts across updates, swaps in flight and tensor parallelism."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What an engine's native code writes as it starts is kept back, and nothing that matters is hidden."""
+"""The startup output of an engine's native code is hidden, but nothing important is lost."""
 
 import os
 import subprocess

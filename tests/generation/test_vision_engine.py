@@ -1,4 +1,4 @@
-"""The embedded engine with images against transformers, across publishes that change the tower, the text or both."""
+"""The embedded engine with images, compared with transformers, across publishes that change the tower, the text, or both."""
 
 import copy
 from types import SimpleNamespace

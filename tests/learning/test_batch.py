@@ -1,4 +1,4 @@
-"""Records and packing: nothing lost, nothing split, nothing above the budget."""
+"""Records and packing: no token is lost, no sequence is split, and no micro-batch exceeds the budget."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the learner's memory flags change: where moments, gradients and activations lie and in which precision, nothing else."""
+"""The learner's memory flags change only where moments, gradients and activations are stored, and in which precision."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""AdamW that takes less of the device steps, saves and restores parameters of every shape."""
+"""The memory-saving AdamW steps, saves and restores parameters of every shape."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tokens of a batch are where they are trained, and go nowhere else."""
+"""The tokens of a batch are sent to the learners that train them and to nobody else."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""What trains nothing passes forward alone: the gradient is that of all, metrics are of all tokens, and a loss that trains it
-all the same is not cut short."""
+"""Micro-batches without a training signal run only the forward pass: the gradient equals the full one, metrics cover all
+tokens, and a loss that does train such tokens still gets their gradient."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sequences and experts over several ranks together with routers that are replayed, and in bf16."""
+"""Sequence and expert parallelism together, with routing replay, and in bf16."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The learner: the same gradient however the work is cut, the log-probs of transformers, and the optimizer's care."""
+"""The learner: the gradient does not depend on how the work is divided, log-probs equal transformers', and the optimizer is
+safe."""
 
 import json
 import math

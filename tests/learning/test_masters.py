@@ -1,5 +1,5 @@
-"""Fp32 weights apart from those that are computed with, in bf16: the bits of fp32 weights alone, on any layout, and in host
-memory in any order that the queues of a device allow."""
+"""Fp32 master weights with bf16 compute weights: bit for bit the results of FSDP's fp32 weights, on any layout, and in host
+memory in any order that a device's queues allow."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The FLOPs of an update that train nothing: little by default, and reported as they are."""
+"""An update wastes few FLOPs by default, and the wasted share is reported correctly."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""losses.py, part one: layout, aggregation and advantages - by hand, against slow loops, and as invariances."""
+"""losses.py, part one: layout, aggregation and advantages, checked by hand, against slow loops, and by invariances."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""examples/losses.ipynb runs from top to bottom, and is stored executed and small."""
+"""examples/losses.ipynb runs from top to bottom. The stored copy is executed and small."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""losses.py, part two: policy losses, the value loss and KL - by hand, values and gradients against slow loops, invariances."""
+"""losses.py, part two: policy losses, the value loss and KL, checked by hand, against slow loops (values and gradients), and
+by invariances."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""losses.py refuses input in a layout that it would compute nonsense from, or that ends in an error of torch's own."""
+"""losses.py refuses input whose layout would give wrong results or one of torch's own errors."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""losses.py, part three: rollout correction - by hand, against slow loops, and as invariances."""
+"""losses.py, part three: rollout correction, checked by hand, against slow loops, and by invariances."""
 
 import math
 

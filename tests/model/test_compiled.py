@@ -1,4 +1,4 @@
-"""--compile: once for any number of tokens, refused where it cannot work. That the numbers stay: test_learner.py."""
+"""--compile compiles once for any number of tokens and is refused where it cannot work. test_learner.py checks the numbers."""
 
 import shutil
 

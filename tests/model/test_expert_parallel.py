@@ -1,4 +1,4 @@
-"""Experts over several ranks: gradients, metrics, updates and checkpoints are those of one rank that has them all."""
+"""Experts sharded over several ranks: gradients, metrics, updates and checkpoints equal those of one rank with all experts."""
 
 import json
 import re

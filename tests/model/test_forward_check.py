@@ -1,4 +1,4 @@
-"""Models whose forward pass is not what the learner and the embedded engine compute are refused, by what they do.
+"""A trial pass finds and refuses models whose forward pass differs from that of the learner and the embedded engine.
 
 The engine and the learner agree with each other on all of these, so that no metric of a run would show it.
 """

@@ -1,4 +1,5 @@
-"""Experts as grouped products on an NPU, by a fake of torch-npu's kernel that takes what the kernel takes and no more."""
+"""Experts as grouped products on an NPU, tested with a fake of torch-npu's kernel that accepts exactly what the kernel
+accepts."""
 
 import itertools
 import types

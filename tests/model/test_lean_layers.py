@@ -1,4 +1,4 @@
-"""Decoder layers with their backward passes written out: transformers' values, autograd's gradients, to the bit."""
+"""Decoder layers with hand-written backward passes: bit for bit transformers' values and autograd's gradients."""
 
 import contextlib
 import importlib

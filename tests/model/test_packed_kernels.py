@@ -1,4 +1,4 @@
-"""The devices' attention over packed rows: exact around kernels that compute in double precision, bounded by count."""
+"""Attention kernels of the devices on packed rows: exact, with fake kernels in double precision, and bounded in memory."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""A model that would train wrongly or crash late is refused before anything trains: files, shapes, layout, tokenizer."""
+"""A model that would train wrongly or crash late is refused at the start: files, shapes, layout and tokenizer are checked."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The routers of mixtures of experts: transformers' choices and weights, and their record and replay in learner and engine."""
+"""MoE routers: they choose and weigh as transformers does, and the learner and the engine record and replay their choices."""
 
 import importlib
 from functools import partial

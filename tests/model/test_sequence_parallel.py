@@ -1,4 +1,4 @@
-"""Sequences over several ranks: gradients, metrics and updates are those of one rank, whatever the loss."""
+"""Sequences sharded over several ranks: gradients, metrics and updates equal those of one rank for every loss."""
 
 import re
 

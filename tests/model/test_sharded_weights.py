@@ -1,4 +1,4 @@
-"""Each learner reads its own part of the weights from the files, and nobody holds the model."""
+"""Each learner reads its own part of the weights from the files, and no rank holds the whole model."""
 
 import json
 import shutil

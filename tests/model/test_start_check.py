@@ -1,4 +1,4 @@
-"""A model in which something reaches from one sequence of a packed row into the next is refused at the start.
+"""A model that mixes sequences of a packed row is refused at the start.
 
 transformers runs each sequence by itself, so nothing in the model's config or in a metric would show it.
 """

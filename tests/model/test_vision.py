@@ -1,4 +1,4 @@
-"""Images in prompts: positions and packed rows against transformers' own, whatever is in the row; rows that are bad."""
+"""Images in prompts: positions and packed rows equal transformers' own for any content, and bad rows are refused."""
 
 import dataclasses
 

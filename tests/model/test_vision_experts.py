@@ -1,4 +1,4 @@
-"""Mixtures of experts that take images: the experts of image tokens, recorded by the embedded engine and replayed."""
+"""MoE models with images: the embedded engine records the experts of image tokens, and the learner replays them."""
 
 import numpy as np
 import pytest

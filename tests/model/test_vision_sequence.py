@@ -1,4 +1,4 @@
-"""Images in rows that several learners share, and with experts: gradients, metrics and updates are those of one rank."""
+"""Images with sequence and expert parallelism: gradients, metrics and updates equal those of one rank."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""An accelerator on a machine without one: our own code on a device that knows shapes, precisions and places, and no values.
+"""An accelerator on a machine without one: our own code runs on a fake device that knows shapes, precisions and devices, but
+no values.
 
 A tensor that is left on the host must fail here. To show it, each place of our code that puts something on the device is taken
 out in turn (tests/tools/mutants.py), and the cases below must notice.

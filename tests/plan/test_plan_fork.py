@@ -1,4 +1,4 @@
-"""plan.py takes the file of a user's own script: its flags, its learn, and the schedule of the script that it is a copy of."""
+"""plan.py accepts a user's own script: its flags, its `learn`, and the schedule of the script it was copied from."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Images in the plan: the tokens and pixels of a stated size or of the data's headers, and what the vision tower holds."""
+"""Images in the plan: tokens and pixels for a given size or from the data's headers, and the memory of the vision tower."""
 
 import types
 

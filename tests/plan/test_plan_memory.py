@@ -1,4 +1,5 @@
-"""The plan's memory: the count on fake tensors is that of real ones, shards are what arithmetic says, and a remedy is one."""
+"""The plan's memory: the count on fake tensors equals that on real ones, shards match the arithmetic, and each suggested
+change helps."""
 
 import dataclasses
 import json

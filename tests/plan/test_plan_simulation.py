@@ -1,4 +1,4 @@
-"""The plan's simulated time: schedules worked by hand, engines written plainly, and laws that any run obeys."""
+"""The plan's simulated time: schedules worked out by hand, a plainly written engine, and laws that every run obeys."""
 
 from collections import deque
 from dataclasses import dataclass

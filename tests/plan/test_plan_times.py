@@ -1,4 +1,4 @@
-"""Where the plan's seconds come from, a finished run or a data sheet, and the modes and splits that are compared."""
+"""The plan's times: they come from a finished run or a data sheet, and the plan compares modes and splits."""
 
 import dataclasses
 import json

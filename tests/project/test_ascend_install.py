@@ -1,4 +1,4 @@
-"""The commands that install the NPU set: the same on every page, and tried as far as a machine without an NPU can.
+"""The install commands of the NPU set are the same on every page, and run as far as a machine without an NPU allows.
 
 Not tried: torch 2.10.0+cpu and triton-ascend 3.2.2, which are on indexes of their own, and whatever needs CANN.
 """

@@ -1,4 +1,4 @@
-"""The benchmarks run at toy size, and the tables in the documents are what their results make."""
+"""The benchmarks run at toy size, and the tables in the docs match their results."""
 
 import json
 import re

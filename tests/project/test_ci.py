@@ -1,4 +1,4 @@
-"""What CI does with tests that fail (.ci/rerun), and with how many processes tests run (conftest.py)."""
+"""How CI reruns failed tests (.ci/rerun), and how many processes run tests (conftest.py)."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, every page is in the index, promised tests exist, and made pages are up to date."""
+"""The docs: links resolve, the index lists every page, promised tests exist, and generated pages are up to date."""
 
 import importlib.util
 import re

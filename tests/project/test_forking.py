@@ -1,4 +1,4 @@
-"""The diffs of docs/forking.md: each applies to a copy of the repository, and what it makes trains for three steps."""
+"""The diffs of docs/forking.md: each applies to a copy of the repository, and the result trains for three steps."""
 
 import json
 import re

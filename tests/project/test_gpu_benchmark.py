@@ -1,4 +1,4 @@
-"""benchmarks/scripts/gpu.py on a machine whose time runs out: rows come one by one, and a failing part leaves the others."""
+"""benchmarks/scripts/gpu.py under a time limit: it writes rows one by one, and a failing part does not stop the others."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""What `pip install .` brings: modules for any notebook or directory, and copies of the scripts run outside the repository. And
-other ways to start the scripts than torchrun."""
+"""`pip install .` installs modules for any notebook or directory, and copies of the scripts run outside the repository. The
+scripts also start without torchrun."""
 
 import email
 import json

@@ -1,4 +1,4 @@
-"""Which folder of rl/ may import which: a line of LAYERS imports from the lines above it, and never from its own."""
+"""Which folder of rl/ may import which: each line of LAYERS imports only from the lines above it."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The messages that pages quote are messages of the code: each part of a quotation is found in a string of it.
+"""The messages that the docs quote exist in the code: each part of a quotation is found in one of its strings.
 
 Quotations are: text in double quotes (four words or more); the first cells of tables headed "message" or "it says", and
 in double quotes of others; lines of console output in code blocks and code spans that begin as a message does. In the code's

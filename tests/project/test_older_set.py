@@ -1,4 +1,4 @@
-"""The models, images, engines and experts with the older transformers that vllm-ascend pins (requirements-npu.txt)."""
+"""Models, images, engines and experts work with the older transformers that vllm-ascend pins (requirements-npu.txt)."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The requirement files: torch pinned first, and the vLLM closure complete and agreeing with the other sets."""
+"""The requirement files: torch is pinned first, and the pinned vLLM set is complete and agrees with the other files."""
 
 import importlib.metadata
 import importlib.util

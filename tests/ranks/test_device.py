@@ -1,4 +1,4 @@
-"""What rl/ranks/device.py decides on machines with accelerators, with torch's answers replaced, and a step on a real one."""
+"""The decisions of rl/ranks/device.py on machines with accelerators (torch's answers are replaced), and a real step."""
 
 import os
 import subprocess

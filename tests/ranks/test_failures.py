@@ -1,4 +1,4 @@
-"""What a rank that fails leaves for the others."""
+"""The report that a failing rank leaves for the other ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ranks and nodes that fall silent without a word are named, and the job ends on every node."""
+"""When ranks or nodes fall silent, an error names them and the job ends on every node."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Host memory where tensors are computed on the CPU. What the engine's cache takes is in test_engine.py."""
+"""Host memory when tensors are computed on the CPU. test_engine.py checks the memory of the engine's cache."""
 
 import ctypes
 

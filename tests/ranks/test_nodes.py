@@ -1,4 +1,4 @@
-"""Jobs of two nodes, a torchrun each: what cannot work is refused on both, and each console says what happened."""
+"""Jobs of two nodes, with one torchrun each: both nodes refuse an impossible layout, and each console says what happened."""
 
 import json
 import re

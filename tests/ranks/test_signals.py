@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at random moments of the three scripts; tests/tools/signals.py by hand sends more of them."""
+"""Ctrl-C and SIGTERM at random moments of the three scripts. tests/tools/signals.py, run by hand, sends more of them."""
 
 import os
 import random

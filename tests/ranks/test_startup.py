@@ -1,4 +1,4 @@
-"""A run says that it lives before it imports what takes seconds."""
+"""A run prints its first line before the slow imports."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Jobs that hang on purpose: each is reported right, ended with the watchdog's exit code, and leaves nothing behind."""
+"""Jobs that hang on purpose: the watchdog reports each correctly, ends it with its exit code, and leaves no process behind."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""A full disk, a directory that is gone, a full console: training continues, says so once, and loses no line if it can."""
+"""With a full disk, a lost directory or a full console, training continues, warns once, and loses no line if possible."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The tables of validation responses: text and pictures come back as they were, in the run's directory and in the report."""
+"""The tables of validation responses: text and pictures are read back unchanged, in the run's directory and in the report."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""A run resumes as the same run: every flag and what the flags name is compared, and what may change is said in one place."""
+"""A run resumes as the same run: all flags and the files they name are compared, and one list says what may change."""
 
 import copy
 import dataclasses

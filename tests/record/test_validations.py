@@ -1,4 +1,4 @@
-"""Validations: each is in the record once, at the step whose weights it is of, and `best` is the best of the saved steps."""
+"""Validations: each is recorded once, at the step of its weights, and `best` links the best saved step."""
 
 import errno
 import json

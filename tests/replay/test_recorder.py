@@ -1,4 +1,4 @@
-"""The record of a run's samples: what is written is read, whatever is cut off, damaged or refused by the disk."""
+"""The record of a run's samples: everything written is read back, even after cut, damaged or failed writes."""
 
 import os
 import random

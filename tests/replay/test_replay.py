@@ -1,4 +1,4 @@
-"""The learner again on recorded samples: the same bits with the same flags, and what else a replay promises."""
+"""A replay trains on recorded samples: with the same flags it gives the same bits, and it keeps its other promises."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The report: numbers checked by hand, logs that are cut, empty, uneven or hold NaN, claims only where numbers carry them."""
+"""The report: numbers checked by hand; logs that are cut, empty, uneven or contain NaN; and no claim without enough data."""
 
 import json
 import math

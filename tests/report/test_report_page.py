@@ -1,4 +1,4 @@
-"""docs/report.md: the sentences that it quotes and the columns that it names are a report's; its commands are taken."""
+"""docs/report.md: the report prints the quoted sentences and the named columns, and accepts the commands."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What the report says of speed and waiting, from two runs on: ratios and intervals by hand and against known truths."""
+"""The report on speed and waiting, for two runs or more: ratios and intervals are checked by hand and against known truths."""
 
 import json
 import re

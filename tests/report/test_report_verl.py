@@ -1,5 +1,5 @@
-"""Records of verl's own in the report: console logs as `tee` keeps them, its file logger, its TensorBoard directories. They are
-written here by the form of its logger (`step:N - key:value - ...`, each value as pprint prints it)."""
+"""verl's own logs in the report: console logs saved with `tee`, its file logger, its TensorBoard directories. The tests write
+them in the format of verl's logger (`step:N - key:value - ...`, each value as pprint prints it)."""
 
 import json
 import pprint

@@ -1,5 +1,5 @@
-"""What an answer is paid for: the result written down, in any spelling, never an expression that has the result as its value.
-Values and spellings are made here from whole numbers, without the code under test."""
+"""An answer is rewarded only if it states the result, in any spelling. An expression with the result as its value is not
+enough. The tests make values and spellings from whole numbers, without the code under test."""
 
 import random
 from collections.abc import Callable

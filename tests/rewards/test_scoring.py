@@ -1,4 +1,4 @@
-"""The scoring pool, by reward functions that do everything a reward function should not."""
+"""The scoring pool, tested with reward functions that do everything a reward function should not."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Scoring in its own processes: it continues while the rank does not look, and no response waits behind a slow one."""
+"""Scoring in separate processes: it continues while the rank is busy, and no response waits behind a slow one."""
 
 import time
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What a reward function cannot do: keep processes alive, read the job's secrets by accident, write to the terminal, or end the
-run by the way it dies."""
+"""A reward function cannot keep processes alive, read the job's secrets by accident, write to the terminal, or end the run
+when it crashes."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""The built-in verifiers against responses that a human has judged (fixtures/graders.jsonl): how models write answers, right
-and wrong ones, by data source and kind."""
+"""The built-in verifiers, compared with human judgements (fixtures/graders.jsonl): right and wrong answers as models write
+them, by data source and kind."""
 
 import json
 

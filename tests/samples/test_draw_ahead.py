@@ -1,4 +1,4 @@
-"""Tickets drawn ahead: each once, and whoever asks for them never waits for the store."""
+"""Tickets drawn ahead: each is drawn once, and the caller never waits for the store."""
 
 import threading
 import time

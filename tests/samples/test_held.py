@@ -1,5 +1,5 @@
-"""Generators that have nothing to do: how long the bound of staleness held them, counted by hand and by another rule, in
-simulated time. The generator's loop is train_async.py's own."""
+"""Idle generators: how long the staleness bound held them, counted by hand and by another rule, in simulated time. The
+generator's loop is train_async.py's own."""
 
 from collections import Counter
 from fractions import Fraction

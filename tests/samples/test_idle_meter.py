@@ -1,4 +1,4 @@
-"""Who waits for whom, worked out by hand."""
+"""Which side waits for the other, worked out by hand."""
 
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A ring that is too small for the largest group that a run may make is refused at the start, with the number to give."""
+"""A ring that is too small for the largest possible group is refused at the start, and the error gives the needed size."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The schedule: quotas as verl computes them, tickets in order, and a simulated stream in which nothing too old is trained."""
+"""The schedule: quotas equal verl's, tickets come in order, and a simulated stream never trains samples above the bound."""
 
 import json
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""What the ranks of a job ask of the store does not grow faster than their number."""
+"""The number of store calls of a job grows no faster than its number of ranks."""
 
 import threading
 import time

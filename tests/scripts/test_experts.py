@@ -1,4 +1,4 @@
-"""Mixtures of experts in whole runs: their export, and training with and without replayed routes."""
+"""MoE models in whole runs: their export, and training with and without routing replay."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Flags that have no effect with the others: one warning names each, with what it lacks; with that there is no word.
+"""Flags that have no effect with the other flags: one warning names each and the flag it needs. With that flag there is no
+warning.
 
 CASES is written by hand, apart from the table of rl/flag_needs.py: for each flag a command line that lacks what the flag needs,
 and one that has it. A new flag has to be entered here, too: in CASES, or in ALWAYS with its component.

@@ -1,4 +1,4 @@
-"""The command line: each number has a range, booleans can be written in every way, and what cannot work is one message."""
+"""The command line: each number has a range, booleans can be written in every way, and impossible values give one message."""
 
 import dataclasses
 import re

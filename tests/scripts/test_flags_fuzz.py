@@ -1,4 +1,4 @@
-"""The whole table of flags: whatever is given, a run of one step or one message, soon.
+"""The whole table of flags: any command line quickly gives either a run of one step or one message.
 
 Flags and values are drawn from the Args themselves: each number at, within and beyond its range, each choice, texts that mean
 nothing. train_sync.py runs in this process, on the demo; the other scripts in forks.

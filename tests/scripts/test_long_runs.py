@@ -1,4 +1,4 @@
-"""What a long run must not do: grow. The ring's part is in test_ring.py."""
+"""A long run must not grow in memory. test_ring.py checks the ring."""
 
 import ctypes
 import gc

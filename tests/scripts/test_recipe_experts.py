@@ -1,4 +1,4 @@
-"""The recipes of Qwen3-30B-A3B run as they stand, flag for flag, on a tiny random Qwen3-MoE; with and without R3."""
+"""The Qwen3-30B-A3B recipes run with exactly their own flags on a tiny random Qwen3-MoE, with and without R3."""
 
 from pathlib import Path
 

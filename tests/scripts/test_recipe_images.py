@@ -1,4 +1,4 @@
-"""The recipes for images run as they stand, flag for flag, on a tiny random Qwen3-VL and ten problems of Geometry3K."""
+"""The image recipes run with exactly their own flags on a tiny random Qwen3-VL and ten problems of Geometry3K."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Split ranks, as a user starts them: equal to train_sync.py where they should be, bounded where they promise it, verified at
-every publish, and gone within seconds when one rank fails."""
+"""The split scripts, started as a user starts them: equal to train_sync.py where they should be, within the staleness bound,
+verified at every publish, and ended within seconds when one rank fails."""
 
 import inspect
 import json

@@ -1,5 +1,5 @@
-"""Split ranks with vLLM as the engine: real vLLM generators and real learners, under torchrun, on the demo. Every publish is
-verified, or a run would end."""
+"""The split scripts with real vLLM generators and real learners, under torchrun, on the demo. Every publish is verified; a
+wrong one would end the run."""
 
 import pytest
 from helpers import bits, train

@@ -1,4 +1,4 @@
-"""Runs with images: ranks with and without them, a frozen tower, async as sync, resume, and rows whose images are damaged."""
+"""Runs with images: ranks with and without images, a frozen tower, async equal to sync, resuming, and damaged images."""
 
 import json
 import shutil

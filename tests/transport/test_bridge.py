@@ -1,4 +1,4 @@
-"""What a learner sends reaches each of its generators to the bit, and each node once, whatever the ranks and nodes are."""
+"""A learner's weights reach each of its generators bit for bit, and each node once, for any number of ranks and nodes."""
 
 import os
 import random

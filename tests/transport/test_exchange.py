@@ -1,4 +1,4 @@
-"""Records between ranks: into each node once, in shared memory inside it, and gone when nobody holds them."""
+"""Records between ranks: they enter each node once, are shared in its memory, and are freed when no rank holds them."""
 
 import re
 

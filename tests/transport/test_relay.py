@@ -1,4 +1,4 @@
-"""Records on their way between two nodes: each arrives once, in order and whole, whatever happens to the connection."""
+"""Records between two nodes: each arrives once, in order and whole, whatever happens to the connection."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Publishes of what has changed: exact, whatever has, and small where little has."""
+"""Publishes of changed weights: exact for any change, and small if little has changed."""
 
 import re
 

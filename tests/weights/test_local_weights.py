@@ -1,4 +1,4 @@
-"""The publish of train_sync.py: what is never trained is gathered once, and the engine has everything all the same."""
+"""The publish of train_sync.py: frozen weights are gathered only once, and the engine still has all weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A publish to generators that are far away waits for the link's bytes, and for few round trips whatever the model.
+"""A publish to distant generators takes the time of its bytes and a few round trips, for any model.
 
 The real ends on a link in simulated time. A message leaves when both ends have asked for it, as gloo sends: the word that it
 can be received takes half a round trip, and so does the message. Times are in round trips, lengths in buckets.
