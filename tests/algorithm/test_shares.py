@@ -8,7 +8,7 @@ from helpers import run_script
 
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_a_divided_batch_is_the_whole_one(sequence_parallel):
-    """Bit for bit: every estimator's advantages, weights normalised over the batch, rejected and chosen tokens, denominators."""
+    """Bit for bit: every estimator's advantages, batch-normalised weights, rejected and chosen tokens, denominators."""
     done = run_script("tests/programs/shares.py", sequence_parallel, ranks=4)
     reported = re.findall(r"rank (\d): (\d+) of (\d+) tokens", done.stdout)
     held = {int(rank): (int(own), int(whole)) for rank, own, whole in reported}

@@ -15,7 +15,7 @@ def of_split(split: str) -> list[tuple[list[dict], int]]:
 
 
 def test_the_model_adds_but_usually_says_another_sum(demo_model):
-    """Most of its answers are the sum or differ from it by at most ten. Less than half are right."""
+    """Most of its answers are the sum, or the sum plus or minus 10. Less than half are right."""
     prompts, sums = zip(*of_split("val"), strict=True)
     answers = [int(said) if said.isdecimal() else -1 for said in greedy_answers(demo_model, prompts)]
     off = [abs(said - true) for said, true in zip(answers, sums, strict=True)]

@@ -72,7 +72,7 @@ def test_demo_means_the_demo_that_is_trained():
 
 
 def answers(directory: str | Path, pictures: list[Image.Image]) -> list[str]:
-    """The greedy answers of the model there, by transformers alone."""
+    """Return the greedy answers of this directory's model, computed with transformers only."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     model = AutoModelForImageTextToText.from_pretrained(directory)
@@ -88,7 +88,7 @@ def answers(directory: str | Path, pictures: list[Image.Image]) -> list[str]:
 
 
 def test_the_model_reads_but_mostly_says_another_number(demo_vl_model):
-    """As it is taught: what it says is the number or ten more or less, and right less than half of the time."""
+    """Its answer is the number, or the number plus or minus 10, and is right less than half of the time."""
     rows = demo_vl.problems("val")
     said = list(map(int, answers(demo_vl_model, [picture_of(row) for row in rows])))
     truth = [int(row["reward_model"]["ground_truth"]) for row in rows]
@@ -114,7 +114,7 @@ ACCURACY = "val-core/demo/acc/mean@1"
 
 
 def accuracies(metrics: dict[int, dict]) -> list[float]:
-    """Of the validations, in order."""
+    """Return the accuracies of the validations, in order."""
     return [m[ACCURACY] for _, m in sorted(metrics.items()) if ACCURACY in m]
 
 

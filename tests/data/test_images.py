@@ -48,7 +48,7 @@ TURNED = {1: SEEN, 3: SEEN[::-1, ::-1], 6: SEEN.transpose(1, 0, 2)[::-1], 8: SEE
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation", TURNED)
 def test_an_image_that_exif_turns_is_seen_upright(format, orientation):
-    """TURNED: how a camera stores what is seen, so that its EXIF puts it upright."""
+    """TURNED: how a camera stores a picture so that its EXIF turns it upright."""
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(Image.fromarray(TURNED[orientation]), format, exif=exif(orientation), **options)
     assert images.size(data) == (40, 30) and np.array_equal(images.to_rgb(data), SEEN)
@@ -66,7 +66,7 @@ def test_exif_behind_the_pixels_turns_neither_size_nor_image():
 
 
 def flat(mode: str, **options) -> bytes:
-    """Red on the left, and on the right what has no colour: transparent."""
+    """A picture that is red on the left and transparent, without a colour, on the right."""
     image = Image.new("RGBA", (20, 10), (0, 0, 0, 0))
     if mode == "P":
         image = Image.new("P", (20, 10), 0)
@@ -96,7 +96,7 @@ def test_grey_wide_printed_and_moving_images():
 @settings(max_examples=60)
 @given(st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "TIFF"]), st.integers(0, 2**32))
 def test_damage_is_an_image_error_or_an_image(format, seed):
-    """Nothing else may come out of a file with a few bytes changed or its end gone."""
+    """A file with a few changed bytes or a missing end gives an image or an ImageError, nothing else."""
     rng = random.Random(seed)
     data = bytearray(encoded(Image.fromarray(SEEN), format))
     for _ in range(rng.randint(0, 3)):
@@ -210,7 +210,7 @@ def test_real_geometry_problems(vlms):  # noqa: F811
 
 
 def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeypatch):  # noqa: F811
-    """The thread prepares the next row's while one is computed; what is beyond the limit is forgotten and made again."""
+    """The thread prepares the next row's pixels during a computation. Pixels beyond the limit are dropped and made again."""
     from test_vision import make_batch
 
     table = [row("<image>How many?", [picture(90, 60, seed)]) for seed in range(4)]
@@ -251,7 +251,7 @@ def test_an_image_is_held_once_for_all_responses_that_see_it(vlms, tmp_path):  #
 
 
 def test_a_row_that_has_changed_is_not_trained(vlms, tmp_path):  # noqa: F811
-    """The learner reads the rows again; another image of the same size has the same ids."""
+    """The learner reads the rows again. Another image of the same size has the same ids."""
     from test_vision import make_batch
 
     file = tmp_path / "a.parquet"
@@ -281,7 +281,7 @@ def test_the_towers_flops_are_those_that_torch_counts(vlms, kind):  # noqa: F811
 
 
 def test_eight_responses_hold_what_one_holds_of_an_image(vlms, tmp_path):  # noqa: F811
-    """Counted: all that the tower keeps for its backward pass, pixels among it, by storage."""
+    """The test counts, by storage, everything that the tower keeps for its backward pass, including pixels."""
     from test_vision import make_batch
 
     Dataset.from_list([row("<image>How many?", [picture(90, 60)])]).to_parquet(file := tmp_path / "a.parquet")

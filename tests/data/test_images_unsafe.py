@@ -26,7 +26,7 @@ def encoded(format: str) -> bytes:
 
 
 def dos_eps() -> bytes:
-    """PostScript behind a binary header, as PIL finds it, too."""
+    """PostScript behind a binary header, which PIL also recognises."""
     return struct.pack("<IIIIIIIH", 0xC6D3D0C5, 30, len(EPS), 0, 0, 0, 0, 0xFFFF) + EPS
 
 

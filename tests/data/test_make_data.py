@@ -48,7 +48,7 @@ def jsonl(path, rows):
 
 
 def test_what_a_terminal_would_obey_is_written_out(tmp_path):
-    """Names of files and of columns come from others."""
+    """Other people choose the names of files and columns."""
     rows = [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}]
     train, val = (jsonl(tmp_path / f"\x1b[2J{name}.jsonl", rows) for name in ("train", "val"))
     said = made("gsm8k", "--train-files", train, "--val-files", val, "--out", tmp_path / "out", code=1)
@@ -205,7 +205,7 @@ def test_prompts_that_ask_and_graders_that_take_all_are_not():
 
 
 def test_a_run_warns_of_them_before_its_first_step(tmp_path):
-    """Not with a reward function of one's own, which may look for anything."""
+    """A run with a user's own reward function does not warn, because the function may look for anything."""
     plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2"}] * 4)
     (tmp_path / "mine.py").write_text("def score(*_, **__):\n    return 1.0\n")
     flags = ["--train-files", plain, "--test-freq", "0", "--total-training-steps", "1", "--train-batch-size", "2"]

@@ -18,7 +18,7 @@ from rl.ranks import driver_files
 
 
 def measured(tmp_path, ranks, model: str, engine: str = "transformers") -> dict[str, dict]:
-    """What rl/doctor/measure.py finds, by check."""
+    """Return the results of rl/doctor/measure.py by check."""
     from rl.doctor.measure import Args, Checks
 
     file = tmp_path / "findings"
@@ -42,7 +42,7 @@ def test_a_model_with_images_is_examined_too(tmp_path, ranks, demo_vl_model):
 
 
 def test_log_probs_that_ignore_the_temperature_are_wrong(tmp_path, ranks, demo_model, monkeypatch):
-    """vllm-ascend's sampler does so unless it is set otherwise."""
+    """vllm-ascend's sampler ignores it by default."""
     from transformers import AutoModelForCausalLM
 
     model, prompts, temperatures = AutoModelForCausalLM.from_pretrained(demo_model), {}, {}
@@ -93,7 +93,7 @@ def test_packages_of_the_tests_are_those_of_requirements_txt():
 
 
 def test_another_set_is_named_package_by_package():
-    """These tests run where neither torch-npu nor vllm-ascend is."""
+    """This environment has neither torch-npu nor vllm-ascend."""
     finding = packages.check_packages("npu")
     assert finding.status == WRONG
     assert "torch-npu is missing" in finding.text and "vllm-ascend is missing" in finding.text
@@ -140,7 +140,7 @@ def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
-    """Those in sessions of their own, too, and those that ignore SIGTERM."""
+    """Also processes in their own sessions, and those that ignore SIGTERM."""
     mark = "doctor-hangs"
     child = f"import os, time; os.setsid(); {mark!r}; time.sleep(1000)"
     code = "import subprocess, sys, time;"
@@ -191,7 +191,7 @@ def test_a_script_that_fails_is_wrong_with_its_own_message():
 
 
 def test_without_packages_it_says_what_to_install(tmp_path):
-    """In an environment that has nothing but Python."""
+    """In an environment with nothing but Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=120)
     command = [tmp_path / "bare" / "bin" / "python", "doctor.py", "--out", tmp_path / "doctor.json"]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -209,7 +209,7 @@ def test_flags_that_cannot_work_are_one_message(flags, what):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_doctor_finds_this_machine_well(tmp_path, demo_model):
-    """Both engines, all scripts; no process is left."""
+    """With both engines and all scripts. No process is left behind."""
     mark, file = "doctor-whole", tmp_path / "doctor.json"
     command = [sys.executable, "doctor.py", "--out", str(file)]
     done = subprocess.run(command, cwd=ROOT, env=environment(MARK=mark), capture_output=True, text=True, timeout=800)

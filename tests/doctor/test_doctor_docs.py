@@ -36,7 +36,7 @@ def statuses(tree: ast.AST) -> set[str]:
 
 
 def rows() -> dict[str, set[str]]:
-    """Pattern of a row's name -> what it can be."""
+    """Return the pattern of a row's name -> its possible states."""
     found: dict[str, set[str]] = {}
     for source in SOURCES:
         tree = ast.parse((ROOT / source).read_text())
@@ -72,7 +72,7 @@ def documented(page: str) -> Iterator[tuple[str, str]]:
 
 
 def test_the_rows_of_the_code_are_found():
-    """A start that fails is a row of the engine, not of its start."""
+    """A failing start is a row of the engine, not of its start."""
     found = rows()
     engine = VALUES["engine"]
     assert len(found) >= 20

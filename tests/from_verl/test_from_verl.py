@@ -43,7 +43,7 @@ def ours(*words: str, script: str = "main_ppo"):
 
 
 def effective(args) -> dict:
-    """The flags as the script takes them: presets and words of one meaning resolved."""
+    """Return the flags as the script uses them, with presets and synonyms resolved."""
     values = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in OWN}
     values |= {"rollout_is": args.rollout_is, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
     values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None}
@@ -75,7 +75,7 @@ def test_no_key_of_verls_runs_is_unknown_or_without_a_word(name):
 
 
 def test_the_printed_command_is_one_for_a_shell(tmp_path):
-    """What bash hands to torchrun is what was meant; all else are comments."""
+    """bash passes the intended words to torchrun. All other lines are comments."""
     (tmp_path / "torchrun").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
     (tmp_path / "torchrun").chmod(0o755)
     command = read_words(["-m", "verl.trainer.main_ppo", "data.train_files=['a b.parquet','$c.parquet']", "foo=1"])
@@ -517,7 +517,7 @@ ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8
 
 
 def test_odd_values_never_cause_a_traceback(monkeypatch):
-    """Every key of the table with every value, in groups at random: a command comes out, and a word on each key."""
+    """Every key of the table with every value, in random groups: the result has a command and a verdict on each key."""
     monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
     names = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
     words = [f"{name}={value}" for name in names for value in ODD]

@@ -112,7 +112,7 @@ def test_a_path_that_is_not_there_is_said():
 
 
 def test_without_torch_it_ends_in_one_line(tmp_path):
-    """torch and transformers are hidden by modules that are not found."""
+    """Modules that cannot be found hide torch and transformers."""
     hide = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))\n"
     run = f"{hide}sys.argv = ['x', 'data.seed=1']; from rl.from_verl.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -124,7 +124,7 @@ def test_without_torch_it_ends_in_one_line(tmp_path):
 
 
 def section(text: str) -> dict[str, str]:
-    """Name -> line, of the section on the environment."""
+    """Return name -> line of the section on the environment."""
     printed = report(read_script(text)).splitlines()
     start = next(i for i, line in enumerate(printed) if line.startswith("# the environment"))
     lines = []

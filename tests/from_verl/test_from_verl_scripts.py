@@ -63,7 +63,7 @@ def sleeper():
 
 @pytest.mark.parametrize("spelling", HARM)
 def test_nothing_is_run_however_it_is_spelt(spelling, sleeper, tmp_path, monkeypatch):
-    """A process of our own lives, a file stays as it is, and verl's start is found after it."""
+    """Our own process survives, no file changes, and verl's command is still found after the line."""
     victim = tmp_path / "file"
     victim.write_text("here")
     (tmp_path / "kills.sh").write_text(f"command kill -9 {sleeper.pid}\n/bin/kill -9 {sleeper.pid}\n")

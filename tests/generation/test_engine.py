@@ -79,7 +79,7 @@ def test_slots_that_are_never_used_take_no_memory(models):
 
 
 def test_a_response_depends_on_its_seed_alone(models):
-    """Not on the number of slots, on the order of arrival, or on what else is decoded."""
+    """Not on the number of slots, the order of arrival, or the other responses."""
     wide = drain(TransformersEngine(models["qwen2-tied"], max_length=64), requests_for())
     narrow_engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=3, max_num_batched_tokens=8)
     narrow = drain(narrow_engine, requests_for()[::-1])
@@ -143,7 +143,7 @@ def test_update_in_flight(models, recompute):
 
 
 def mixed_reference(old, new, context, tokens):
-    """The old model fills the KV of all but the context's last token; the new model continues from there."""
+    """The old model fills the KV cache for all but the last token of the context. The new model continues from there."""
     with torch.no_grad():
         cache = old(torch.tensor([context[:-1]]), use_cache=True).past_key_values
         logits = new(torch.tensor([[context[-1], *tokens[:-1]]]), past_key_values=copy.deepcopy(cache)).logits[0]
@@ -186,8 +186,8 @@ def test_sleep_frees_the_cache_and_generation_continues(models):
 @settings(max_examples=50)
 @given(st.integers(2, 40), st.floats(0.1, 3), st.integers(-1, 6), st.floats(0.1, 1), st.integers(0, 2**31))
 def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, seed):
-    """Whatever the uniform number, 0 and the largest below 1 included: a token of the top k and the nucleus, with the
-    log-prob of the truncated distribution."""
+    """For any uniform number, including 0 and the largest below 1: the token is in the top k and the nucleus, and its log-prob
+    is that of the truncated distribution."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab, generator=generator) * 5
     logits[0, ::3] = -torch.inf

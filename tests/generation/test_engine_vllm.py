@@ -37,7 +37,7 @@ RUNS = {  # name: (function of vllm_checks.py, model, ranks)
 
 
 class Measuring:
-    """A script like tests/tools/vllm_checks.py at work on the models in `root`; called with a run's name, waits for it."""
+    """Runs a script like tests/tools/vllm_checks.py on the models in `root`. A call with a run's name waits for that run."""
 
     def __init__(self, root: Path, script: str, runs: dict[str, tuple[str, str, int]]):
         self.root = root
@@ -100,14 +100,14 @@ def test_update_in_flight(measured, how):
 
 
 def test_a_response_continues_elsewhere(measured):
-    """As after a restart: what was sampled stays, with its log-probs and versions, and the rest fits behind it."""
+    """As after a restart: sampled tokens keep their log-probs and versions, and the rest continues from them."""
     got = measured("everything")["elsewhere"]
     assert got["kept"] == [0, 6] and got["error"] < 1e-4
     assert got["begins the same"] and got["log-probs"] and got["versions"]
 
 
 def test_no_kv_of_other_weights_is_shared(measured):
-    """Neither with requests that come after an update nor with those that waited while it happened."""
+    """Neither with requests that arrive after an update nor with requests that wait during it."""
     got = measured("everything")["prefix"]
     assert max(got["before"], got["waited"], got["after"]) < 1e-4
     assert got["waited, versions"] == [1]
@@ -138,7 +138,7 @@ def test_update_takes_effect(measured, kind):
     [("tied", "_repack_heads", "embed_tokens"), ("moe", "_forget_packed_experts", "experts")],
 )
 def test_the_silent_faults_of_the_cpu_build(measured, kind, repair, stale):
-    """Both are still there, so the repairs are needed; log-probs and the read-back both show them."""
+    """Both faults still exist, so the repairs are needed. Log-probs and the read-back both show them."""
     got = measured(kind)["without the workaround"][repair]
     assert got["error"] > 0.1 and any(stale in name for name in got["wrong"])
     assert got["error when repaired"] < 1e-4
@@ -185,14 +185,14 @@ def test_experts_that_a_wake_up_has_turned_take_new_weights(measured):
 
 
 def test_an_engine_that_sleeps_wakes_for_its_weights_first(measured):
-    """The KV cache comes back only when the new weights are in: the two need not fit next to the learner's peak."""
+    """The KV cache returns only after the new weights, so both together need not fit next to the learner's peak."""
     refused = "RuntimeError: the engine sleeps and has no weights: it must be updated before it generates"
     got = measured("tied")["sleeping"]
     assert got == ["sleep 2", refused, "wake ['weights']", "load", "wake ['kv_cache']", True]
 
 
 def test_bfloat16(measured):
-    """No bound to be held exactly: bf16 logits are that coarse. The weights are exact all the same."""
+    """The bound is loose, because bf16 logits are coarse. The weights are still exact."""
     got = measured("bfloat16")
     print(f"bf16 log-probs against a bf16 forward pass: mean {got['mean']:.4f}, largest {got['max']:.4f}")
     assert got["mean"] < 0.05 and got["wrong"] == []
@@ -208,7 +208,7 @@ def test_train_sync_learns_with_vllm(demo_model, tmp_path):
 
 @pytest.mark.slow
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
-    """Two ranks learn apart and generate together. As a user starts them."""
+    """Two ranks learn separately and generate together, started as a user starts them."""
     flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, fresh=True)
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4

@@ -22,7 +22,7 @@ def measured(request, tmp_path_factory):
 
 
 def test_every_publish_takes_effect(measured):
-    """Whatever it changes: the tower alone, the text alone, or both."""
+    """Each changes the tower, the text model, or both."""
     got = measured("publishes")
     assert got["start"]["error"] < 1e-4 and got["start"]["wrong"] == []
     for version, part in enumerate(("tower", "text", "both", "tower"), start=1):
@@ -51,7 +51,7 @@ def test_equal_ids_with_another_image_share_no_kv(measured):
 @pytest.mark.parametrize("how", ["kept", "recomputed"])
 @pytest.mark.parametrize("part", ["tower", "both"])
 def test_a_publish_in_flight(measured, part, how):
-    """Kept: the image stays in the keys and values of the tower that saw it. Recomputed: the new tower sees it."""
+    """With the KV kept, the image keeps the old tower's keys and values. With the KV recomputed, the new tower sees it."""
     got = measured("in_flight")[f"{part}, {how}"]
     assert max(got["before"], got["after"], got["waited"]) < 1e-4
     assert got["versions"] == [[0] * 5 + [1] * 7] * 3 + [[1] * 12]
@@ -67,7 +67,7 @@ def test_tensor_parallel_ranks_see_the_same_images(tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_that_takes_images(tmp_path):
-    """vLLM takes its experts turned round, and tells those that it has chosen, of image tokens too."""
+    """vLLM stores the experts transposed, and reports the chosen experts of image tokens too."""
     save_vlm("qwen3-vl-moe", tmp_path / "model")
     with Measuring(tmp_path, "tests/tools/vllm_image_checks.py", {"moe": ("mixture", "model", 1)}) as measuring:
         got = measuring("moe")

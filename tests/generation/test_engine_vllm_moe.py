@@ -58,7 +58,7 @@ def test_the_experts_of_a_mixture_with_dense_layers_and_hundreds_of_experts(meas
 
 
 def test_swaps_in_flight(measured):
-    """What a token was sampled with stays, even if its KV is computed again."""
+    """A token keeps the experts it was sampled with, even if its KV is recomputed."""
     got = measured("routes")
     for how in ("kept", "recomputed"):
         assert got[how]["old"] < 1e-4 and got[how]["new"] < 1e-4 and got[how]["versions"]

@@ -58,7 +58,7 @@ def along_the_versions(models: list, prompt, output) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_log_probs_are_the_models_after_each_of_four_publishes(vlms, rows, kind, recompute):  # noqa: F811
-    """Requests that run and others that wait for a slot; equal ids with two images among them."""
+    """With running and waiting requests, some with the same ids but different images."""
     prompts = list(dataset(vlms[kind], rows))
     model = AutoModelForImageTextToText.from_pretrained(vlms[kind])
     engine, models = TransformersEngine(vlms[kind], max_length=120, max_num_seqs=6), [copy.deepcopy(model)]
@@ -98,7 +98,7 @@ def test_prompts_of_the_same_ids_with_other_images_are_not_mistaken(vlms, rows):
 
 
 def test_files_of_every_kind_are_seen_as_they_are(vlms):  # noqa: F811
-    """Each by itself and two in one prompt, against transformers' forward of what is seen of them."""
+    """Each file alone and two in one prompt, compared with transformers' forward pass on the decoded images."""
     odd, path = odd_files(), vlms["qwen3-vl"]
     given = [[kind] for kind in odd] + [["animated", "turned by EXIF"]]
     prompts, seen = ([prompt(path, [odd[kind][which] for kind in of]) for of in given] for which in (0, 1))

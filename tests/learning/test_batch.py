@@ -58,7 +58,7 @@ def test_pack_keeps_the_responses_to_a_prompt_together():
 
 
 def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
-    """For the nodes, which ask who trains what, for the batch, which is made of its own, and for the step."""
+    """The nodes, the batch and the step share one plan."""
     planned, whole = [], Batch.of(groups := [make_group(ticket, range(1, 9)) for ticket in range(7)])
     monkeypatch.setattr(
         "rl.learning.division.pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest)
@@ -90,7 +90,7 @@ def test_batch_does_not_depend_on_the_order_of_arrival():
 
 
 def test_what_could_not_be_scored_is_not_in_the_batch():
-    """The batch is the same as if those responses had not been there, but for their count and their errors."""
+    """The batch equals one without those responses, except for their count and their errors."""
     sizes = {4: [3, 1, 5], 2: [2, 2, 2], 9: [4]}
     whole = [make_group(t, n, unscored=(1,) if t == 4 else (0, 1, 2) if t == 2 else ()) for t, n in sizes.items()]
     for group in whole:

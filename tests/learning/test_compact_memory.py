@@ -43,7 +43,7 @@ def make_learner(model: str, ranks, **flags) -> Learner:
 
 
 def gradients(learner: Learner, seed: int) -> list[torch.Tensor]:
-    """Gathers the gradients of two micro-batches or more, the same for all learners."""
+    """Gather the gradients of two or more micro-batches, the same for all learners."""
     rng = np.random.default_rng(seed)
     batch = Batch.of([make_group(t, [3, 9, 5, 7], rng=rng) for t in range(2)])
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, learner.ranks)
@@ -60,7 +60,7 @@ def update(learner: Learner, seed: int) -> dict[str, float]:
 
 
 def copy_state(half: Learner, rest: Learner) -> None:
-    """Brings a learner to the state of another, by what a checkpoint holds."""
+    """Copy one learner's state to another through the tensors of a checkpoint."""
     saved = {name: local(tensor).clone() for name, tensor in half.state_tensors().items()}
     for name, tensor in rest.state_tensors().items():
         local(tensor).copy_(saved[name])
@@ -119,7 +119,7 @@ def test_a_run_resumes_from_its_state_bit_for_bit(models, ranks, flags):
 
 @pytest.mark.slow
 def test_a_checkpoint_in_8_bits_is_read_in_another_layout_bit_for_bit(models, tmp_path):
-    """Three learners cut rows and experts unevenly; two share the experts; then one has all."""
+    """Three learners split rows and experts unevenly, two share the experts, then one has all."""
     came_from, first = "-", None
     for ranks, layout in [(3, {}), (2, {"expert_parallel": 2, "optimizer_offload": True}), (1, {})]:
         out, flags = tmp_path / str(ranks), json.dumps({"optim": "adamw_8bit"} | layout)
@@ -144,7 +144,7 @@ def test_gradients_in_bf16_are_kept_so_and_their_norm_is_not(models, ranks):
 
 
 def test_gradients_are_counted_as_such(models, ranks):
-    """What FSDP has reduced, too."""
+    """Including those that FSDP has reduced."""
     learner = make_learner(models["qwen3"], ranks, dtype="bfloat16")
     with MemoryCount() as count:
         own = sum(grad.numel() for grad in gradients(learner, 0))
@@ -244,7 +244,7 @@ def test_the_precision_of_everything_is_said_unless_all_is_fp32():
     [pytest.param(100, 8, 4096, marks=pytest.mark.slow), (600, 8, 4800), (5000, 8, 8192), (9000, 1, 9000)],
 )
 def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, ranks, longest, n, chosen):
-    """On a CPU: 4,096 tokens, more for a whole group up to 8,192, and a sequence of full length."""
+    """On a CPU it holds 4,096 tokens, up to 8,192 to fit a whole group, and at least one sequence of full length."""
     lengths = {"max_prompt_length": 50, "max_response_length": longest - 50, "rollout_n": n}
     auto, number = (train_sync.Args(max_tokens_per_micro_batch=tokens, **lengths) for tokens in ("auto", 4096))
     learner, later, other = (Learner(models["qwen3"], args, ranks, 10) for args in (auto, auto, number))
@@ -275,7 +275,8 @@ def test_a_number_for_auto_where_pixels_are_not_counted(sharing, longest):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["qwen2-tied", "moe"])
 def test_a_rank_alone_learns_without_fsdp_what_it_learns_with_it(models, ranks, model, dtype):
-    """To the bit, with gradients of several micro-batches; FSDP is there where something is moved, a layer at a time."""
+    """Bit for bit, with gradients of several micro-batches. FSDP is used only where tensors are offloaded, one layer at a
+    time."""
     flags = {"gradient_checkpointing": True, "dtype": dtype}
     alone, moving = (make_learner(models[model], ranks, param_offload=offload, **flags) for offload in (False, True))
     pieces = [sum(isinstance(module, FSDPModule) for module in it.policy.modules()) for it in (alone, moving)]

@@ -37,7 +37,7 @@ def values(optimizer: CompactAdamW) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("on_host", "in_8_bits"), KINDS)
 def test_every_shape_is_stepped_saved_and_restored_to_the_bit(tmp_path, on_host, in_8_bits):
-    """Through a file, as a checkpoint has it."""
+    """The state passes through a file, as in a checkpoint."""
     made = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=made) for shape in SHAPES]
     whole = optimizer_of(start, on_host, in_8_bits)
@@ -125,7 +125,7 @@ def test_a_run_of_such_a_model_saves_its_last_step_and_resumes_bit_for_bit(with_
 
 @pytest.mark.parametrize("layouts", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_a_checkpoint_with_a_parameter_of_one_row_fits_one_learner_and_two(with_a_row, tmp_path, layouts):
-    """Of two learners one has nothing of the row."""
+    """One of two learners has no part of the row."""
     came_from, found = "-", []
     for ranks in layouts:
         out = tmp_path / str(ranks)

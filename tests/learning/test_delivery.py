@@ -7,7 +7,7 @@ from helpers import run_script
 
 
 def bytes_by_node(text: str) -> list[list[int]]:
-    """By node: bytes that came in, of what it trains and did not have, of all that it trains."""
+    """Return for each node: bytes received, bytes it trains but did not have, bytes it trains in total."""
     return [list(map(int, numbers)) for numbers in re.findall(r"rank \d+: (\d+) came, (\d+) of (\d+) trained", text)]
 
 
@@ -16,7 +16,7 @@ CASES = ["1 a b", "2 a a b b", "1 a a b c", "2 a b"]  # learners that share a se
 
 @pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])])
 def test_each_node_has_what_it_trains_and_the_batch_is_the_same(case):
-    """To the bit: what every learner knows of all responses, and its own micro-batches with images' prompts and routes."""
+    """Bit for bit: the data that every learner has on all responses, and its own micro-batches with images and routes."""
     done = run_script("tests/programs/delivery.py", *case.split(), ranks=len(case.split()) - 1)
     nodes = bytes_by_node(done.stdout)
     assert len(nodes) == len(set(case.split()[1:]))
@@ -28,7 +28,7 @@ def test_each_node_has_what_it_trains_and_the_batch_is_the_same(case):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_what_the_links_carry(network, nodes):
-    """Counted by the machines: all bytes into each, with heads, handshakes and the set-up."""
+    """The machines count all bytes they receive, including headers, handshakes and the set-up."""
     machines = network(nodes)
     consoles = machines.start([(1, ["tests/programs/delivery.py", 1])] * nodes).wait(600)
     assert [code for code, _ in consoles] == [0] * nodes, consoles

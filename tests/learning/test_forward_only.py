@@ -26,7 +26,7 @@ OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.funct
 
 @pytest.fixture
 def pays(monkeypatch):
-    """Few tokens are worth a micro-batch of their own."""
+    """Make it worthwhile to put a few tokens into a micro-batch of their own."""
     monkeypatch.setattr(division, "A_PASS", 0)
 
 
@@ -40,8 +40,8 @@ def args_of(model: str, **flags) -> train_sync.Args:
 
 
 def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
-    """Gradients of all updates, metrics of all steps, the weights after them, of each step the part that passed forward
-    alone."""
+    """Return the gradients of all updates, the metrics of all steps, the final weights, and each step's share of forward-only
+    tokens."""
     args, gradients, metrics = args_of(model, **flags), [], []
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
     step, parts = learner.step, []
@@ -82,14 +82,14 @@ def test_terms_that_train_every_token_leave_nothing_out(models, ranks, pays, mor
 
 
 def test_kl_in_the_reward_is_an_advantage(models, ranks, pays):
-    """Scores are equal, but tokens lie apart from the reference once the weights have moved."""
+    """All scores are equal, but tokens differ from the reference once the weights have changed."""
     flags = {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "lr": 1e-2, "max_tokens_per_micro_batch": 32}
     found = taught(models["qwen3"], ranks, [make_groups(), make_groups()], **flags)
     assert found[3][0] > 0.2 and found[3][1] == 0
 
 
 def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks, pays):
-    """The batch's log-probs are random, so that the correction rejects many. A micro-batch has one or two of them."""
+    """The batch's log-probs are random, so the correction rejects many. Each micro-batch has one or two responses."""
     flags = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3", "max_tokens_per_micro_batch": 32}
     found = taught(models["qwen3"], ranks, [make_groups(())], **flags)
     assert 0 < found[3][0] < 1
@@ -97,7 +97,7 @@ def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks,
 
 
 def test_a_batch_without_any_signal_moves_the_weights_as_zeros_do(models, ranks, pays):
-    """AdamW continues by its momentum."""
+    """AdamW continues with its momentum."""
     batches = [make_groups(), make_groups(range(len(GROUPS)))]
     found = taught(models["qwen3"], ranks, batches, lr=1e-3)
     assert found[3][1] > 0.9 and not found[0][1].any()
@@ -164,7 +164,7 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
 )
 @pytest.mark.parametrize("equal", [[1], [0, 3]])
 def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models, ranks, kind, layout, equal):
-    """Some have nothing of one kind, and take part in its passes."""
+    """Some ranks have no response of one kind and still take part in its passes."""
     cases = {"grpo": ({"ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS)}
     if kind == "moe":
         cases |= {replay: (cases["grpo"][0] | {"router_replay": replay}, GROUPS) for replay in ("R2", "R3")}
@@ -176,7 +176,7 @@ def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models,
 
 
 def test_a_run_says_how_much_it_was(tmp_path):
-    """A reward that half of the prompts cannot lose: of their responses nothing is learnt."""
+    """Half of the prompts always get the full reward, so their responses teach nothing."""
     (tmp_path / "reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return 1.0 if int(ground_truth) % 2 else float(len(set(solution_str)))\n"

@@ -25,7 +25,7 @@ LAYOUTS[2]["sp 2, ep 2"] = LAYOUTS[4]["sp 2, ep 2"]
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
-    """R3 with routes that no router would choose: they are imposed on every rank's tokens, or the gradient is another."""
+    """R3 with routes that no router would choose: if a rank ignored them, the gradient would differ."""
     alone = learn_on(1, {"alone": [models["moe"], ALONE]}, REPLAYS)
     free = learn_on(1, {"free": [models["moe"], ALONE]}, {"R3": (REPLAYS["R3"][0] | {"router_replay": "off"}, GROUPS)})
     assert relative(free["free/R3"]["gradients"][0], alone["alone/R3"]["gradients"][0]) > 0.1
@@ -39,8 +39,7 @@ def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
 
 @pytest.mark.slow
 def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
-    """One whose first layer has no experts, the others also have a shared one, and whose weights are not normalised; and one
-    without any of that."""
+    """One model has a dense first layer, a shared expert and unnormalised weights. The other has none of these."""
     odd = {"mlp_only_layers": [0], "num_hidden_layers": 3, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3}
     odd |= {"decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": True}
     torch.manual_seed(0)
@@ -59,7 +58,8 @@ def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "case"), [("qwen2-tied", {"entropy_coeff": 0.1}), ("moe", REPLAYS["R3"][0])])
 def test_ranks_in_bf16_are_as_near_to_fp32_as_one_rank_is(models, kind, case):
-    """They round other sums than one rank does, and no more. Experts are replayed: a route that flips is no rounding."""
+    """Several ranks round different sums than one rank, but no more of them. Routes are replayed, because a flipped route is
+    not rounding."""
     cases, bf16 = {"x": (case, GROUPS)}, ALONE | {"dtype": "bfloat16"}
     alone = learn_on(1, {"fp32": [models[kind], ALONE], "bf16": [models[kind], bf16]}, cases)
     exact, one = (alone[f"{name}/x"]["gradients"][0] for name in ("fp32", "bf16"))

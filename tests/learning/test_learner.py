@@ -173,13 +173,13 @@ def test_bf16_is_close_and_not_equal(compute, models, reference):
 
 
 def test_more_ranks_than_responses_do_not_hang(compute, models):
-    """A batch of one response on two ranks."""
+    """Two ranks train a batch of one response."""
     one, two = (compute(models["qwen2-tied"], ranks, [100], groups=1, responses=1) for ranks in (1, 2))
     assert relative(two["100/grad"], one["100/grad"]) < 1e-6
 
 
 def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
-    """As in code of --trust-remote-code, which transformers does not know to be tied."""
+    """Code loaded with --trust-remote-code may tie weights in a way unknown to transformers."""
     empty = learner_module.empty_model
 
     def by_hand(*of):
@@ -193,7 +193,7 @@ def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
 
 
 def test_chunked_log_probs_equal_whole_ones(compute, models, reference):
-    """So few logits at once that a micro-batch needs several chunks."""
+    """The chunks are so small that a micro-batch needs several."""
     data = compute(models["qwen2-tied"], 1, [4096], logits_at_once=7 * 32)
     assert relative(data["4096/grad"], reference[0]["4096/grad"]) < 1e-6
     torch.testing.assert_close(data["4096/log_prob"], reference[0]["4096/log_prob"], atol=1e-6, rtol=0)
@@ -204,7 +204,7 @@ def test_chunked_log_probs_equal_whole_ones(compute, models, reference):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("use_entropy", [False, True])
 def test_chunks_give_the_gradient_of_autograd(use_entropy, with_bias, dtype, allowed, kept, monkeypatch):
-    """In a second backward pass of the same graph, too."""
+    """Also in a second backward pass of the same graph."""
     torch.manual_seed(0)
     n, d, vocabulary = 23, 8, 50
     leaves = [torch.randn(n, d), torch.randn(vocabulary, d), torch.randn(vocabulary) if with_bias else None]

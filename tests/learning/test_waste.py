@@ -20,7 +20,7 @@ from rl.ranks.device import PACKED_ATTENTION
 
 
 class Counted:
-    """FLOPs of products of two numbers, forward and backward, from what torch's functions are called with."""
+    """Counts the FLOPs of matrix products, forward and backward, from the calls of torch's functions."""
 
     def __init__(self, model: nn.Module, patch):
         self.flops, self.head, self.layers = 0, model.lm_head, [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -40,7 +40,7 @@ class Counted:
         patch.setattr(F, "scaled_dot_product_attention", count)
 
     def needed(self, groups, config) -> int:
-        """At the least: a token of a prompt once, and a token of a response, each with those in front of it."""
+        """The least possible work: each prompt token once, and each response token once, with the tokens before it."""
         flops, of_layers = 0, sum(x.in_features * x.out_features for x in self.layers if x is not self.head)
         pair = config.num_hidden_layers * config.num_attention_heads * config.head_dim
         for group in groups:
@@ -78,7 +78,7 @@ def npu():
 
 @pytest.mark.parametrize("budget", [8192, 60])
 def test_kernels_for_packed_rows_waste_what_is_divided_and_nothing_else(models, ranks, npu, budget):
-    """Each token is a query once: what is left is a prompt whose responses are in several micro-batches."""
+    """Each token is a query once. The only waste is a prompt whose responses are in several micro-batches."""
     learner = Learner(models["qwen3"], LearnerArgs(), ranks, 10)
     batch = Batch.of([make_group(0, [30, 20, 5], prompt=25)])
     npu()
@@ -120,7 +120,7 @@ SIZES = [(8, 8, 8, 64), (8, 8, 8, 256), (8, 8, 100, 300), (64, 8, 100, 300)]
     ],
 )
 def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(groups, n, prompt, response, tokens, ragged):
-    """By default, on one rank, of groups that take two thirds of a micro-batch at most."""
+    """By default, on one rank, for groups that take at most two thirds of a micro-batch."""
     for seed in range(3):
         responses = lengths_of(groups * n, response, ragged, seed)
         lengths, group = [prompt + r for r in responses], [i // n for i in range(groups * n)]

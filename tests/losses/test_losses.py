@@ -42,7 +42,7 @@ def baseline(b):
 
 
 def by_score(name, scores, groups, lengths=None, **extra):
-    """One value per response: the score goes in on the last token, as the scripts put it."""
+    """One value per response: the last token gets the score, as in the scripts."""
     lengths = lengths or [2] * len(scores)
     seq = torch.arange(len(scores)).repeat_interleave(torch.tensor(lengths))
     reward = torch.zeros(sum(lengths), dtype=F64)
@@ -55,7 +55,7 @@ def by_score(name, scores, groups, lengths=None, **extra):
 
 
 def test_it_works_alone_in_an_empty_directory(tmp_path):
-    """Without the rest of the project, with nothing imported except torch, and no process group."""
+    """Without the rest of the project, without a process group, and with no import except torch."""
     shutil.copy(ROOT / "losses.py", tmp_path)
     code = (
         "import sys, torch; before = set(sys.modules); import losses; new = set(sys.modules) - before - {'losses'};"
@@ -75,7 +75,7 @@ def test_it_works_alone_in_an_empty_directory(tmp_path):
 
 @given(LENGTHS, SEEDS, st.integers(0, 3))
 def test_padding_comes_and_goes_and_changes_nothing(lengths, seed, more):
-    """Padded [B, T] -> packed -> padded, with any padding: `pack` reads where it lies, and what it holds never matters."""
+    """Padded [B, T] -> packed -> padded, with any padding: `pack` looks at the places of the padding, never at its values."""
     b = slow.random_batch(lengths, seed)
     wide = losses.unpack(b["lp"], b["seq"], len(lengths), max(lengths) + more, fill=math.nan)
     valid = ~torch.isnan(wide)
@@ -229,7 +229,7 @@ def test_the_order_of_responses_does_not_matter(name, lengths, seed, data):
 @settings(max_examples=20)
 @given(LENGTHS, SEEDS, st.floats(0.5, 20), st.floats(-3, 3))
 def test_what_the_scale_of_rewards_changes(lengths, seed, scale, shift):
-    """A shift of all scores changes no group-wise advantage; a scale cancels where the std divides, up to the epsilon."""
+    """A shift of all scores changes no group-wise advantage. A scale cancels if the std divides, up to the epsilon."""
     b = slow.random_batch(lengths, seed)
     b["group"] = torch.zeros_like(b["group"])
     ends = torch.tensor(lengths).cumsum(0) - 1
@@ -256,7 +256,7 @@ def test_groups_of_one_and_equal_scores():
 
 
 def scored(scores, dtype, holes=False):
-    """Responses of two tokens with the scores on the second; with holes the second is not trained."""
+    """Responses of two tokens with the score on the second. With holes, the second token is not trained."""
     reward = torch.stack([torch.zeros(len(scores)), torch.as_tensor(scores)], 1).flatten().to(dtype)
     mask = torch.tensor([True, not holes]).repeat(len(scores))
     return reward, mask, torch.arange(len(scores)).repeat_interleave(2)
@@ -266,7 +266,7 @@ def scored(scores, dtype, holes=False):
 @settings(max_examples=60)
 @given(score=SCORES, n=st.one_of(st.integers(2, 1024), st.sampled_from([3, 5, 7, 8, 16])), dtype=DTYPES, holes=st.booleans())
 def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, holes):
-    """Exactly: the least noise would be a direction, the same for all n, which Adam scales up where nothing else is left."""
+    """The advantage must be exactly 0: Adam would scale up even the smallest common noise if nothing else is left."""
     reward, mask, seq = scored([score] * n, dtype, holes)
     assert not losses.ADVANTAGES[name](reward, mask, seq, torch.zeros(n, dtype=torch.long)).any()
     if name == "reinforce_pp_baseline":  # whitened over the batch
@@ -282,7 +282,7 @@ def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, ho
 @settings(max_examples=60)
 @given(score=SCORES, n=st.integers(2, 64), dtype=DTYPES)
 def test_scores_an_ulp_apart_are_two_scores(name, score, n, dtype):
-    """One response above n - 1 others by the least that the dtype can tell; against the same in exact fractions."""
+    """One response is above n - 1 others by the smallest difference of the dtype. Compared with exact fractions."""
     low = torch.tensor(score).to(dtype)
     high = torch.nextafter(low.double(), torch.tensor(torch.inf, dtype=F64)) if dtype == F64 else None
     if dtype == torch.bfloat16:
@@ -315,7 +315,7 @@ def test_whitening_equal_values_gives_nothing(value):
 @settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS, data=st.data())
 def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, seed, data):
-    """What could not be scored, or was rejected, changes nothing for the others, whatever is in its place."""
+    """An unscored or rejected response changes nothing for the others, whatever its values are."""
     b = slow.random_batch(lengths, seed)
     gone = set(data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=len(lengths) - 1)))
     kept = [i for i in range(len(lengths)) if i not in gone]
@@ -328,7 +328,7 @@ def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, se
 
 
 def test_what_a_group_of_one_gives():
-    """As declared: the scripts refuse, or warn of, one response a prompt."""
+    """As declared: the scripts refuse, or warn about, one response per prompt."""
     reward, mask, seq = scored([0.25, 3.0, 3.0, -1.0], F64)
     for name, function in losses.ADVANTAGES.items():
         if name != "gae":

@@ -93,7 +93,7 @@ def test_cispo_sapo_reinforce_by_hand():
 
 
 def test_knobs_keep_their_precision():
-    """tau is exact in fp64: 1.05 is no fp32 number."""
+    """tau is exact in fp64: 1.05 is not an fp32 number."""
     args = tokens(log(1.5), [-1])
     loss, _ = losses.sapo(*args)
     assert loss.item() == pytest.approx(4 / 1.05 / (1 + math.exp(-1.05 * 0.5)), rel=1e-15)
@@ -365,7 +365,7 @@ def test_kl_estimators_equal_slow_loops(lengths, seed):
 
 
 def test_kl_estimators_against_the_exact_divergence():
-    """Over all outcomes of a small distribution: which has the KL's value, and which, as a loss, the KL's gradient."""
+    """Over all outcomes of a small distribution: which estimator has the KL's value, and which, as a loss, has its gradient."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=F64, requires_grad=True)
     ref = torch.tensor([0.0, 0.2, 0.1, -0.5], dtype=F64).log_softmax(0)
     log_p = logits.log_softmax(0)

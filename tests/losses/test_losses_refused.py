@@ -14,7 +14,7 @@ NAMES = {name: f for name, f in (losses.ADVANTAGES | losses.POLICY_LOSSES).items
 
 
 def arguments(function) -> dict[str, torch.Tensor]:
-    """Right input for any advantage or policy loss: three responses of two tokens, two prompts."""
+    """Valid input for any advantage or policy loss: three responses of two tokens, two prompts."""
     per_token = torch.tensor([0.1, -0.2, 0.3, -0.4, 0.5, 1.0])
     special = {"seq": SEQ, "mask": MASK, "group": GROUP, "baseline": torch.zeros(3), "chosen": MASK}
     parameters = inspect.signature(function.function).parameters.values()
@@ -51,7 +51,7 @@ def test_a_group_that_is_not_one_entry_a_response_is_refused(name, group):
 
 
 def test_as_many_responses_as_tokens_are_taken():
-    """Here group [B] has the length of seq [N], rightly."""
+    """Here group [B] rightly has the same length as seq [N]."""
     reward = torch.tensor([1.0, 0.0, 1.0])
     advantage = losses.dr_grpo(reward, MASK[:3], torch.arange(3), torch.zeros(3, dtype=torch.long))
     assert torch.allclose(advantage, torch.tensor([1 / 3, -2 / 3, 1 / 3]))

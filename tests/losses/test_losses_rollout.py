@@ -77,7 +77,7 @@ def test_thresholds_are_read_and_refused_with_the_reason():
 
 
 def test_what_the_words_of_a_whole_correction_mean():
-    """Of runs that were recorded with --rollout-correction WORD, and of verl's."""
+    """The words of recorded runs with --rollout-correction WORD, and of verl."""
     tis, geometric = (None, 2.0), [("seq_mean", "k1", 0.999, 1.001)]
     meaning = {
         "token_tis": ("token", tis, []),

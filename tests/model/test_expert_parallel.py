@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """What one rank is taught."""
+    """Return the results of training on one rank."""
     return learn_on(1, {"alone": [models["moe"], ALONE]})
 
 
@@ -52,7 +52,7 @@ def test_ranks_that_share_experts_are_taught_what_one_rank_is(models, alone, ran
 
 @pytest.fixture
 def lopsided(models, tmp_path) -> str:
-    """A model no token of which ever chooses experts 0 to 3: two of the others always have positive logits."""
+    """A model in which no token chooses experts 0 to 3: two of the others always have positive logits."""
     model = AutoModelForCausalLM.from_pretrained(models["moe"])
     with torch.no_grad():
         for layer in model.model.layers:
@@ -108,7 +108,7 @@ def test_experts_that_cannot_be_divided_are_refused(learners, config, size, said
 
 
 class Layer(nn.Module):
-    """As fetch_ahead sees a layer: something of its own, and experts that are sharded apart."""
+    """A layer as fetch_ahead sees it: its own parameters, and separately sharded experts."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_the_next_layer_and_its_experts_are_gathered_before_a_layer_computes(ranks, monkeypatch, frozen):
-    """Layers that are not trained, as those of a frozen tower, have no backward pass, and are not gathered for one."""
+    """Layers that are not trained, as in a frozen tower, have no backward pass, so they are not gathered for one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
     model[:frozen].requires_grad_(False)

@@ -81,7 +81,7 @@ def test_models_that_do_more_are_refused(tmp_path, case, start):
 
 @pytest.mark.parametrize("kind", ["LlamaConfig", "MistralConfig"])
 def test_a_model_with_a_forward_pass_of_its_own_is_refused(tmp_path, kind, monkeypatch):
-    """As code that comes with a model may have it: nothing in the config tells."""
+    """Code that comes with a model may have one. The config does not show it."""
     path = save(tmp_path, kind, sliding_window=None)
     kind = getattr(transformers, kind.replace("Config", "ForCausalLM"))
     forward = kind.forward
@@ -98,12 +98,12 @@ def test_a_model_with_a_forward_pass_of_its_own_is_refused(tmp_path, kind, monke
 
 
 def looks_back_in_the_row(module, args, out):
-    """What the token in front is in the row reaches into this one: past a response, it is another response's."""
+    """Mix the previous token of the row into each token. At the start of a response that token belongs to another response."""
     return out + 0.5 * out.roll(1, dims=1) * (torch.arange(out.shape[1]) > 0)[:, None]
 
 
 def counts_from_the_row(module, args, out):
-    """Positions that are learned, taken by the place in the row."""
+    """Learned positions, counted from the start of the row."""
     return out + torch.linspace(-1, 1, 64 * out.shape[2]).view(64, -1).sin()[: out.shape[1]]
 
 
@@ -148,7 +148,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize(("kind", "settings"), WINDOWS, ids=[kind for kind, _ in WINDOWS])
 def test_a_window_is_refused_where_sequences_outgrow_it_and_only_there(kind, settings):
-    """By the config, before the weights are read: no short forward pass would show a window of thousands of tokens."""
+    """The config shows it before the weights are read: no short forward pass would show a window of thousands of tokens."""
     config = getattr(transformers, kind)(**SMALL | settings)
     check_supported(config, "x", longest=16)
     with pytest.raises(UserError, match=r"attend to 16 tokens .*is 17"):
@@ -177,7 +177,7 @@ def test_layers_of_another_kind_are_refused(layers):
 
 
 def test_queries_scaled_by_their_place_in_the_row_are_refused():
-    """Llama 4: beyond 8,192 tokens of a row, whose sequences may all be short."""
+    """Llama 4 scales them beyond token 8,192 of a row, even if all its sequences are short."""
     config = transformers.Llama4TextConfig(**SMALL | {"num_hidden_layers": 4}, layer_types=["full_attention"] * 4)
     with pytest.raises(UserError, match=r"attn_temperature_tuning.*below 8192 tokens"):
         check_supported(config, "x", longest=16)
@@ -213,7 +213,7 @@ def test_a_script_ends_with_the_reason(tmp_path, script):
 
 
 def test_the_check_costs_a_run_nothing_but_time(demo_model):
-    """Neither random numbers nor settings are other after it, so that training is bit for bit what it was."""
+    """The check changes neither random numbers nor settings, so training is bit for bit the same."""
     model = load_weights(demo_model, torch.float32)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     check_policy(Policy(model), demo_model)

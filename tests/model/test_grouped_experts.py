@@ -15,7 +15,7 @@ from rl.ranks import device
 
 
 def npu_grouped_matmul(x, weight, *, group_list, group_list_type, split_item, group_type):
-    """By torch-npu 2.10's registration of shapes and its documents: one x, one weight, numbers of rows, one output."""
+    """A fake of torch-npu 2.10's operator, with its shapes and documented limits: one x, one weight, row counts, one output."""
     assert len(x) == len(weight) == 1 and group_list.dtype == torch.long and (group_list_type, split_item) == (1, 3)
     (x,), (weight,) = x, weight
     assert x.dim() == 2 and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -73,7 +73,7 @@ def test_a_model_has_the_outputs_and_gradients_of_its_experts_one_after_another(
 
 
 class Gated(nn.Module):
-    """Experts whose gate is their own: clamped, as DeepSeek V4's, and not SiLU."""
+    """Experts with a gate of their own: clamped, like DeepSeek V4's, instead of SiLU."""
 
     def __init__(self, config):
         super().__init__()

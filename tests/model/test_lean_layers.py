@@ -44,7 +44,7 @@ def however_small(monkeypatch):
 
 
 def make_mlp(name: str, **flags):
-    """A random one, the same each time."""
+    """Make a random MLP, the same each time."""
     torch.manual_seed(0)
     made = getattr(importlib.import_module(f"transformers.models.{MLPS[name]}.modeling_{MLPS[name]}"), name)
     return made(LlamaConfig(hidden_size=48, intermediate_size=160, num_attention_heads=4, **flags))
@@ -52,7 +52,7 @@ def make_mlp(name: str, **flags):
 
 @contextlib.contextmanager
 def counting(model):
-    """A list that gets, at the end, the bytes that were saved for the backward pass: each storage once, parameters not."""
+    """Yield a list. At the end it holds the bytes saved for the backward pass, each storage once, without parameters."""
     own, kept, size = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}, []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_a_learners_mlps_learn_the_same_bits(ranks, models, monkeypatch, flags):
     monkeypatch.setattr(torch.nn.functional, "silu", lambda *args, **flags: calls.append(1) or silu(*args, **flags))
 
     def update(worth_it: int) -> tuple[list[torch.Tensor], int, int]:
-        """Gradients and the new weights; how often silu was computed; micro-batches."""
+        """Return the gradients and the new weights, the number of silu computations, and the number of micro-batches."""
         monkeypatch.setattr(lean_layers, "WORTH_IT", worth_it)
         calls.clear()
         learner, grads, micros = gradients(models["qwen3"], ranks, flags)

@@ -28,14 +28,14 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # r
 
 @pytest.fixture
 def on_cpu():
-    """Gives the CPU the attention of another device until the test ends."""
+    """Give the CPU the attention of another device until the test ends."""
     yield kernels.give_to_cpu
     PACKED_ATTENTION.pop("cpu", None)
     kernels.MISALIGNED.clear()
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The gradient of a token that sees only itself is 0 but for rounding: such are compared with 1e-3."""
+    """The gradient of a token that sees only itself is 0 except for rounding. Such gradients are compared with 1e-3."""
     return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-3))
 
 
@@ -95,7 +95,7 @@ def test_rectangles_only_where_there_is_no_kernel(kind, dtype, segments, size, k
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_computes_with_shared_heads_as_they_are(dtype):
-    """No key or value is copied for each head of queries, which torch's other kernel on a CPU would do."""
+    """No key or value is copied for each query head, as torch's other CPU kernel would do."""
     seen = []
 
     class Seen(TorchDispatchMode):
@@ -215,7 +215,7 @@ HEADS, KV, SIZE = 32, 8, 128
     ],
 )
 def test_a_kernel_at_20k_tokens_holds_nothing_but_rows(kind, dtype, extra):
-    """To the byte, but for indices: no padding, and nothing that grows with the square of a sequence."""
+    """To the byte, except for indices: no padding, and nothing that grows with the square of a sequence."""
     found = counted(kind, dtype, segments=LONG, after=AFTER)
     width = getattr(torch, dtype).itemsize * SIZE
     out, keys = TOKENS * HEADS * width, 2 * KEYS * KV * width

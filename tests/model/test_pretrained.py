@@ -243,7 +243,7 @@ def test_special_tokens_beyond_the_vocabulary_matter_where_prompts_have_them(mod
 
 
 def test_the_tokenizers_end_token_counts_as_do_those_of_the_configs(model, tmp_path):
-    """A chat model's tokenizer often ends a turn with another token than its config names."""
+    """A chat model's tokenizer often ends a turn with a token that its config does not name."""
     path = tmp_path / "model"
     tokenizer = tokenizer_of(WORDS, eos_token="w7")
     assert end_token_ids(model) == {1}
@@ -279,7 +279,7 @@ def test_a_model_whose_responses_would_never_end_is_refused(model, tmp_path, nam
 
 @pytest.mark.parametrize("prompt", ["10+20=", [{"role": "user", "content": "10+20="}]])
 def test_a_tokenizer_that_loses_the_prompts_text_is_refused(tmp_path, prompt):
-    """As one of other words does, though it makes as many tokens."""
+    """A tokenizer with another vocabulary does so, even if it makes the same number of tokens."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "data_source": "x", "ground_truth": "30"}))
     files, flags = [str(tmp_path / "a.jsonl")], DataArgs()
     lossy = tokenizer_of(WORDS, eos_token="<end>", unk_token="<unk>", additional_special_tokens=["<user>"])
@@ -319,7 +319,7 @@ def test_a_demo_that_cannot_be_kept_anywhere_says_what_to_set(name, monkeypatch,
 
 @pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-vl"])
 def test_a_demo_in_anothers_home_says_what_to_set(name, monkeypatch):
-    """HOME=/root, and a user who may not look into it."""
+    """HOME=/root, and a user without access to it."""
     monkeypatch.setenv("RL_CACHE", "/root/cache")
     stat = Path.stat
 

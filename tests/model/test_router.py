@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def router_class(name: str):
-    """A class of transformers by its name."""
+    """Return a router class of transformers by its name."""
     for module in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe"):
         found = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
         if found:
@@ -58,7 +58,7 @@ def test_a_known_router_chooses_and_weighs_as_transformers_does(name, dtype):
 
 @pytest.fixture(scope="module")
 def learn(models, ranks):
-    """A learner of the tiny mixture; again with other flags."""
+    """Return a learner of the tiny MoE model, on each call with other flags."""
 
     def make(**flags) -> Learner:
         return Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, **flags), ranks, 10)
@@ -67,7 +67,7 @@ def learn(models, ranks):
 
 
 def sampled(engine: TransformersEngine, n: int = 4) -> Batch:
-    """What the engine samples with its routes, as records that have travelled."""
+    """The engine's samples with their routes, as records after transport."""
     outputs, groups = drain(engine, requests_for(n=n)), {}
     for request in requests_for(n=n):
         groups.setdefault(request.id[0], []).append((request, outputs[request.id]))
@@ -123,7 +123,7 @@ def test_the_learner_computes_what_transformers_computes(models, learn):
 
 
 def test_own_routes_replayed_are_the_same_bits(models, learn):
-    """Log-probs and gradients of a free pass, and of one that replays what the free one chose."""
+    """Log-probs and gradients of a free pass equal those of a pass that replays the free pass's choices."""
     batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
     learner, micro = learn(router_replay="R2"), micro_of(batch)
     results = []
@@ -186,7 +186,7 @@ def test_metrics_are_those_of_a_plain_count(models, learn):
 
 
 def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
-    """Also where the router would now choose others, which torch refuses or, worse, does not notice."""
+    """Also if the router would now choose other experts, which torch refuses or, worse, does not notice."""
     batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
     plain, learner, micro = learn(), learn(gradient_checkpointing=True), micro_of(batch)
     plain.log_probs(micro)[0].sum().backward()
@@ -244,7 +244,7 @@ def test_router_logits_are_in_fp32_by_default(models, flag, dtype, error):
 
 
 def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
-    """Text alone: what the engine records the learner would choose, but for rounding, and replays."""
+    """With text only: the learner would choose what the engine records, except for rounding, and replays it."""
     save_vlm("qwen3-vl-moe", tmp_path)
     engine = TransformersEngine(str(tmp_path), 64, 5, router=RouterArgs(router_replay="R3"))
     batch = sampled(engine, n=2)

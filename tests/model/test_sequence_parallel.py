@@ -14,7 +14,7 @@ from rl.model.pretrained import check_heads
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """What one rank is taught."""
+    """Return the results of training on one rank."""
     return learn_on(1, {"alone": [models["qwen2-tied"], ALONE]})
 
 
@@ -53,7 +53,7 @@ def test_heads_that_ranks_cannot_share_are_refused(size, said):
 
 @pytest.mark.slow
 def test_64k_tokens_in_one_sequence_go_over_four_ranks(tmp_path):
-    """A rank takes 16,400 tokens. One rank that takes them all says what the gradient is."""
+    """Each rank takes 16,400 tokens. The gradient equals that of one rank with all tokens."""
     small = SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
     AutoModelForCausalLM.from_config(Qwen2Config(**small)).save_pretrained(tmp_path / "model")
     case = {"long": ({"entropy_coeff": 0.1}, [[65_530]])}
@@ -75,7 +75,7 @@ def test_the_demo_is_trained_on_shared_sequences(script, ranks, flags, tmp_path)
 
 @pytest.mark.slow
 def test_verls_gspo_run_goes_over_shared_sequences(tmp_path, demo_model):
-    """The recipe's own flags with a small model, batch and lengths."""
+    """The recipe's own flags, with a small model, a small batch and short sequences."""
     _, *flags = words(ROOT / "examples" / "gspo_qwen2.5_3b_gsm8k.sh", "gpu", tmp_path)
     flags = flags[flags.index("train_sync.py") + 1 :]
     flags += [

@@ -28,13 +28,13 @@ def families(models, tmp_path_factory) -> dict[str, str]:
 
 
 def as_in_memory(path) -> None:
-    """The files have transformers' own names, not the hub's."""
+    """Files with transformers' own names instead of the hub's."""
     weights = dict(load_weights(str(path), torch.bfloat16).named_parameters())
     save_file({name: weight.detach() for name, weight in weights.items()}, path / "model.safetensors", {"format": "pt"})
 
 
 def of_the_base_model(path) -> None:
-    """As other tools save a model without its head: names begin below "model."."""
+    """Files as other tools save a model without its head: the names lack the prefix `model.`."""
     weights = {name.removeprefix("model."): weight for name, weight in load_file(path / "model.safetensors").items()}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 
@@ -48,7 +48,7 @@ def halved(dtype: torch.dtype):
 
 
 def mixed(path) -> None:
-    """Some tensors, and some of those that make up one parameter, are in other precisions."""
+    """Files in which some tensors, and some parts of one parameter, have other precisions."""
     weights, dtypes = load_file(path / "model.safetensors"), [torch.float32, torch.bfloat16, torch.float16]
     weights = {name: weight.to(dtypes[number % 3]) for number, (name, weight) in enumerate(weights.items())}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
@@ -68,7 +68,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("family", "change"), [form[::2] for form in FORMS], ids=[" ".join(form[:2]) for form in FORMS])
 def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, tmp_path, monkeypatch, family, change):
-    """Bit for bit, and in parts, whatever form the files have; the dice of the run are not touched."""
+    """Bit for bit, and in parts, for every form of the files. The run's random numbers are not used."""
     path = tmp_path / "model"
     shutil.copytree(families[family], path)
     change(path)
@@ -114,11 +114,11 @@ def test_the_damaged_file_is_named(tmp_path):
         (path / file).unlink()
 
     def exchange(path, listed, name, file) -> None:
-        """The file of another model, under the same name."""
+        """Replace a file by that of another model, under the same name."""
         save_file({"other": torch.zeros(3)}, path / file, {"format": "pt"})
 
     def repeat(path, listed, name, file) -> None:
-        """A tensor of another file is in this one as well."""
+        """Put a tensor of another file into this one as well."""
         other = load_file(path / next(other for other in listed.values() if other != file))
         save_file(load_file(path / file) | other, path / file, {"format": "pt"})
 
@@ -147,7 +147,7 @@ def test_a_file_that_becomes_shorter_meanwhile_is_named(models, tmp_path):
 
 
 def test_what_transformers_alone_can_read_is_read_whole(ranks, models, tmp_path):
-    """Weights in PyTorch's own files."""
+    """Weights in PyTorch's own file format."""
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -165,7 +165,7 @@ def test_weights_that_are_not_used_are_said_once(ranks, models, tmp_path, capsys
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "moe", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
 def test_the_check_at_the_start_holds_a_layer_at_a_time(families, tmp_path, monkeypatch, family):
-    """It computes what it would with the whole model in fp32, and holds nothing in the end."""
+    """Its result equals that of the whole model in fp32, and it frees its memory at the end."""
     shutil.copytree(families[family], path := tmp_path / "model")
     halved(torch.bfloat16)(path)
     seen, compare = [], forward_check._compare

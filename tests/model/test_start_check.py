@@ -97,7 +97,7 @@ CASES.remove(("state that only responses take over", "the last"))  # nobody sees
 @pytest.mark.parametrize(("leak", "layers"), CASES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_crosses_sequences_is_refused(tmp_path, kind, leak, layers):
-    """In the last layer a shift reaches one token of each response alone."""
+    """In the last layer a shift reaches only one token of each response."""
     model = load_weights(save(tmp_path, kind, **MODELS[kind]), torch.float32)
     check_policy(Policy(model), "x")
     with pytest.raises(UserError, match=CROSSES):
@@ -112,7 +112,7 @@ def test_a_state_that_follows_the_sequences_passes(tmp_path, kind):
 
 
 def test_the_engine_refuses_them_too(tmp_path, monkeypatch):
-    """It decodes a token at a time, without anything of the tokens before."""
+    """The engine decodes one token at a time, without state of the tokens before it."""
     mlp = transformers.models.mistral.modeling_mistral.MistralMLP
     forward = mlp.forward
     path = save(tmp_path, "MistralConfig", sliding_window=None)

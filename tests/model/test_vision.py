@@ -53,7 +53,7 @@ def dataset(model: str, *files: str, **flags) -> PromptDataset:
 
 
 def inputs_of(model, prompt, response=()) -> dict:
-    """What transformers' forward takes of a prompt and a response to it: it finds places and positions by itself."""
+    """Return transformers' inputs for a prompt and a response. transformers finds places and positions itself."""
     ids = torch.tensor([[*prompt.ids, *response]])
     out = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids)}
     if prompt.images:
@@ -79,7 +79,7 @@ def test_positions_are_those_of_transformers(vlms, rows, kind):
 
 
 def make_batch(prompts: PromptDataset, special: list[int], n: int = 2) -> Batch:
-    """A batch with n responses to each row, of random tokens and of those in `special`."""
+    """A batch with n responses to each row, made of random tokens and tokens from `special`."""
     rng, groups = np.random.default_rng(0), []
     for ticket, prompt in enumerate(prompts):
         group = make_group(ticket, list(rng.integers(4, 9, n)), rng=rng)

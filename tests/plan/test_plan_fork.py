@@ -21,7 +21,7 @@ class Args({bases}):
 
 
 def fork(script: str, path: Path, learn: str = "") -> Path:
-    """A copy of the script with a flag of its own, and a first line for its learn."""
+    """A copy of the script with an additional flag and a new first line in `learn`."""
     text = (ROOT / script).read_text()
     bases = re.search(r"^class Args\((.*)\):$", text, re.M)[1]
     text = re.sub(r"^@dataclass\nclass Args\(.*?\n(?=\S|\n    @|\n\n)", MORE_FLAGS.format(bases=bases), text, flags=re.M | re.S)
@@ -36,7 +36,7 @@ def fork(script: str, path: Path, learn: str = "") -> Path:
     ["train_async.py", *(pytest.param(f"{name}.py", marks=pytest.mark.slow) for name in ("train_sync", "train_one_step_off"))],
 )
 def test_a_copy_is_planned_as_its_script(script, tmp_path, capsys, monkeypatch):
-    """In this process: a plan of its own costs the imports of another."""
+    """The plan runs in this process, because a new process would have to import everything."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     own = fork(script, tmp_path / f"my_{script}")

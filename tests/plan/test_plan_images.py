@@ -37,7 +37,7 @@ def planned(path: str, size: str | None, tokens: int = 200, **flags):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stated_size_takes_the_tokens_and_pixels_of_such_images(configs, kind):
-    """Those that the preparation makes of a picture of this size; another image in each prompt."""
+    """They equal those of a prepared picture of this size. Each prompt has another image."""
     path = configs[kind]
     whole = ImagePrep.of(path, load_config(path), types.SimpleNamespace(min_pixels=None, max_pixels=None))
     for width, height, number in ((100, 80, 1), (300, 90, 2), (1000, 700, 1)):
@@ -52,7 +52,7 @@ def test_a_stated_size_takes_the_tokens_and_pixels_of_such_images(configs, kind)
 
 
 def test_images_of_the_data(configs, tmp_path):
-    """The prompts of the run's own order, with what their headers say; damaged behind it or not."""
+    """Prompts come in the run's own order with the sizes in their headers, even if the data behind a header is damaged."""
     import datasets
 
     sizes = [(64, 64), (200, 100), (90, 300)]
@@ -100,7 +100,7 @@ def test_the_count_of_images_and_experts_over_two_learners(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_with_images_holds_their_pixels(configs):
-    """More than the pixels on the device, which hold more where images are larger; the tower's weights count."""
+    """The device holds more than the pixels, and more if images are larger. The tower's weights count."""
     found = []
     for size in ("100x80", "400x250"):
         args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)

@@ -67,13 +67,13 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
     "flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16", "ref_offload": False}]
 )
 def test_the_count_is_that_of_two_learners(models, flags):
-    """With what they trade around attention."""
+    """Including the tensors that they exchange around attention."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
     assert real["causes"] == fake["causes"] and real["kept"] == fake["kept"]
 
 
 def check_close(real: dict, fake: dict) -> None:
-    """Within 5%, and equal where a router has no say."""
+    """Check that the sums agree within 5%, and that weights, reference and optimizer are equal."""
     for when in ("causes", "kept"):
         assert sum(fake[when].values()) == pytest.approx(sum(real[when].values()), rel=0.05)
         assert all(real[when].get(cause) == fake[when].get(cause) for cause in ("weights", "reference", "optimizer"))
@@ -98,7 +98,7 @@ def test_the_count_of_divided_experts_is_near_that_of_real_ones(with_shared_expe
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    """A directory with a config.json and nothing else."""
+    """A directory with only a config.json."""
     CONFIGS["qwen2-untied"]().save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     return str(tmp_path)

@@ -19,7 +19,7 @@ IN_TURN = Roles(engines=1, learners=1, colocated=True)
 
 @dataclass
 class Fixed:
-    """Groups of these lengths in turn."""
+    """Groups with these lengths in turn."""
 
     lengths: list[list[int]]
     prompt: int = 0
@@ -37,12 +37,12 @@ def run(times: Times, roles: Roles, threshold: float, work, prompts: int = 1, sl
 
 
 def times(**seconds) -> Times:
-    """A decode step takes a second; what is not given takes none."""
+    """A decode step takes one second. Everything not given takes no time."""
     return Times("by hand", **{"step": 1.0} | seconds)
 
 
 def test_sync_by_hand():
-    """The longest response decides, then training; an engine takes the weights before it decodes."""
+    """A step takes the time of its longest response, then training. An engine takes the weights before it decodes."""
     work = Fixed([[5, 2], [7, 1]], prompt=3)
     found = run(times(learn=3), IN_TURN, 0, work, prompts=2)
     assert (found.seconds, found.tokens) == pytest.approx((7 + 3, 5 + 2 + 7 + 1 + 4 * 3))
@@ -87,7 +87,7 @@ def test_new_weights_every_other_step():
 
 
 def test_prompts_that_a_step_does_not_wait_for():
-    """--over-sample: with one prompt more under way, both slots are always in use, and no step waits for the long response."""
+    """--over-sample: with one additional prompt both slots are always busy, and no step waits for the long response."""
     work = Fixed([[3], [3], [3], [9]])
     plain, ahead = (run(times(learn=2), IN_TURN, surplus, work, slots=2).seconds for surplus in (0, 1))
     assert (plain, ahead) == pytest.approx((4.5 + 2, 4.5 / 2 + 2))

@@ -108,7 +108,7 @@ def test_lengths_have_the_mean_and_the_longest_that_were_asked_for(tmp_path):
 
 
 def test_the_lengths_of_a_run_are_drawn_again(tmp_path):
-    """Of 64 responses a step: their mean and the longest of 64 are the run's, unless all of them were cut."""
+    """For 64 responses per step, their mean and the longest of 64 equal the run's, unless all of them were cut."""
     source, rows = Drawn(8, 100, 0.7, 100_000), []
     for step in range(40):
         of = np.concatenate([source.group(8 * step + i) for i in range(8)])
@@ -192,7 +192,7 @@ def rows_of(times: Times, *words: str, per_node: int = 4, nodes: int = 1, script
 
 @pytest.mark.parametrize("script", [train_sync, train_async])
 def test_every_mode_and_split_is_compared(script):
-    """With the flags of any script. A script without a schedule is compared with train_async.py's defaults."""
+    """With the flags of any script. A script without a schedule is compared using train_async.py's defaults."""
     rows = rows_of(LAW, script=script)
     assert [(row.script, row.generators) for row in rows[:2]] == [("train_sync.py", 0), ("train_one_step_off.py", 1)]
     assert [row.generators for row in rows] == [0, 1, 2, 3, 1, 2, 3]
@@ -246,7 +246,7 @@ def test_the_page_names_the_best_and_its_hours(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_sync", "train_async"])
 def test_a_real_run_is_planned_as_it_went(script, demo_model, tmp_path):
-    """Each part is the run's own, so that the load of the machine does not matter: what is tested is how they add up."""
+    """Each part's time is the run's own, so the load of the machine does not matter. The test checks how the parts add up."""
     words = ["--total-training-steps", "24", "--test-freq", "0", "--max-response-length", "32", "--ignore-eos", "--logger"]
     real, run, _ = train(f"{script}.py", *words, out=tmp_path, ranks=2)
     args = flags.read((train_sync if script == "train_sync" else train_async).Args, args=words[:-1])

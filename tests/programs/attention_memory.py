@@ -21,7 +21,7 @@ from rl.ranks.device import is_accelerator
 
 
 class Largest(MemoryCount):
-    """Knows the largest storage as well."""
+    """Also keeps the size of the largest storage."""
 
     largest = 0
 

@@ -28,7 +28,7 @@ PROMPTS, MAX_TOKENS, GROUPS, STEPS = 4, 4096, 16, 3
 
 
 def make_groups(seed: int):
-    """Of many sizes, some with routes, holes in masks, images, responses without tokens or score."""
+    """Groups of many sizes: some with routes, masks with holes, images, or responses without tokens or score."""
     rng = np.random.default_rng(seed)
     groups = []
     for ticket in range(GROUPS):
@@ -44,7 +44,7 @@ def make_groups(seed: int):
 
 
 def check_batch(whole: Batch, batch: Batch, ranks) -> None:
-    """The batch is the one that a learner makes who has all."""
+    """Check that the batch equals the batch of a learner with all groups."""
     of_each_node = {"prompts", "routes", "prompt_routes", "division"}
     for name in {field.name for field in dataclasses.fields(Batch)} - of_each_node:
         a, b = getattr(whole, name), getattr(batch, name)
@@ -58,7 +58,7 @@ def check_batch(whole: Batch, batch: Batch, ranks) -> None:
 
 
 def trained_here(groups, division: Division, here: list[int]) -> list[list[int]]:
-    """The responses of each group that these ranks train, by the rule that rl/learning/batch.py keeps."""
+    """Return the responses of each group that these ranks train, by the rule of rl/learning/batch.py."""
     out = [[] for _ in groups]
     for owner in {rank // division.ranks.sequence_parallel for rank in here}:
         of_rank = dataclasses.replace(division.ranks, rank=owner * division.ranks.sequence_parallel)
@@ -70,13 +70,13 @@ def trained_here(groups, division: Division, here: list[int]) -> list[list[int]]
 
 
 def size(groups, those: list[list[int]]) -> int:
-    """Bytes of these responses of each group, with their prompts."""
+    """Return the bytes of these responses of each group, with their prompts."""
     parts = [dataclasses.replace(g, responses=[g.responses[j] for j in js]) for g, js in zip(groups, those, strict=True)]
     return sum(len(part.to_bytes()) for part in parts if part.responses)
 
 
 def check_known(groups, known) -> None:
-    """What is known of a group whose tokens are elsewhere."""
+    """Check the data on groups whose tokens are elsewhere."""
     for whole, outline in zip(groups, known, strict=True):
         assert outline.oldest == whole.oldest and outline.has_signal == whole.has_signal
         assert [len(r.token_ids) for r in outline.responses] == [len(r.token_ids) for r in whole.responses]

@@ -19,7 +19,7 @@ ROUNDS = 6
 
 
 def records(rank: int, number: int) -> bytes:
-    """Different ones of each rank and round, often none."""
+    """Return a record that differs by rank and round and is often empty."""
     rng = np.random.default_rng((rank, number))
     return rng.bytes(int(rng.integers(1, 200_000))) if number != 2 and rng.random() < 0.6 else b""
 

@@ -55,7 +55,7 @@ SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": trai
 
 
 class Bridge:
-    """Broadcasts on the device that arrive at once."""
+    """A bridge whose broadcasts stay on the device and arrive at once."""
 
     window, is_far = 3, True
 
@@ -72,7 +72,7 @@ class Bridge:
 
 
 class Rows(list):
-    """Prompts, as rl/data/prompts.py has them."""
+    """Prompts in the form of rl/data/prompts.py."""
 
     prep = True
 
@@ -90,7 +90,7 @@ def with_images(path: str, groups: list[Group], division: Division, ranks: Ranks
 
 
 def with_routes(group: Group) -> Group:
-    """As R3 replays them: two layers, two experts a token."""
+    """Add routes for R3: two layers, two experts per token."""
     routes = lambda tokens: np.tile(np.array([3, 5], np.uint8), (tokens, 2, 1))  # noqa: E731
     responses = [dataclasses.replace(r, routes=routes(len(r.token_ids) - 1)) for r in group.responses]
     return dataclasses.replace(group, responses=responses, prompt_routes=routes(len(group.prompt_ids)))
@@ -235,7 +235,7 @@ def generate(
 
 
 def turns(path: str, **flags) -> None:
-    """A rank that learns and generates in turns: its engine takes the learner's weights, twice."""
+    """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
     place, args = start(), train_sync.Args(model=path, engine="transformers", max_num_seqs=4, **flags)
     forward_check._compare = lambda ours, *_: ours()
     choose_engine.load_tokenizer, choose_engine.end_token_ids = (lambda *_: None), (lambda *_: {1})
@@ -265,7 +265,7 @@ def changes() -> None:
 
 
 def lacks(kind: str) -> None:
-    """What such a device does not have raises, and nothing else does."""
+    """Check that an operation that the device lacks raises an error, and that all others do not."""
     place = start(2, attention=kind).device
     with FakeDevice():
         x = torch.ones(4, device=place)
@@ -355,7 +355,7 @@ CASES = {  # a new kind of model is a line more
 
 
 def in_fork(act) -> str:
-    """What goes wrong in it, in its last line; "" if nothing does."""
+    """Run the function in a fork. Return the last line of its error, or "" if there is none."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         os.dup2(writer, 2)  # a fault in a backward pass ends the process: it is what was printed

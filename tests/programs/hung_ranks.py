@@ -60,7 +60,7 @@ def collective(split: Split) -> None:
 
 
 def breaking(split: Split) -> None:
-    """Learner 0 has lost its connection before its watchdog, late on purpose, takes the alarm up."""
+    """Learner 0 loses its connection before its watchdog, which is late on purpose, reads the alarm."""
     watchdog.ANSWER_SECONDS, name = 12, f"{split.role} {split.ranks.rank}"
     raises, sign = ("learner 0", watchdog.FAILED) if sys.argv[1] == "breaking" else ("generator 0", watchdog.ALARM)
     if name != raises:
@@ -95,7 +95,7 @@ def alone(ranks: dist.Ranks) -> None:
 
 
 def together(split: Split) -> None:
-    """Begins when all are there: however busy the machine, only what hangs then takes long."""
+    """Begin when all ranks are there. Then only a hang takes long, however busy the machine is."""
     split.store.add("here", 1)
     while split.store.add("here", 0) < split.learners + split.generators:
         time.sleep(0.05)

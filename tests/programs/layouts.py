@@ -54,7 +54,7 @@ def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division,
 
 
 def with_routes(model: str, groups: list[Group]) -> list[Group]:
-    """The groups as a generator leaves them that sent each token to experts drawn at random."""
+    """Add routes as if a generator had sent each token to random experts."""
     config, rng = load_config(model), np.random.default_rng(1)
     layers = config.num_hidden_layers - len(getattr(config, "mlp_only_layers", None) or ())
     experts, per_token = config.num_experts, config.num_experts_per_tok
@@ -70,7 +70,7 @@ def with_routes(model: str, groups: list[Group]) -> list[Group]:
 
 
 def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) -> dict:
-    """The gradient of each update, the metrics, the weights after them, the part of the tokens that passed forward alone."""
+    """Return the gradient of each update, the metrics, the final weights, and the share of forward-only tokens."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
     args = train_sync.Args(model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)

@@ -27,7 +27,7 @@ def resident(word: str) -> int:
 
 
 class Peak:
-    """What is resident inside `with Peak() as peak`: peak.added at most, above what was before; peak.kept after it."""
+    """Resident memory inside `with Peak() as peak`: peak.added is the most above the start, peak.kept the rest at the end."""
 
     def __enter__(self) -> "Peak":
         Path("/proc/self/clear_refs").write_text("5")

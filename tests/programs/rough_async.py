@@ -37,7 +37,7 @@ def strike(who: str, after: int) -> None:
 
 
 def wait_until(done) -> None:
-    """For a while: what a test asks for may not depend on which side is faster."""
+    """Wait for a while only: a test's outcome may not depend on which side is faster."""
     give_up = time.monotonic() + 30
     while not done() and time.monotonic() < give_up:
         time.sleep(0.01)

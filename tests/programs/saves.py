@@ -31,7 +31,7 @@ class Troubled(saver.Saver):
 
 
 class Full(tensor_writer.TensorFile):
-    """The first learner's disk is full in the middle of the export."""
+    """The first learner's disk fills up in the middle of the export."""
 
     def write(self, piece: torch.Tensor) -> None:
         if sys.argv[3] == "full" and Path(self._file.name).name == "model.safetensors" and self.left < 1 << 14:

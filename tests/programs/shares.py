@@ -30,7 +30,7 @@ PROMPTS, MAX_TOKENS = 3, 64
 
 
 def make_groups():
-    """Of many sizes, with holes in their masks; responses without tokens, some without a score, equal scores."""
+    """Groups of many sizes, with holes in their masks, responses without tokens, some without a score, and equal scores."""
     rng = np.random.default_rng(0)
     groups = [make_group(t, rng.integers(0, 20, 4), prompt=int(rng.integers(1, 9)), rng=rng, masked=True) for t in range(8)]
     return [*groups, make_group(8, [5, 6, 7], score=0.3, rng=rng), make_group(9, [4, 9], unscored=(0, 1), rng=rng)]

@@ -19,7 +19,7 @@ ELSEWHERE = ("triton-ascend", "arctic-inference")  # not on PyPI in this version
 
 
 def commands(page: str) -> list[str]:
-    """The page's lines that install something, in order."""
+    """Return the page's install commands, in order."""
     lines = [line.removeprefix("#").strip() for line in (ROOT / page).read_text().splitlines()]
     install = re.compile(r"(\w+=\S+ )*pip install ")
     return [line for line in lines if install.match(line) and "-e ." not in line]
@@ -44,7 +44,7 @@ def test_the_commands_name_the_versions_of_the_set():
 
 
 def pip(*arguments: str, python: str = sys.executable, environment: dict[str, str] | None = None, timeout: float = 500):
-    """pip's finished process. Skips the test where there is no network."""
+    """Return pip's finished process. Skip the test without a network."""
     command = [python, "-m", "pip", *arguments]
     done = subprocess.run(command, env=os.environ | (environment or {}), capture_output=True, text=True, timeout=timeout)
     if done.returncode and re.search(r"NewConnectionError|Temporary failure|Network is unreachable|timed out", done.stderr):
@@ -54,7 +54,7 @@ def pip(*arguments: str, python: str = sys.executable, environment: dict[str, st
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory) -> str:
-    """A Python with what the second command installs; torch is the one of these tests."""
+    """A Python with the packages of the second command. torch is the one of these tests."""
     directory = tmp_path_factory.mktemp("builder")
     subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=120)
     python = str(directory / "bin" / "python")

@@ -64,7 +64,7 @@ def test_benchmarks_run_at_toy_size(tmp_path):
 
 
 def printed(program: str) -> str:
-    """What a program prints that finds the benchmarks' modules."""
+    """Return the output of a program that can import the benchmarks' modules."""
     command = [sys.executable, "-c", "import sys; sys.path.insert(0, 'benchmarks')\n" + program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -112,7 +112,7 @@ def test_what_a_layer_keeps_is_what_the_page_says():
 
 
 def test_the_readmes_three_numbers_are_those_of_the_results():
-    """Each ratio is that of its row, the median over rounds, and not the ratio of the two medians."""
+    """Each ratio is the median over rounds of its row, not the ratio of two medians."""
     said = r"^- \*\*([\d.]+)x faster than .*\*\* ([\d.,]+\d)\b.* instead of ([\d.,]*\d)"
     numbers = re.findall(said, (ROOT / "README.md").read_text(), re.M)
     assert len(numbers) == 3

@@ -122,7 +122,7 @@ def test_a_crash_is_a_failure(tmp_path):
 
 @pytest.mark.slow
 def test_a_crash_that_comes_again_without_workers_is_a_failure(tmp_path):
-    """The first time only a worker is lost."""
+    """The first crash ends only a worker."""
     code, console = rerun(tmp_path, {"one": CRASHING, "two": PASSING}, "-n", "2")
     assert code == 9 and said("failed twice", console) == ["test_one.py::test_ends_the_process"], console
 

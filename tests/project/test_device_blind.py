@@ -17,7 +17,7 @@ def strings(node: ast.AST) -> set[str]:
 
 
 def tells_apart(node: ast.AST) -> bool:
-    """Whether this piece of a program asks for the kind of a device, or names what one kind alone has."""
+    """Return whether this code asks for the kind of a device, or names a feature of one kind."""
     match node:
         case ast.Compare() | ast.MatchValue():  # device.type == "cuda", kind in ("cuda", "npu"), case "cuda":
             return bool(strings(node) & DEVICES)

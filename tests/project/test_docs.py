@@ -30,7 +30,7 @@ FIRST_QUESTIONS = {  # page -> the words with which it answers
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them out of headings."""
+    """Return the anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 
 def linked(page: Path) -> set[Path]:
-    """The pages that it links to."""
+    """Return the pages that this page links to."""
     links = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", page.read_text())
     return {(page.parent / link).resolve() for link in links if not link.startswith("http")}
 
@@ -80,7 +80,7 @@ def test_the_design_has_a_row_for_each_folder():
 
 
 def test_the_tests_that_are_promised_exist():
-    """A name is of a file, which may have a star, or of a test in it: tests/transport/test_ring.py::test_name."""
+    """A name is a file, with or without a star, or a test in it: tests/transport/test_ring.py::test_name."""
     named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "promises.md").read_text())
     assert len(named) > 10
     for name in named:
@@ -91,7 +91,7 @@ def test_the_tests_that_are_promised_exist():
 
 
 def test_the_benchmarks_that_are_named_exist():
-    """In benchmarks/LOG.md, which is history, some are gone."""
+    """benchmarks/LOG.md is history and may name benchmarks that were removed."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]
     for folder in ("docs", "rl", "tests", "benchmarks", "examples"):
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]

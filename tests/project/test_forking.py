@@ -14,14 +14,14 @@ KEYS = ["actor/pg_clipfrac_lower", "critic/advantages/mean", "critic/score/mean"
 
 
 def section(title: str) -> list[tuple[str, str]]:
-    """The section's fenced blocks, in order: (language, text)."""
+    """Return the section's fenced blocks in order: (language, text)."""
     page = (ROOT / "docs" / "forking.md").read_text()
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
 
 
 def prepare(title: str, tree: Path) -> list[str]:
-    """Makes the tree, does what the section says, and returns its last command, which trains."""
+    """Make the tree, run the section's commands, and return the last one, which trains."""
     tree.mkdir()
     for path in (*ROOT.glob("*.py"), ROOT / "rl"):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / path.name)

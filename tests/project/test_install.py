@@ -18,7 +18,7 @@ import rl
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The project, built from a copy: a build leaves files behind."""
+    """The project, built from a copy because a build leaves files behind."""
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
         shutil.copy(ROOT / name, source / name)
@@ -64,7 +64,7 @@ def test_the_version_is_the_same_everywhere(site):
 
 
 def requirements(name: str) -> dict[str, Requirement]:
-    """The lines of a requirements file, and of those that it names with -r, by package."""
+    """Return the lines of a requirements file, and of the files it includes with -r, by package."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         if line.startswith("-r "):
@@ -85,7 +85,7 @@ OTHERS = {"torch": "2.9.1", "transformers": "5.40.0"}  # neither older nor newer
 
 
 def install_into(environment: Path, versions: dict[str, str]) -> None:
-    """Nothing but the metadata, which is what pip looks at."""
+    """Write only the metadata, which is all that pip reads."""
     (packages,) = environment.glob("lib/python*/site-packages")
     for name, version in versions.items():
         info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -98,7 +98,7 @@ def install_into(environment: Path, versions: dict[str, str]) -> None:
 @pytest.mark.parametrize("moved", [{}, OTHERS], ids=["as pinned", "another torch and transformers"])
 @pytest.mark.parametrize("file", SETS)
 def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp_path):
-    """pip says what it would install into an environment of that set: nothing but the project."""
+    """pip reports that it would install only the project into an environment of that set."""
     venv.create(tmp_path / "venv", with_pip=False)
     lowest = {name: min(of.specifier, key=lambda part: part.operator == "<").version for name, of in requirements(file).items()}
     install_into(tmp_path / "venv", lowest | moved)

@@ -34,7 +34,7 @@ def test_pages_are_plain_english(page):
 
 
 def prose(file: Path) -> Iterator[str]:
-    """Its comments and its strings, docstrings and messages among them."""
+    """Return the file's comments and strings, including docstrings and messages."""
     for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
             yield token.string

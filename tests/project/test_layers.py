@@ -36,7 +36,7 @@ TOOLS = {"plan"}  # not read for a run
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The rooms of rl/ that the file imports, within functions and for annotations, too."""
+    """Return the folders of rl/ that the file imports, including imports within functions and for annotations."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "rl":
             yield from (name.name for name in node.names)
@@ -47,7 +47,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """(room, file) of all of rl/."""
+    """Return (folder, file) for all of rl/."""
     for file in sorted((ROOT / "rl").rglob("*.py")):
         room = file.relative_to(ROOT / "rl").with_suffix("").parts[0]
         if room != "__init__":
@@ -80,7 +80,7 @@ def test_losses_import_nothing_of_ours():
 
 @pytest.mark.parametrize("folder", sorted({file.parent for _, file in files()}), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_folder_has_a_sign_and_few_files(folder):
-    """The sign is a docstring and no code: a scoring process imports a folder without importing torch."""
+    """The sign is a docstring without code, so a scoring process can import a folder without importing torch."""
     sign = folder / "__init__.py"
     if folder != ROOT / "rl":
         tree = ast.parse(sign.read_text())

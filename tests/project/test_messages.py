@@ -41,7 +41,7 @@ def quotations(text: str) -> Iterator[str]:
 
 
 def clauses(quoted: str) -> list[str]:
-    """The parts that are looked for: those of three words or more."""
+    """Return the parts to look for: those of three words or more."""
     quoted = re.sub(r"^(error|warning): |`", "", quoted)
     parts = re.split(r"\.\.\.|…|; |\. |(?:^|[^a-z])\(--[a-z-]+\)", quoted)
     return [part.strip(" .;=") for part in parts if len(re.findall(r"[A-Za-z]{2,}", part)) >= 3]
@@ -49,7 +49,7 @@ def clauses(quoted: str) -> list[str]:
 
 @cache
 def messages() -> list[str]:
-    """All strings of the code, ANY in place of what is computed."""
+    """Return all strings of the code, with ANY in place of computed parts."""
     found = set()
     for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -65,7 +65,8 @@ def letters(text: str) -> int:
 
 
 def is_part_of(clause: str, message: str) -> bool:
-    """Whether the clause is a run of the message with something in place of each ANY; most of it must be the message's own."""
+    """Return whether the clause is part of the message with some text for each ANY. The message's own words must be most of
+    it."""
     best = {place: 0 for place in range(len(message) + 1)}  # where the message is -> letters of its own so far
     for character in clause:
         following = {}

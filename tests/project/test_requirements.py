@@ -35,7 +35,7 @@ def installed(name: str) -> str | None:
 
 
 def unmet(roots: list[Requirement]) -> list[str]:
-    """The requirements that are not met, among these and all that the packages they name have in turn."""
+    """Return the unmet requirements among these and, recursively, among those of the packages they name."""
     found, seen, todo = [], set(), [("the files", requirement) for requirement in roots]
     while todo:
         asker, needed = todo.pop()
@@ -116,7 +116,7 @@ def test_docs_name_the_versions_that_the_files_pin():
 
 
 def test_readme_and_ci_have_one_command():
-    """Newcomers and CI do the same thing."""
+    """Newcomers and CI install with the same command."""
     assert f"    {COMMAND}\n" in (ROOT / "README.md").read_text()
     assert f"\n{COMMAND} && pytest -m slow || exit 1" in (ROOT / ".ci" / "run").read_text()
 

@@ -83,7 +83,7 @@ def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others
 
 
 def name_devices(devices: list[SimpleNamespace], role: str) -> list[str]:
-    """What `check_own` says to ranks 4, 5, ... of a node with these devices; "" where it says nothing."""
+    """Return the message of `check_own` for ranks 4, 5, ... of a node with these devices, or ""."""
     store, members = torch.distributed.HashStore(), range(4, 4 + len(devices))
 
     def said(rank: int) -> str:
@@ -107,7 +107,7 @@ def test_ranks_of_a_role_that_share_a_device_are_refused(machine, monkeypatch):
 
 
 def test_ranks_to_which_a_launcher_shows_one_device_each_are_taken(machine, monkeypatch):
-    """All of them call it number 0; the driver's name of it tells them apart."""
+    """Each rank calls its device number 0. The driver's name for the device differs."""
     names = iter(("GPU-a", "GPU-b", "GPU-c"))
     machine("cuda", 1)
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from rl.ranks import failures, process
 
 
 def test_a_failure_is_reported_whatever_its_text_holds(monkeypatch):
-    """Half of a surrogate pair comes from a file name, or from what a reward function raised. The store refuses it."""
+    """A file name or a reward function's error may contain half of a surrogate pair, which the store refuses."""
     store = HashStore()
     monkeypatch.setattr(failures, "_open_store", lambda: store)
     monkeypatch.setattr(process.os, "_exit", sys.exit)

@@ -45,7 +45,8 @@ def signs(store, **of):
 
 
 def test_only_too_many_looks_at_the_same_sign_are_silence():
-    """Whatever the clock says: who looks may have been stopped itself. Who has not begun or has ended is not missed."""
+    """The clock does not count, because the watching rank itself may have been stopped. A rank that has not begun or has ended
+    is not missed."""
     store, watched = HashStore(), Signs([1, 2, 3, 4])
     signs(store, r1=0, r2=ENDED, r3=5)
     looks = []
@@ -60,7 +61,7 @@ def test_only_too_many_looks_at_the_same_sign_are_silence():
 
 
 def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch, capsys):
-    """They ended because of it, and left the cause: they are silent for good when it looks again."""
+    """The others ended because of this rank and left the cause. When it looks again, they are silent for good."""
     store = HashStore()
     monkeypatch.setattr(failures, "_open_store", lambda: store)
     monkeypatch.setattr(heartbeat.watchdog, "speaking", threading.Lock())
@@ -76,7 +77,7 @@ def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch
 
 
 class Silent(HashStore):
-    """A store that stops to answer, and to fail: its machine has lost power."""
+    """A store that no longer answers and does not fail either: its machine has lost power."""
 
     def __init__(self):
         super().__init__()

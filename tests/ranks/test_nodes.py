@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def wait_for_server(port: int) -> None:
-    """Returns when somebody listens there."""
+    """Return when a server listens there."""
     for _ in range(600):
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):
@@ -154,7 +154,7 @@ def test_an_error_names_a_lost_node():
 
 @pytest.mark.timeout(200)
 def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
-    """It counts the restart on the node that failed alone, and the store still holds what the first start has left there."""
+    """torchrun counts the restart only on the node that failed, and the store still holds the keys of the first start."""
     flags = ["tests/programs/node_failures.py", "restarted", tmp_path]
     consoles = run_nodes([(2, flags)] * 2, restarts=3)
     assert [code for code, _ in consoles] == [0, 0], consoles
@@ -164,7 +164,7 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
 
 @pytest.mark.timeout(150)
 def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_model, tmp_path):
-    """A relative path, in another directory on each node."""
+    """The relative path is a different directory on each node."""
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
@@ -182,7 +182,7 @@ def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_m
 
 
 def test_a_rank_of_another_job_is_refused():
-    """Its number of ranks is another than the job's that it reached."""
+    """Its number of ranks differs from that of the job it reached."""
     port, script = str(free_port()), ROOT / "tests/programs/node_failures.py"
     started = []
     for rank, world in ((0, 2), (1, 3)):

@@ -15,7 +15,7 @@ FLAGS = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length",
 
 
 def clean(network) -> bool:
-    """Whether nothing is left on any node; the last processes may take a moment to go."""
+    """Return whether nothing is left on any node. The last processes may take a moment to exit."""
     deadline = time.monotonic() + 60
     while (left := network.left_over()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -70,7 +70,7 @@ CASES = [  # script, (ranks, generators) of each node, rendezvous
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("script", "of_nodes", "rendezvous"), CASES)
 def test_nodes_train_bit_for_bit_what_one_node_trains(on_one_node, tmp_path, network, script, of_nodes, rendezvous):
-    """With staleness 0 async is sync."""
+    """With staleness 0, async equals sync."""
     learners = sum(ranks - generators for ranks, generators in of_nodes)
     more = ["--staleness-threshold", 0] if script == "train_async.py" else []
     directory, _ = run(network(len(of_nodes)), of_nodes, script, *FLAGS, *more, out=tmp_path, rendezvous=rendezvous)
@@ -97,7 +97,7 @@ def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["learner", "generator"])
 def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_node, tmp_path, network, victim):
-    """By torchrun, which counts the restart on the node that failed alone. The run ends in the weights of one unbroken."""
+    """torchrun counts the restart only on the node that failed. The final weights equal those of an uninterrupted run."""
     machines, of_nodes = network(3), [(1, 0), (1, 0), (1, 1)]
     flags = [*FLAGS, "--total-training-steps", 9, "--output-dir", tmp_path, "--experiment-name", "run", "--save-freq", 1]
     flags += ["--staleness-threshold", 0, "--max-ckpt-to-keep", 1]
@@ -125,8 +125,8 @@ def test_a_node_that_loses_its_power_ends_the_job_everywhere_and_loses_no_ticket
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["learner", "generator"])
 def test_another_machine_in_the_place_of_one_that_has_lost_its_power_is_taken_in(on_one_node, tmp_path, network, victim):
-    """With static rendezvous: the others start again by themselves, and wait for it. The run ends in the weights of one
-    unbroken."""
+    """With static rendezvous the other nodes restart by themselves and wait for it. The final weights equal those of an
+    uninterrupted run."""
     machines, of_nodes, number = network(3), [(1, 0), (1, 0), (1, 1)], 1 if victim == "learner" else 2
     flags = [*FLAGS, "--total-training-steps", 9, "--output-dir", tmp_path, "--experiment-name", "run", "--save-freq", 1]
     flags += ["--staleness-threshold", 0, "--max-ckpt-to-keep", 1, "--node-timeout", 6]

@@ -14,7 +14,7 @@ from rl.ranks import progress
 
 @pytest.fixture
 def no_terminal(monkeypatch):
-    """Every line that the helper could print is due at once."""
+    """Without a terminal, every line that the helper could print is due at once."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     monkeypatch.setattr(progress, "SECONDS", 0.0)
 

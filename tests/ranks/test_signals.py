@@ -17,7 +17,7 @@ from helpers import ROOT, command, environment
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_signal_leaves(number, demo_model, tmp_path):
-    """Six of each, half of the runs started where SIGINT is ignored, as in the background of a shell."""
+    """Six runs of each kind. Half of them start with SIGINT ignored, as in the background of a shell."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     trials = signals.draw(random.Random(seed), number, count=6, fresh=False)
@@ -65,7 +65,7 @@ while True:
 
 
 def test_the_last_words_are_written_in_one_piece():
-    """What other threads write, a progress bar for one, cannot come between. A datagram holds one write."""
+    """Other threads' output, such as a progress bar, cannot come between. A datagram holds one write."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     ours.settimeout(60)
     process = subprocess.Popen([sys.executable, "-c", SPEAKS], cwd=ROOT, env=environment(), stderr=theirs)
@@ -113,7 +113,7 @@ time.sleep(60)
 
 
 def test_signals_to_its_children_are_not_the_ranks_own():
-    """Nor is a rank deaf to its own afterwards."""
+    """A rank still obeys its own signals afterwards."""
     start = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", FORKS], **start)
     assert process.stdout.readline() == "not stopped\n", process.stderr.read()

@@ -18,7 +18,7 @@ from rl.ranks.watchdog import EXIT_CODE, report
 
 
 def hang(*arguments, **how) -> tuple[int, str]:
-    """Runs it to its end; returns exit code and output. It must leave no process and nothing in shared memory."""
+    """Run it to its end. Return exit code and output. It must leave no process and nothing in shared memory."""
     before = set(os.listdir("/dev/shm"))
     process, mark = start(*arguments, **how)
     return end(process, mark, before)
@@ -40,20 +40,20 @@ def end(process: subprocess.Popen, mark: str, before: set[str]) -> tuple[int, st
 
 
 def parts(text: str) -> dict[str, str]:
-    """What the report says of each rank."""
+    """Return the report's part on each rank."""
     whole = text[text.index("==== The job hangs") : text.index("==== End of the report")]
     names = re.findall(r"^---- (.+) \(rank \d+, process \d+ on .+\)$", whole, re.M)
     return dict(zip(names, re.split(r"^---- .+$", whole, flags=re.M)[1:], strict=True))
 
 
 def table(text: str) -> dict[str, str]:
-    """Each rank, and what it is in."""
+    """Return each rank and its current call."""
     lines = text[text.index("All ranks, the longest without progress first:") :].splitlines()[1:]
     return dict(line.strip().split(": ", 1) for line in lines[: lines.index("")])
 
 
 def check_exit_codes(text: str, ranks: int) -> None:
-    """As torchrun lists them: a rank that leaves last may meet its SIGTERM on the way out."""
+    """Check torchrun's list: a rank that exits last may receive its SIGTERM on the way out."""
     codes = re.findall(r"rank +: \d+ .*\n\s*exitcode +: (-?\d+)", text)
     assert len(codes) == ranks and set(codes) <= {str(EXIT_CODE), str(-signal.SIGTERM), str(128 + signal.SIGTERM)}, text
     assert f"failed (exitcode: {EXIT_CODE})" in text, "the first one, which torchrun calls the cause"
@@ -98,7 +98,7 @@ def test_a_learner_stuck_in_a_collective():
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how, first_code", [("breaking", EXIT_CODE), ("killed", -signal.SIGKILL)])
 def test_the_report_comes_though_a_connection_breaks_meanwhile(how, first_code):
-    """Also if torchrun ends the others after a rank was killed."""
+    """Also if torchrun ends the other ranks after one was killed."""
     code, text = hang("tests/programs/hung_ranks.py", how, ranks=3)
     assert "learner 1 is silent: its process" in text and list(parts(text)) == ["learner 0", "generator 0"]
     assert code == 1 and " stops: " not in text and " failed:\n" not in text and f"failed (exitcode: {first_code})" in text

@@ -16,7 +16,7 @@ from rl.record.run import LogArgs, Origin, Run
 
 
 def fill(path) -> None:
-    """From now on writing the file fails as on a full disk."""
+    """From now on, writing to the file fails as on a full disk."""
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/full")
 
@@ -56,7 +56,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path,
 
 
 def test_a_line_of_which_the_disk_took_a_part_is_completed_by_the_rest(tmp_path, monkeypatch):
-    """The disk takes 7 bytes at a time, and then none for a while."""
+    """The disk takes 7 bytes at a time, then none for a while."""
     room = [7]
 
     class Tight:
@@ -145,7 +145,7 @@ def test_a_disk_that_turns_read_only_ends_nothing(small_disk, capsys):
 
 
 def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, tmp_path):
-    """Its console's file is on a full disk, too. The checkpoint at the end is what it cannot do without."""
+    """Its console's file is on a full disk, too. Only the last checkpoint cannot be skipped."""
     (small_disk / "filler").write_bytes(b"0" * 40_000)
     flags = ["--total-training-steps", "6", "--test-freq", "0", "--output-dir", small_disk, "--experiment-name", "run"]
     command = [sys.executable, "train_sync.py", *flags, "--logger", "console", "tensorboard"]
@@ -159,7 +159,7 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_no_character_of_a_message_ends_a_run(encoding):
-    """A reward's error is quoted in a warning: half a character of a response, say, on a console of any encoding."""
+    """A warning quotes a reward's error, which may hold half a character of a response, on a console of any encoding."""
     text = "12 é 数 \ud83d \U0001f600"
     program = "from rl.record import console; from rl.ranks import streams; streams.outlive_output(); "
     program += f"console.ConsoleLog(1).say({text!r}); print('on')"

@@ -101,7 +101,7 @@ def test_lines_that_were_cut_off_are_left_out(tmp_path):
 
 
 class Cells(HTMLParser):
-    """The cells of a page's table rows: texts, and the files of pictures."""
+    """Collects the cells of a page's table rows: texts, and the files of pictures."""
 
     def __init__(self, page: str):
         super().__init__()

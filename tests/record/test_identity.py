@@ -27,7 +27,7 @@ def prompts(demo_model):
 
 
 def other(value):
-    """Another value of the kind; the ranges of flags do not matter here."""
+    """Return another value of the same type. The ranges of flags do not matter here."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -92,7 +92,7 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
 
 
 def test_a_run_of_a_version_with_require_batches_resumes(prompts, demo_model):
-    """Its batch was --ppo-mini-batch-size times --require-batches."""
+    """The batch of such a run was --ppo-mini-batch-size times --require-batches."""
     args = train_async.Args(train_batch_size=8, ppo_mini_batch_size=4)
     was = saved(Identity(args, "train_async", demo_model, prompts))
     del was["flags"]["train_batch_size"]

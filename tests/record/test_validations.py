@@ -45,7 +45,7 @@ def strict(file: Path) -> list[dict]:
 
 
 def accuracies(run: Path) -> dict[int, float]:
-    """Of a run's validations by step, each of which must be there once, in order of step."""
+    """Return the accuracies of a run's validations by step. Each must appear once, in order of step."""
     lines = strict(run / "validations.jsonl")
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
     (name,) = {name for line in lines for name in line if name.startswith("val-core/") and "/acc/mean@" in name}
@@ -61,7 +61,7 @@ def make_run(tmp_path, origin=None, logger=("tensorboard",), **flags) -> Run:
 
 
 def log(run: Run, step: int, *arrived: tuple[int, float]) -> None:
-    """A step, with validations (step that was validated, accuracy) that arrived during it."""
+    """Log a step, with validations (validated step, accuracy) that arrived during it."""
     newest = {}
     for validated, accuracy in arrived:
         newest = {ACCURACY: accuracy, "val-aux/reward/unscored": 0, "training/validated_step": validated}
@@ -167,7 +167,7 @@ def written_by_wandb(file: Path) -> Iterator[bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_weights_and_biases_gets_every_row_at_its_own_step(tmp_path, monkeypatch):
-    """Read from what the offline run has written; also after it resumes."""
+    """The rows are read from the file of the offline run, also after a resume."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -376,7 +376,7 @@ def test_a_kill_while_best_is_replaced_loses_neither(tmp_path):
 
 
 def test_a_score_that_arrives_while_best_is_linked_counts(tmp_path, monkeypatch):
-    """Where a file system has no links gigabytes are copied meanwhile."""
+    """On a file system without links, this copies gigabytes."""
     save(tmp_path, 10, 20, 30)
     best, linking, released = Best(tmp_path, True), threading.Event(), threading.Event()
     best._scores = {10: 0.1, 20: 0.2}
@@ -418,7 +418,7 @@ def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
 
 
 def test_a_file_system_that_is_full_is_reported(tmp_path, capfd):
-    """A real one: no inode is left for a directory."""
+    """A real file system without a free inode for a directory."""
     (disk := tmp_path / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=24", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:

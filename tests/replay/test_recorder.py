@@ -16,7 +16,7 @@ from rl.replay.recorder import SAMPLES, Record, Recorder
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:
-    """The groups of a step, all different, with masks and without."""
+    """Return the groups of a step, all different, with and without masks."""
     rng = np.random.default_rng(step)
     sizes = lambda: [int(rng.integers(1, tokens)) for _ in range(4)]  # noqa: E731
     return [make_group(100 * step + i, sizes(), rng=rng, masked=bool(i % 2), unscored=(i,)) for i in range(n)]
@@ -27,7 +27,7 @@ def as_bytes(of_step) -> list[bytes]:
 
 
 def record(tmp_path, steps: int, after: int = 0, first: bool = True) -> Recorder:
-    """Records the steps behind `after`, as a run in tmp_path/run does."""
+    """Record the steps after `after`, as a run in tmp_path/run does."""
     run = tmp_path / "run"
     writer = Recorder(str(tmp_path / "record"), None if first else run, after)
     writer.begin(run, {"after": after, "flags": {"lr": after}})
@@ -43,7 +43,7 @@ def script(tmp_path, monkeypatch):
 
 
 def test_what_is_recorded_is_read(tmp_path, monkeypatch):
-    """The same bytes, in one frame a step or in many."""
+    """The same bytes, in one frame per step or in many."""
     for frame_bytes in (1 << 20, 1):
         monkeypatch.setattr(recorder, "FRAME_BYTES", frame_bytes)
         where = tmp_path / str(frame_bytes)
@@ -59,14 +59,14 @@ def test_what_is_recorded_is_read(tmp_path, monkeypatch):
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=200)), min_size=1, max_size=9))
 def test_any_records_survive_packing(parts):
-    """The length of a head, the head, and whatever follows."""
+    """The length of a head, the head, and any bytes after it."""
     records = [len(head).to_bytes(4, "little") + head + rest for head, rest in parts]
     assert recorder._unpack(recorder._pack(records)) == records
 
 
 @pytest.mark.parametrize("how", ["cut", "damaged"])
 def test_a_record_is_read_up_to_where_it_is_whole(tmp_path, how, monkeypatch):
-    """Cut off at random bytes, or with a random bit turned: the steps before are there as they were, none is wrong."""
+    """After a cut at a random byte or a flipped random bit, the steps before it are unchanged, and no step is wrong."""
     monkeypatch.setattr(recorder, "FRAME_BYTES", 500)  # several frames a step
     record(tmp_path, 6)
     file = tmp_path / "record" / SAMPLES
@@ -112,7 +112,7 @@ def test_the_record_of_another_run_is_left_alone(tmp_path):
 
 
 def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch):
-    """The frames that were written of it are taken back; what follows is read."""
+    """The step's frames are removed again, and the steps after it are read."""
     writer = record(tmp_path, 2)
     monkeypatch.setattr(recorder, "FRAME_BYTES", 500)
     written, write = [], recorder._write

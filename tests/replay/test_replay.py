@@ -51,13 +51,13 @@ def rows(run: Path) -> dict[int, dict]:
 
 
 def bits(run: Path, step: int) -> dict[str, bytes]:
-    """Of the master weights and both moments, on all learners."""
+    """Return the master weights and both moments of all learners."""
     files = sorted((run / f"step_{step:06d}" / "training").glob("*.safetensors"))
     return {f"{file.name} {name}": t.numpy().tobytes() for file in files for name, t in load_file(file).items()}
 
 
 def same(run: Path, again: Path, first: int = 1, last: int = STEPS) -> None:
-    """Weights and moments after the last step, and every metric of the learner on the way."""
+    """Check weights and moments after the last step, and every learner metric of the replayed steps."""
     assert bits(run, last) == bits(again, last) and bits(run, last)
     ours, theirs = rows(run), rows(again)
     assert sorted(theirs) == list(range(first, last + 1))
@@ -103,7 +103,7 @@ def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ran
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:
-    """A tiny random mixture of experts that reads the demo's problems."""
+    """A tiny random MoE model that reads the demo's problems."""
     path, tokenizer = tmp_path_factory.mktemp("moe"), build_tokenizer()
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**TINY | {"vocab_size": len(tokenizer)}, **MOE, head_dim=16, tie_word_embeddings=True)
@@ -138,7 +138,7 @@ def test_with_sequences_and_experts_over_two_learners(mixture, tmp_path, script,
     [("train_sync.py", 2, [*SMALL, "--sequence-parallel", 2]), ("train_async.py", 2, [*STREAM, "--freeze-vision-tower"])],
 )
 def test_with_images(tmp_path, script, ranks, flags):
-    """Which are read again: a record has none of them."""
+    """A record holds no images, so the replay reads them again."""
     Dataset.from_list(ROWS).to_parquet(file := tmp_path / "rows.parquet")
     model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**14)
     data = ["--model", model, "--train-files", file, "--max-prompt-length", 120]
@@ -155,7 +155,7 @@ def test_with_images(tmp_path, script, ranks, flags):
     [("train_sync.py", None, SMALL), ("train_one_step_off.py", 2, SMALL), ("train_async.py", 2, STREAM)],
 )
 def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path, script, ranks, flags):
-    """The samples that were trained again are the ones that count, and a replay may begin on either side."""
+    """The samples that were trained again count, and a replay may begin before or after the kill."""
     run = record(script, tmp_path, *flags, ranks=ranks)
     for step in (4, 5, 6):
         shutil.rmtree(run / f"step_{step:06d}")
@@ -193,7 +193,7 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
 
 
 def test_a_replay_imports_no_losses_before_the_script():
-    """It is the script's directory that says which losses.py is meant."""
+    """The script's directory decides which losses.py is imported."""
     command = [sys.executable, "-c", "import sys, replay; print('losses' in sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False"]

@@ -77,7 +77,7 @@ def test_shares_weigh_by_the_steps_length():
 
 
 def test_a_pause_between_attempts_is_no_time_of_training(tmp_path):
-    """Two seconds a step. Ten steps, a pause of 848 s, ten more: 40 s of training."""
+    """A step takes two seconds. Ten steps, a pause of 848 s, ten more: 40 s of training."""
     data = rows(20, **{"perf/total_num_tokens": 100.0})
     for row in data[10:]:
         row["time"] += 848
@@ -123,7 +123,7 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
 
 
 def test_runs_of_other_code_are_another_group():
-    """Those of a fork with the same flags, of changed files, of a file that was never committed."""
+    """Runs of a fork with the same flags, of changed files, or of a file that was never committed."""
 
     def labels(*codes: dict) -> list[str]:
         logs = [Log(Path("a"), {"script": "s", "flags": {"seed": i}, **code}, []) for i, code in enumerate(codes)]
@@ -443,7 +443,7 @@ def test_the_load_of_a_mixture_s_experts_is_drawn_of_the_first_and_the_last_step
 
 
 def test_no_label_is_cut_off(tmp_path, monkeypatch):
-    """Even those of a group with a long name."""
+    """Not even the labels of a group with a long name."""
     drawn = []
 
     def keep(figure, target, **how):

@@ -40,7 +40,7 @@ def pair(steps: int = 40, ranks: int = 4, speed: float = 1.0) -> list[RunGroup]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> tuple[set[str], set[str]]:
-    """(conclusions, columns) of runs such as the page speaks of."""
+    """Return (conclusions, columns) of runs like those on the page."""
     alike = pair(speed=355 / 625 * 228_125 / 434_875)
     verl = load(console(tmp_path_factory.mktemp("verl") / "async.log", async_log()))
     a_rank = run("a", [1.0] * 30, [9.0] * 30)

@@ -40,7 +40,7 @@ def noisy(random, steps: int, mean: float, spread: float = 0.1) -> np.ndarray:
 
 @pytest.mark.parametrize("steps", [20, 58])
 def test_two_runs_of_twenty_steps_say_how_much_faster_one_is(steps):
-    """Exactly: 330 tokens in a second against 100, whatever the first step took."""
+    """Exactly: 330 tokens per second against 100, whatever the first step took."""
     slow, fast = ([300.0] + [1.0] * (steps - 1), [100.0] * steps), ([9.0] + [2.0] * (steps - 1), [660.0] * steps)
     text = said(group("fast", fast), group("slow", slow), "tokens/s")
     assert text == "fast makes 3.3x the tokens/s of slow (3.3-3.3 over steps)"
@@ -51,7 +51,7 @@ def test_two_runs_of_twenty_steps_say_how_much_faster_one_is(steps):
 
 
 def test_a_validation_before_the_first_step_is_no_step():
-    """The step after it is the first of the run, and holds the start-up."""
+    """The step after it is the run's first and includes the start-up."""
     log = run("a", [0.5, 300.0] + [2.0] * 20, [100.0] * 22)
     before = {"step": 0, "time": 1000.5, "timing_s/step": 0.5, "val-core/demo/acc/mean@1": 0.4}
     log = Log(Path("a"), {"flags": {}}, [before, *({**row, "step": row["step"] - 1} for row in log.rows[1:])])
@@ -118,7 +118,7 @@ def test_several_runs_have_to_agree():
 
 
 def test_the_seeds_own_shape():
-    """58 synchronous steps and 11 asynchronous ones: what there is so far is said, and that it is no conclusion."""
+    """58 synchronous and 11 asynchronous steps: the report gives the numbers so far and says that they are no conclusion."""
     sync, fast = ([625.0] * 58, [228_125.0] * 58), ([355.0] * 11, [434_875.0] * 11)  # 365 and 1,225 tokens/s
     rows = conclude([group("sync", sync), group("fast", fast)])
     few = "too few steps to compare tokens/s of all ranks: fast has 11, where 20 are the least. In the steps so far "
@@ -134,7 +134,7 @@ def test_ranks_that_differ_are_named():
 
 
 def test_a_rank_s_tokens_are_compared_where_nothing_else_was_recorded():
-    """As by a TensorBoard directory in which somebody has kept verl's perf/throughput alone."""
+    """For example a TensorBoard directory that holds only verl's perf/throughput."""
     a, b = (run(name, [2.0] * 30, [tokens] * 30) for name, tokens in (("a", 100.0), ("b", 330.0)))
     for row in [*a.rows, *b.rows]:
         del row["perf/total_num_tokens"], row["tokens/s"]

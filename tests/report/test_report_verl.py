@@ -76,7 +76,7 @@ def page(directory: Path, *runs: Path) -> str:
 
 
 def cells(text: str) -> dict[str, dict[str, str]]:
-    """The table of groups: {group: {column: cell}}."""
+    """Return the table of groups: {group: {column: cell}}."""
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.M)]
     head = rows[0]
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows[2:] if len(row) == len(head)}
@@ -156,7 +156,7 @@ def test_names_with_colons_and_spaces(tmp_path):
 
 
 def test_a_log_that_ends_within_a_line(tmp_path):
-    """The last number may lack digits; a line of which only the line feed is missing is whole."""
+    """The last number may lack digits. A line that lacks only its line feed is complete."""
     whole = f"{line(1, a_step(1))}\n{line(2, a_step(2))}"
     assert load(console(tmp_path / "whole.log", whole)).rows[1].items() >= a_step(2).items()
     cut = load(console(tmp_path / "cut.log", whole[: whole.rindex("timing_s/step:") + len("timing_s/step:np.float64(6")]))
@@ -195,7 +195,7 @@ def test_a_log_without_a_step_is_said_to_be_none(tmp_path, capsys):
 
 
 def test_a_config_next_to_a_log_is_not_the_runs(tmp_path):
-    """Such as a model's, in the directory in which the command was given."""
+    """For example a model's config, in the directory where the command was given."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     assert load(console(tmp_path / "a.log", sync_log(2))).config == {}
 
@@ -238,5 +238,5 @@ def test_verls_tensorboard_directory_and_a_run_of_ours(tmp_path):
 
 
 def test_numpy_s_own_words_are_read():
-    """The forms above are those of the numpy that is installed."""
+    """The forms above are those of the installed numpy."""
     assert pprint.pformat(np.float64(0.25)) == "np.float64(0.25)" and pprint.pformat(np.float32(0.25)) == "np.float32(0.25)"

@@ -18,7 +18,7 @@ MATH = [math_verify, math_dapo, geo3k]
 
 
 def paid(grader, answer: str, truth: str) -> bool:
-    """Whether the boxed answer is right for the grader."""
+    """Return whether the grader accepts the boxed answer."""
     value = grader("", f"<think>so</think> The answer is $\\boxed{{{answer}}}$.", truth)
     return bool(value["acc"] if isinstance(value, dict) else value)
 
@@ -47,7 +47,7 @@ def with_seeds(count: int) -> Callable:
 
 
 def restated(rng: random.Random, value: int, depth: int = 0) -> str:
-    """An expression with this value, which is not written as it."""
+    """Return an expression with this value in another form."""
 
     def part(number: int) -> str:
         return restated(rng, number, depth + 1) if depth < 2 and rng.random() < 0.3 else str(number)
@@ -139,7 +139,7 @@ def test_an_expression_that_has_the_value_of_a_fraction_is_not_paid(seed):
 
 @with_seeds(200)
 def test_other_forms_of_an_expression_are_not_paid(seed):
-    """Factor, expand and simplify: the problem is equal to its answer."""
+    """For "factor", "expand" and "simplify", the problem equals its answer."""
     rng = random.Random(seed)
     a, c = rng.randint(2, 5), rng.randint(2, 5)
     b, d = rng.choice([-7, -5, -1, 1, 7, 11]), rng.choice([-13, -3, -1, 1, 3, 13])
@@ -189,7 +189,7 @@ def test_roots_that_have_to_be_put_together_are_not_paid(seed):
 
 
 def test_geometry_takes_a_root_with_square_factors():
-    """verl's grader of Geometry3K does; nobody is asked to simplify one there."""
+    """verl's grader of Geometry3K accepts it; those problems do not ask for a simplified root."""
     assert paid(geo3k, r"\sqrt{884}", r"2\sqrt{221}") and not paid(geo3k, r"\sqrt{884}", r"2\sqrt{222}")
     assert not paid(geo3k, r"\sqrt{25}", "5") and not paid(geo3k, r"\sqrt{30^2-4^2}", r"2\sqrt{221}")
 
@@ -229,7 +229,7 @@ def factors(number: int) -> list[int]:
 
 
 def wrapped(rng: random.Random, text: str) -> str:
-    """Around an answer, whatever it is."""
+    """Return the answer with random text around it."""
     ways = [text, f"${text}$", rf"\({text}\)", f" {text} ", f"{text}.", f"x={text}", f"x = {text}", f"{{{text}}}"]
     return rng.choice(ways)
 

@@ -181,7 +181,7 @@ def test_a_process_that_is_too_slow_goes_with_what_it_has_forked(bad_reward):
 
 
 def test_cpu_time_is_limited_response_by_response(tmp_path):
-    """Two threads that spin use up a second of it in about half a second; what others used before does not count."""
+    """Two spinning threads use one second of CPU time in about half a second. The time of earlier responses does not count."""
     (tmp_path / "mine.py").write_text("""
 import hashlib, threading
 def spin(times):
@@ -203,7 +203,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
-    """Without it, an import within the function is begun again for ever by one process after the other."""
+    """Without this time, one process after the other would begin the import in the function forever."""
     (tmp_path / "mine.py").write_text("""
 import os, time
 imported = False
@@ -255,7 +255,7 @@ def test_a_second_answer_ends_the_process_not_the_run(bad_reward):
 
 
 def test_a_function_that_forks_and_returns_twice_answers_once(bad_reward):
-    """A second answer would be taken for the next response's."""
+    """A second answer would count for the next response."""
     with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
         for number in range(20):
             pool.submit(number, "any", "fork twice", str(number), {"n": number})
@@ -331,7 +331,7 @@ time.sleep(1000)
 
 
 def word_in(file: Path) -> str:
-    """Waits until the file has a word and what ends it."""
+    """Wait until the file has a word and the character that ends it."""
     deadline = time.monotonic() + 120
     while not file.exists() or not (text := file.read_text()).endswith(" "):
         assert time.monotonic() < deadline

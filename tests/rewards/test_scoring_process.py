@@ -60,7 +60,7 @@ def submit(pool: ScoringPool, number: int, text: str = "fine", extra_info: dict 
 
 
 def drain(pool: ScoringPool, left: int = 0) -> dict:
-    """Scores until this many are pending; each key comes once."""
+    """Score until this many responses are pending. Each key arrives once."""
     results, deadline = [], time.monotonic() + 120
     while pool.pending > left and time.monotonic() < deadline:
         results += pool.wait(1.0)
@@ -81,7 +81,7 @@ def calls(here: Path) -> list[int]:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["asleep", "in torch"])
 def test_scoring_continues_while_the_rank_does_not_look(here, busy):
-    """An engine's step may be long: all that ended in the one before is scored in the meantime."""
+    """An engine step may be long. All responses that ended in the step before are scored meanwhile."""
     square = torch.eye(300)
     with make_pool(here) as pool:
         for number in range(40):
@@ -107,7 +107,7 @@ FORGED += ['{"failed": "x"}', '{"number": "2", "value": 9}']
 
 
 def test_an_answer_to_another_question_is_no_score(here):
-    """What the function writes in the worker's own words: to the question before, to the next one, to none."""
+    """The function imitates the worker's messages: for the question before, for the next one, and for none."""
     texts = [text for forged in FORGED for text in ("fine", f"say {forged}")] + ["fine"]  # each the second of its process
     with make_pool(here) as pool:
         for number, text in enumerate(texts):
@@ -151,7 +151,7 @@ def test_a_process_that_breaks_between_two_responses_costs_none(here, what):
 
 
 def test_a_pool_that_is_dropped_ends_its_processes(here):
-    """As in a notebook, where nobody closes it: one that waits for work, and one that has some."""
+    """As in a notebook, where nobody closes the pool: an idle pool and a busy one."""
     pool = make_pool(here, workers=2)
     for number in range(2):
         submit(pool, number, "wait")

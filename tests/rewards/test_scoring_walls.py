@@ -76,7 +76,7 @@ def test_what_a_function_starts_ends_with_its_process(how, end, escaping, tmp_pa
 
 
 def test_what_a_function_starts_ends_though_its_guard_was_killed(tmp_path):
-    """By the system, say, where memory is short."""
+    """The system may kill the guard, for example when memory is short."""
     (tmp_path / "mine.py").write_text("""
 import os, subprocess, time
 def score(solution_str, **_):

@@ -114,7 +114,7 @@ PIECES = [
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_no_text_is_too_odd(text):
-    """The cheap verifiers run in the rank itself: an exception would end the run."""
+    """The cheap verifiers run in the rank itself, where an exception would end the run."""
     for response in (text, f"#### {text}"):
         assert gsm8k("", response, "5") in (0, 1) and gsm8k_flexible("", response, "5") in (0, 1)
     plain = canonical(text)

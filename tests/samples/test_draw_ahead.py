@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class FarStore:
-    """The store of a node far away: a call takes a while, and calls from the main thread are counted."""
+    """The store of a distant node: a call takes a while, and calls from the main thread are counted."""
 
     def __init__(self, store: HashStore):
         self.store, self.from_main = store, 0

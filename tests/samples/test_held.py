@@ -137,7 +137,7 @@ def flags(**more):
 
 
 def metrics_of(reports: list[dict]) -> list[dict]:
-    """What the learners make of each report."""
+    """Return the learners' metrics for each report."""
     nodes = [launch.Node("here", 0, 2, 1)]
     meter = IdleMeter(split.Split("learner", None, 1, 1, nodes, 0, store=None, bridge=None))
     return [meter.metrics([report], Timers()) for report in reports]
@@ -165,7 +165,7 @@ def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
     slots=st.integers(1, 5),
 )
 def test_a_held_generator_differs_from_one_without_work(seed, prompts, period, threshold, slots):
-    """Responses and steps of any length, and dropped samples, each of which makes room for another."""
+    """Responses and steps of any length, and dropped samples, each of which lets another ticket start."""
     random, steps = np.random.default_rng(seed), 6
     args = flags(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold, max_num_seqs=slots)
     lengths = random.integers(1, 9, 99)

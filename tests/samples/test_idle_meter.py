@@ -19,7 +19,7 @@ from rl.split import Split
 
 @dataclass
 class Clock:
-    """What the meter reads of a learner's timers."""
+    """The readings that the meter takes from a learner's timers."""
 
     wait: float
     elapsed: float
@@ -40,7 +40,8 @@ def report(rank: int, wait: float, elapsed: float) -> dict:
 
 
 def words(generators: int, learners: int, nodes: int, idle: tuple[float, float]) -> str:
-    """After start-up, in which learners wait for the engines, and three steps in which generators and learners wait so much."""
+    """Return the last words after start-up, during which learners wait for the engines, and three steps with these idle
+    shares."""
     meter = IdleMeter(job(generators, learners, nodes))
     meter.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
     for _ in range(3):
@@ -69,7 +70,7 @@ def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle,
 
 
 def news(job_of: tuple[int, int, int], *idle: tuple[float, float]) -> tuple[list[str], list[str]]:
-    """What is said at a validation after each step with these idle shares, and at the end."""
+    """Return the messages at a validation after each step with these idle shares, and at the end."""
     meter = IdleMeter(job(*job_of))
     generators, said = range(job_of[0]), []
     meter.metrics([report(rank, 0.9, 5.0) for rank in generators], Clock(0.99, 100.0))
@@ -81,7 +82,7 @@ def news(job_of: tuple[int, int, int], *idle: tuple[float, float]) -> tuple[list
 
 
 def test_the_advice_is_repeated_when_it_changes_alone():
-    """A percent or two more or less is no news; another split is."""
+    """A change of a percent or two gives no message. Another split does."""
     said, _ = news((2, 2, 1), (0.0, 0.75), (0.0, 0.74), (0.01, 0.76), *[(0.9, 0.0)] * 30)
     assert said[0] == "", "too few steps"
     assert "--generators 3" in said[1] and said[2:4] == ["", ""]
@@ -123,7 +124,7 @@ def test_a_resumed_run_keeps_its_idle_times_and_ignores_its_new_start():
 
 
 def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
-    """A learner's and a generator's, on one ring."""
+    """Return a learner's and a generator's end of one ring."""
     args, nodes = train_async.Args(), [launch.Node("here", 0, 2, 1)]
     learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
     samples = kind(args, learners)
@@ -139,7 +140,7 @@ def publish(outbox: Outbox, wait: float, timeouts: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", [Batches, Stream])
 def test_what_the_generators_report_of_the_last_publish_counts(ranks, kind):
-    """It comes when the last step has been logged."""
+    """The report arrives after the last step was logged."""
     samples, outbox = ends(ranks, kind)
     for wait in (0.9, 0.1):  # the first is of the start
         publish(outbox, wait, timeouts=1)
@@ -153,7 +154,7 @@ def test_what_the_generators_report_of_the_last_publish_counts(ranks, kind):
 
 @pytest.mark.parametrize("kind", [Batches, Stream])
 def test_samples_may_be_closed_twice(ranks, kind):
-    """As by a script of one's own that does it before `run.finish()`."""
+    """A user's script may close them before `run.finish()`."""
     samples, outbox = ends(ranks, kind)
     tokens = np.zeros(2, np.int32)
     for ticket in range(3):

@@ -65,7 +65,7 @@ def test_a_resumed_run_continues_its_unfinished_groups(whole, unsure, tmp_path):
 
 
 def resumed(whole, unsure, tmp_path, *flags, **how):
-    """The run again from step 3, with other flags."""
+    """Resume the run from step 3 with other flags."""
     directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
     for later in ("step_000004", "step_000005", "step_000006"):
         shutil.rmtree(directory / later)
@@ -111,7 +111,7 @@ def test_ranks_share_what_is_under_way(unsure, tmp_path):
 
 @pytest.mark.slow
 def test_vllm_whose_ranks_share_an_engine(unsure, tmp_path):
-    """Prompts are counted the same on every rank of the engine, and given back and taken up by it."""
+    """Every rank of the engine counts the same prompts. The engine gives prompts back and takes them again."""
     flags = [*unsure, "--engine", "vllm", "--rollout-tp", 2, "--reward-workers", 2]
     _, directory, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, timeout=400)
     check_account(directory)

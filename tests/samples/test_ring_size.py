@@ -20,7 +20,7 @@ LAYERS, CHOSEN = 3, 2
 
 
 def full(prompt: int, length: int, n: int, dtype=None) -> Group:
-    """A group whose responses have their full length; dtype: of its routes."""
+    """A group whose responses have full length. dtype: that of its routes."""
     rows = lambda tokens: None if dtype is None else np.zeros((tokens, LAYERS, CHOSEN), dtype)  # noqa: E731
     numbers = (np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32))
     extra = {f"number_{i}": -1234.5678 for i in range(8)}

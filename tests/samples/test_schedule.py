@@ -53,7 +53,7 @@ def test_sync_and_one_step_off_are_settings_of_it():
 
 
 def take_one(tickets: Tickets, version: int, dropped: int = 0) -> int | None:
-    """The next ticket, if it may start under the weights of that version, which are the newest."""
+    """Return the next ticket if it may start under the weights of this version, the newest."""
     return next(iter(tickets.take(1, 0, version, State(version=version, dropped=dropped))), None)
 
 
@@ -98,7 +98,7 @@ def test_no_generator_takes_what_is_the_others_share():
     seed=st.integers(0, 10**6),
 )
 def test_a_ticket_that_may_start_always_finds_a_generator_below_its_share(engines, prompts, period, threshold, seed):
-    """Whatever is under way where, and whatever the learners hold back."""
+    """Wherever tickets are being generated, and whatever the learners hold back."""
     random, store = np.random.default_rng(seed), HashStore()
     args = ScheduleArgs(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold)
     open_tickets(store)
@@ -202,7 +202,7 @@ class OnItsWay(Arrival):
         self._coming = None
 
     def has(self, version: int, engine: int) -> bool:
-        """Whether that version is here, for an engine with weights of version `engine`."""
+        """Return whether this version has arrived, for an engine with weights of version `engine`."""
         return engine == version or bool(engine == version - 1 and self._coming and self._coming.done())
 
 

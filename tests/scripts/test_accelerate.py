@@ -10,7 +10,7 @@ from helpers import ROOT, environment
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_accelerate_launch_starts_split_ranks(demo_model, tmp_path):
-    """--multi_gpu is its word for several ranks on a node, on a CPU too."""
+    """accelerate's flag for several ranks on a node is --multi_gpu, on a CPU too."""
     launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     flags = ["train_async.py", "--output-dir", tmp_path, "--total-training-steps", "2", "--val-max-samples", "8"]

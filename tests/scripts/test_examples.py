@@ -27,7 +27,7 @@ FAKE_TORCHRUN = '#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n'
 
 
 def words(recipe, device: str, tmp_path) -> list[str]:
-    """What the recipe hands to torchrun, with one more flag from its user."""
+    """Return the words that the recipe passes to torchrun, with one more flag from its user."""
     fake = tmp_path / "torchrun"
     fake.write_text(FAKE_TORCHRUN)
     fake.chmod(0o755)
@@ -69,7 +69,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypatch, capfd):
-    """By what a run on its devices, with its model and its data, would find."""
+    """Checked as in a run on the recipe's devices, with its model and its data."""
     given = words(recipe, device, tmp_path)
     at = next(i for i, word in enumerate(given) if word in SCRIPTS)
     launcher, own = given[:at], given[at + 1 :]
@@ -219,7 +219,7 @@ def flags_of(text: str) -> set[str]:
 
 
 def verl_pages() -> str:
-    """What the documents say of verl's and TRL's words: the page that people read, and the table of all keys."""
+    """Return the docs on verl's and TRL's words: the page for readers, and the table of all keys."""
     return "".join((ROOT / "docs" / name).read_text() for name in ("from-verl.md", "generated/verl-keys.md"))
 
 

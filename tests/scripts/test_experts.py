@@ -29,7 +29,7 @@ from rl.setup import set_up
 
 @pytest.fixture
 def fused(models, tmp_path):
-    """The tiny mixture, its files with transformers' own names in memory."""
+    """The tiny MoE model, saved with transformers' own in-memory names."""
     model = AutoModelForCausalLM.from_pretrained(models["moe"])
     model.config.save_pretrained(tmp_path / "fused")
     save_file(dict(model.named_parameters()), tmp_path / "fused" / "model.safetensors", {"format": "pt"})
@@ -45,7 +45,7 @@ def test_files_with_fused_and_with_single_experts_are_one_model(models, fused):
 
 @pytest.mark.parametrize("form", ["hub", "fused"])
 def test_the_export_has_the_hubs_names_whatever_was_read(models, fused, tmp_path, form):
-    """By two learners, in pieces that end within experts."""
+    """Two learners write it, in pieces that end within experts."""
     model = models["moe"] if form == "hub" else fused
     done = run_script("tests/programs/saves.py", model, tmp_path, "whole", ranks=2, timeout=100)
     assert done.stdout.count(" continued: \n") == 2
@@ -65,7 +65,7 @@ def test_dense_models_keep_their_names(models):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A tiny random mixture that reads the demo's problems."""
+    """A tiny random MoE model that reads the demo's problems."""
     path, tokenizer = tmp_path_factory.mktemp("moe"), build_tokenizer()
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SMALL | {"vocab_size": len(tokenizer)}, **MOE, head_dim=16, tie_word_embeddings=True)
@@ -104,7 +104,7 @@ def test_async_without_staleness_is_sync_bit_for_bit_with_routes_too(model, tmp_
 
 
 def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
-    """As a checkpoint holds it: some responses ended, some in the middle, some not begun."""
+    """As in a checkpoint: some responses are finished, some are unfinished, and some have not begun."""
     args = train_async.Args(model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
     job, pool = set_up(args, train_async.__file__), ScoringPool(args)
 
@@ -149,7 +149,7 @@ def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
     ],
 )
 def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flags):
-    """With its batch in hand and the routes of its samples, on two learners that share the experts."""
+    """The checkpoint holds a batch and its routes. Two learners share the experts."""
     flags = ["--model", model, *LONGER, *flags, "--expert-parallel", 2, "--generators", 1, "--experiment-name", "run"]
     flags += ["--save-freq", 2, "--total-training-steps", 4]
     run_script(script, *flags, "--output-dir", tmp_path / "whole", ranks=3)
@@ -172,7 +172,7 @@ def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flag
 
 
 def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
-    """Two epochs at a high rate: the router itself would go elsewhere in the second."""
+    """Two epochs at a high rate: without replay the router would choose other experts in the second."""
     trainer = Trainer(model, ranks)
     router, passes = trainer.learner.policy.router, []
     begin = router.begin

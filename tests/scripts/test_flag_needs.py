@@ -155,7 +155,7 @@ def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
 
 
 def test_a_new_flag_has_to_be_classified():
-    """Every flag of every script, and of plan.py, is in CASES or in ALWAYS, and in one of them alone."""
+    """Every flag of every script and of plan.py is either in CASES or in ALWAYS."""
     in_cases = {name for case in CASES for name in flag_needs.given(PLAN, case[0].split()[:1])} | BY_MACHINE | BY_SCRIPT
     assert in_cases == set(flag_needs.NEEDS)
     for args in (*SCRIPTS.values(), plan.PlanArgs):
@@ -165,7 +165,7 @@ def test_a_new_flag_has_to_be_classified():
 
 
 def test_the_clips_are_those_that_each_loss_takes():
-    """By the losses' signatures, as they are read in the documentation's table of clips."""
+    """The losses' signatures are compared with the docs' table of clips."""
     table = re.findall(r"^\| (`[^|]*) \| (?:yes|no) \| [^|]* \| ([^|]*) \|", (ROOT / "docs/algorithms.md").read_text(), re.M)
     clips = {name: set(re.findall(r"(\w+)=", taken)) for names, taken in table for name in re.findall(r"`(\w+)`", names)}
     assert set(clips) == set(losses.POLICY_LOSSES)
@@ -255,7 +255,7 @@ def test_gae_is_not_offered(capsys):
 
 
 def test_plan_says_it_too(monkeypatch, capsys):
-    """Before it plans."""
+    """It warns before it plans."""
     for part in ("plan_memory", "plan_time"):
         monkeypatch.setattr(plan, part, lambda *_: None)
     plan.main(["train_sync.py", "--model", "demo", "--kl-reward-coef", "0.1", "--device", "H100-80GB"])

@@ -308,7 +308,7 @@ def test_the_batch_means_the_same_in_all_scripts(given, step, update):
 
 
 def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
-    """So it was before the script had --train-batch-size."""
+    """As before the script had --train-batch-size."""
     args = train_async.Args(ppo_mini_batch_size=32)
     check(args)
     assert (args.prompts_per_step, args.prompts_per_update) == (32, 32)
@@ -350,7 +350,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 
 
 def set_environment(variables: str, monkeypatch) -> None:
-    """Has the environment say this, and nothing else of what torchrun says."""
+    """Set these variables, and remove all other variables that torchrun sets."""
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in (pair.split("=") for pair in variables.split()):

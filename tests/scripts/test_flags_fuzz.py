@@ -51,7 +51,7 @@ JUNK = [
 
 
 def edges(limits: Range, kind: type) -> list[float]:
-    """Numbers at the ends of a range, inside of it."""
+    """Numbers at the ends of a range, inside it."""
     low = limits.at_least if limits.at_least is not None else limits.above
     high = limits.at_most if limits.at_most is not None else limits.below
     step = 1 if kind is int else 1e-3
@@ -64,7 +64,7 @@ def edges(limits: Range, kind: type) -> list[float]:
 
 
 def beyond(limits: Range, kind: type) -> list[float]:
-    """Numbers just outside of a range and far from it."""
+    """Numbers just outside a range and far from it."""
     step = 1 if kind is int else 1e-3
     found = [2**63, -(2**70)] if kind is int else [math.nan, math.inf, -math.inf, 1e300]
     for bound, sign in [(limits.at_least, -step), (limits.above, 0), (limits.at_most, step), (limits.below, 0)]:
@@ -97,7 +97,7 @@ def choices(hint) -> list[str]:
 
 
 def drawn(args: type) -> st.SearchStrategy[dict[str, str]]:
-    """Some flags with values to run with: numbers mostly inside of their ranges, so that a run begins."""
+    """Draw some flags with values: numbers are mostly inside their ranges, so that a run begins."""
     values, limits = {}, ranges(args)
     for name, hint in get_type_hints(args).items():
         if name in APART:
@@ -121,7 +121,7 @@ def drawn(args: type) -> st.SearchStrategy[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    """This process as a job of one rank."""
+    """This process as a job with one rank."""
     import torch
 
     before = torch.get_num_threads()
@@ -132,7 +132,7 @@ def ranks():
 
 
 def line(script: str, given: dict, directory) -> list[str]:
-    """The script's command line. All that a run writes is below the directory, a record of its samples too."""
+    """Return the script's command line. The run writes only below the directory, including a record of its samples."""
     values = BASE | given | {"output_dir": directory}
     if values.get("record_samples", "None") != "None":
         values["record_samples"] = f"{directory}/{values['record_samples']}"

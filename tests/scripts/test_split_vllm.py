@@ -11,7 +11,7 @@ FLAGS = ("--engine", "vllm", "--val-max-samples", 100, "--lr-scheduler-type", "c
 
 
 def accuracy(metrics: dict[int, dict]) -> dict[int, float]:
-    """By the step that was validated."""
+    """Return the accuracies by validated step."""
     done = [m for m in metrics.values() if "training/validated_step" in m]
     return {m["training/validated_step"]: m["val-core/demo/acc/mean@1"] for m in done}
 

@@ -17,7 +17,7 @@ SCRIPT = "train_sync.py"
 
 @pytest.fixture(scope="module")
 def demo_run(demo_model, tmp_path_factory):
-    """60 steps of the demo with everything switched on that costs nothing."""
+    """60 steps of the demo with every feature switched on that costs no time."""
     flags = ["--total-training-steps", "60", "--log-val-generations", "5", "--logger", "console", "tensorboard"]
     return train(SCRIPT, *flags, fresh=True, out=tmp_path_factory.mktemp("demo"))
 
@@ -77,7 +77,7 @@ SHORT = ["--total-training-steps", "4", "--test-freq", "4", "--no-val-before-tra
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(demo_model, tmp_path, ranks):
-    """Once as a user starts it, once in forks: in other processes, with another order of every set."""
+    """Once as a user starts it, once in forks: in other processes, where every set has another order."""
     a, b = (train(SCRIPT, *SHORT, *EVERYTHING, out=tmp_path / str(fresh), ranks=ranks, fresh=fresh) for fresh in (True, False))
     assert bits(a[1]) == bits(b[1])
     assert a[0][4]["actor/loss"] == b[0][4]["actor/loss"] and a[0][4]["val-core/demo/acc/pass@4"] <= 1
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(demo_model, tmp_path, 
 
 
 def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
-    """The first step's tokens, rewards and gradient: who generates what and who learns what must not matter."""
+    """The first step's tokens, rewards and gradient do not depend on which rank generates or learns which sample."""
     flags = ["--total-training-steps", "1", "--test-freq", "0", "--lr-warmup-steps", "0"]
     (a, run_a, _), (b, run_b, _) = (train(SCRIPT, *flags, out=tmp_path / str(n), ranks=n) for n in (1, 2))
     for name in ("critic/score/mean", "response_length/mean", "perf/total_num_tokens"):
@@ -100,7 +100,7 @@ def test_one_rank_and_two_train_the_same(demo_model, tmp_path):
 
 
 def test_rollout_log_probs_as_old_ones(demo_model, tmp_path):
-    """The ratio is then learner over generator, and its mean log the KL that is measured between the two."""
+    """The ratio is then learner over generator, and its mean log is the measured KL between the two."""
     how = [*SHORT, "--rollout-dtype", "bfloat16", "--loss-agg-mode", "token-mean"]
     metrics, _, _ = train(SCRIPT, *how, "--use-rollout-log-probs", "True", out=tmp_path / "generator")
     for step in range(1, 5):
@@ -210,7 +210,7 @@ def test_bad_input_under_torchrun_is_said_once(demo_model, tmp_path):
 
 
 def test_a_run_ends_well_whose_process_group_is_gone_already(tmp_path):
-    """vLLM's engine destroys the default group when it is collected, after main and at any moment."""
+    """vLLM's engine destroys the default group when it is garbage-collected, at any moment after main."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch; from rl.ranks import process; process.run(lambda _: torch.distributed.destroy_process_group())"

@@ -77,7 +77,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit(sync, vlms, rows, tmp_path):
 
 
 def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F811
-    """Every parameter has moved, the tower's too, and transformers finds all it needs next to the weights."""
+    """Every parameter has changed, including the tower's, and transformers finds all files it needs next to the weights."""
     export = sync[1] / "step_000004"
     model = AutoModelForImageTextToText.from_pretrained(export)
     before = AutoModelForImageTextToText.from_pretrained(vlms["qwen3-vl"])
@@ -103,7 +103,7 @@ def test_a_killed_run_resumes_bit_for_bit(sync, vlms, rows, tmp_path, script):  
 
 @pytest.mark.slow
 def test_a_frozen_tower_is_published_once_and_never_moves(vlms, rows, tmp_path):  # noqa: F811
-    """The generators compute with it all the same; a checkpoint has it, and no optimizer state for it."""
+    """The generators still compute with it. A checkpoint holds it, without optimizer state."""
     model, frozen = vlms["qwen3-vl"], ["--freeze-vision-tower", "--test-freq", 0]
     one = go("train_sync.py", model, rows, tmp_path / "sync", *SYNC, *frozen)
     two = go("train_async.py", model, rows, tmp_path / "async", *ASYNC, *frozen, "--param-offload", ranks=2)
@@ -125,7 +125,7 @@ def test_a_frozen_tower_is_published_once_and_never_moves(vlms, rows, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
 def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, script):  # noqa: F811
-    """Its header is whole, so that nothing tells before it is decoded."""
+    """Its header is valid, so only decoding finds the damage."""
     images = [picture(90, 90, seed) for seed in range(4)]
     table = [row("<image>How many?", [image]) for image in images]
     data = table[2]["images"][0]["bytes"]
@@ -141,7 +141,7 @@ def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, 
 
 
 def test_a_groups_record_has_no_pixels(vlms, tmp_path):  # noqa: F811
-    """Of a problem of Geometry3K's size, with 8 responses of 512 tokens."""
+    """For a problem of Geometry3K's size, with 8 responses of 512 tokens."""
     Dataset.from_list([row("<image>" + "Find x. " * 20, [picture(400, 300)])]).to_parquet(file := tmp_path / "rows.parquet")
     (prompt,) = dataset(vlms["qwen3-vl"], str(file), max_pixels=2**20, max_prompt_length=1000)
     group = make_group(0, [512] * 8)

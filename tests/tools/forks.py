@@ -58,7 +58,7 @@ class Rank:
 
 
 def leave(act, *arguments) -> None:
-    """Acts, and ends this process with the exit code that Python would have."""
+    """Run the function, and end this process with the exit code that Python would have."""
     code = 0
     try:
         act(*arguments)

@@ -88,7 +88,7 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), maske
 
 
 def whole(tensor):
-    """All of a tensor that ranks may share. A collective where they do."""
+    """Return all of a tensor that ranks may share. Collective if they do."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -100,7 +100,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def no_time_limit() -> Iterator[None]:
-    """Stop the running test's clock: pytest-timeout's is this timer. What tests share is paid for by none of them."""
+    """Stop the running test's clock, which is pytest-timeout's timer. No test has to pay for shared work."""
     left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield
@@ -178,7 +178,7 @@ def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
 
 
 def left_over(mark: str) -> list[str]:
-    """Command lines of living processes that carry the mark."""
+    """Return the command lines of living processes with the mark."""
     return [line for _, _, line, _ in marked(mark)]
 
 
@@ -199,13 +199,13 @@ def weights(run: Path) -> dict:
 
 
 def bits(run: Path) -> dict[str, bytes]:
-    """The same, to be compared bit for bit."""
+    """Return the tensors of a run's only export for a comparison bit for bit."""
     return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
 
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Fail what is within once this process has spent that much of the processor: on a busy machine that is the same work."""
+    """Fail the block once this process has used this much CPU time, which does not depend on how busy the machine is."""
 
     def stop(*_):
         raise AssertionError(f"more than {seconds} s of CPU time")
@@ -230,13 +230,13 @@ def documented_metrics() -> list[str]:
 
 
 def is_documented(name: str) -> bool:
-    """Whether docs/metrics.md has the metric; <...> there stands for anything."""
+    """Return whether docs/metrics.md has the metric, where <...> stands for anything."""
     patterns = (".+".join(map(re.escape, re.split(r"<[^>]+>", known))) for known in documented_metrics())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def greedy_answers(directory: str | Path, prompts: Sequence[list[dict]]) -> list[str]:
-    """What the text model there answers to conversations, by transformers alone."""
+    """Return the greedy answers of this directory's text model to conversations, computed with transformers only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = (

@@ -26,7 +26,7 @@ def _define() -> None:
 
 
 def give_to_cpu(kind: str) -> None:
-    """From now on this process's CPU has the attention of a `kind` of device."""
+    """Give this process's CPU the attention of a `kind` of device from now on."""
     _define()
     PACKED_ATTENTION["cpu"] = PACKED_ATTENTION[kind]
 
@@ -78,7 +78,7 @@ def backward(kernel: str, grad, query, key, value, out, lse, query_ends, key_end
 
 
 def in_double(query, key, value) -> list[torch.Tensor]:
-    """With a head of keys and values for each of the queries."""
+    """Return the three in double precision, with one head of keys and values for each query head."""
     groups = query.shape[1] // key.shape[1]
     return [query.double(), *(x.double().repeat_interleave(groups, dim=1) for x in (key, value))]
 

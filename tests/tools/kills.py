@@ -45,7 +45,7 @@ class Args:
 
 
 class Job:
-    """torchrun and its ranks, recognised by a mark in their environment or, of forks, their name."""
+    """torchrun and its ranks, recognised by a mark in their environment or, for forks, in their name."""
 
     def __init__(self, torchrun: Sequence[str], script: str, flags: list[str], log: Path):
         self.command = [*torchrun, "--max-restarts", "100000", "--monitor-interval", "0.1", script, *flags]
@@ -64,7 +64,7 @@ class Job:
 
 
 def role(line: str, environ: str) -> str:
-    """Of a process that was started as a user starts it."""
+    """Return the role of a process that was started as a user starts it."""
     if "torch.distributed.run" in line:
         return "torchrun"
     names = {"LOCAL_RANK=0": "learner", "LOCAL_RANK=1": "generator"}
@@ -72,7 +72,7 @@ def role(line: str, environ: str) -> str:
 
 
 def steps_of(run: Path) -> int:
-    """Steps logged so far."""
+    """Return the number of steps logged so far."""
     try:
         return (run / "metrics.jsonl").read_text().count('"training/global_step"')
     except OSError:
@@ -84,7 +84,7 @@ def saving(run: Path) -> bool:
 
 
 def wait_until(condition, job: Job, seconds: float) -> bool:
-    """Whether it came true before the time was up, or torchrun ended."""
+    """Return whether the condition came true before the time was up or torchrun ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and job.process.poll() is None:
         if condition():
@@ -94,7 +94,7 @@ def wait_until(condition, job: Job, seconds: float) -> bool:
 
 
 def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
-    """Kills once; returns whom and when."""
+    """Kill once. Return whom and when."""
     moment = rng.choices(["starting", "running", "saving"], [1, 5, 4])[0]
     before = steps_of(run)
     if moment == "starting":

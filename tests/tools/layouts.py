@@ -61,5 +61,6 @@ def assert_taught_the_same(found: dict, alone: dict) -> None:
 
 
 def without_routers(of_case: dict) -> dict:
-    """The metrics but for moe/*: they count a prompt in every micro-batch that it is in, and hang on how the batch is cut."""
+    """Return the metrics except moe/*, which count a prompt in every micro-batch with it and so depend on how the batch is
+    divided."""
     return {name: value for name, value in of_case["metrics"].items() if not name.startswith("moe/")}

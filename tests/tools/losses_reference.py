@@ -158,7 +158,7 @@ def ppo_token(d, a, low, high, c=None):
 
 
 def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, roll=None, cap=5.0):
-    """Per-token losses; entries of masked tokens mean nothing."""
+    """Return per-token losses. Entries of masked tokens have no meaning."""
     n = len(lp)
     d = [lp[t] - old[t] if mask[t] else 0.0 for t in range(n)]
     d_frozen = [frozen[t] - old[t] if mask[t] else 0.0 for t in range(n)]
@@ -265,7 +265,7 @@ def rollout_weights(lp, roll, mask, seq, level, low, high, normalize):
 
 
 def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
-    """What verl 0.9.1 computes under these names (rollout_corr_helper.py), from its words, not its code."""
+    """Return verl 0.9.1's metrics of these names (rollout_corr_helper.py), written from its documentation, not its code."""
     ratios = rollout_ratios(lp, roll, mask, seq, level)
     weights = rollout_weights(lp, roll, mask, seq, level, low, high, False)
     applied = [w for w, m in zip(weights, mask, strict=True) if m]
@@ -293,7 +293,7 @@ def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
 
 
 def rejected(lp, roll, mask, seq, level, divergence, low, high):
-    """Which tokens one criterion throws out: list of bool."""
+    """Return a list of bool: whether one criterion rejects each token."""
     measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[divergence]
 
     def bad(x):

@@ -31,7 +31,7 @@ MTU = 9000  # on all links, so that those through a process carry few frames
 
 
 class Unavailable(Exception):
-    """This machine makes no namespaces; says why."""
+    """This machine cannot make namespaces. The message says why."""
 
 
 def enter(pid: int, kinds: Sequence[str] = tuple(SPACES)) -> None:
@@ -151,14 +151,14 @@ class Node(Space):
         return subprocess.Popen(started, cwd=ROOT, env=where, start_new_session=True, **pipes)
 
     def unplug(self) -> None:
-        """Cuts the link without a word, as where the power is lost."""
+        """Cut the link without notice, as in a power loss."""
         self._switch.run(f"ip link set {self.port} down")
 
     def plug_in(self) -> None:
         self._switch.run(f"ip link set {self.port} up")
 
     def power_off(self) -> None:
-        """Ends all that runs here, without a word to the others."""
+        """End all processes here without notice to the other nodes."""
         self.unplug()
         self.end()
 
@@ -213,7 +213,7 @@ class Job:
         self.starts = starts  # of each node, its command on a machine
 
     def console(self, number: int) -> str:
-        """What the node (number from 0) has printed so far, on stdout and stderr."""
+        """Return the output so far of this node (number from 0), stdout and stderr."""
         self._consoles[number].seek(0)
         return self._consoles[number].read()
 

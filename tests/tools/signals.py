@@ -119,7 +119,7 @@ class Run:
 
 
 def attempt(trial: Trial, out: Path) -> tuple[float, str]:
-    """One trial; returns the seconds until its end, and what was left. Raises AssertionError where a promise is broken."""
+    """Run one trial. Return the seconds until its end, and what was left. Raise AssertionError if a promise is broken."""
     from rl.checkpoint.manifest import damage
 
     memory = set(os.listdir("/dev/shm"))
@@ -145,7 +145,7 @@ def attempt(trial: Trial, out: Path) -> tuple[float, str]:
 
 
 def check_promise(run: Path, console: str, ended: bool) -> str:
-    """After SIGTERM every step that was trained is in the newest checkpoint."""
+    """After SIGTERM the newest checkpoint contains every trained step."""
     from rl.checkpoint.manifest import damage
     from rl.checkpoint.resume import newest
 

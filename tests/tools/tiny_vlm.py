@@ -52,7 +52,7 @@ def config(kind: str, **more):
 
 
 def save_tokenizer(path: Path) -> None:
-    """One token a byte; the marks behind them."""
+    """A tokenizer with one token per byte, then the marks."""
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -99,7 +99,7 @@ def picture(width: int, height: int, seed: int = 0):
 
 
 def png(image) -> bytes:
-    """The bytes of its file."""
+    """Return the bytes of the picture's PNG file."""
     import io
 
     image.save(file := io.BytesIO(), "PNG")

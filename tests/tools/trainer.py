@@ -51,7 +51,7 @@ class Trainer:
 
     @torch.no_grad()
     def begin_again(self) -> None:
-        """Back to the model's own weights."""
+        """Restore the model's own weights."""
         for name, weight in self.learner.policy.named_parameters():
             local(weight).copy_(self.first.setdefault(name, local(weight).clone()))
 

@@ -50,7 +50,7 @@ def error(outputs, model, temperature: float = 1.0, prompts=PROMPTS) -> float:
 
 
 def wrongly_loaded(engine, model) -> list[str]:
-    """The weights that the engine does not compute with, bit for bit."""
+    """Return the weights that the engine's copies do not equal bit for bit."""
     return [
         name
         for name, weight in model.named_parameters()
@@ -265,14 +265,14 @@ def wakes_with_turned_experts(path: str) -> dict:
 
 
 class ForgetfulSampler(Sampler):
-    """As vllm-ascend 0.23's: the setting at the start is dropped."""
+    """A sampler like vllm-ascend 0.23's, which drops the setting made at the start."""
 
     def __init__(self, **_):
         super().__init__(logprobs_mode="raw_logprobs")
 
 
 class DeafSampler(ForgetfulSampler):
-    """Another that never follows it."""
+    """Another sampler, which never follows the setting."""
 
     def __init__(self, **_):
         super().__init__()
@@ -388,7 +388,7 @@ def run_in_fork(name: str, function: Callable[[str], dict], path: str, results: 
 
 
 def place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """Set the variables that torchrun would set."""
     if ranks == 1:
         return {}
     counts = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK=0, GROUP_WORLD_SIZE=1)

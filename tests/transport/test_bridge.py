@@ -37,7 +37,7 @@ def small_slots(monkeypatch):
 
 
 def messages(seed: int) -> list[torch.Tensor]:
-    """Of all lengths, from none to several slots, of any bits."""
+    """Messages of all lengths, from none to several slots, with any bits."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sizes = [0, 1, *(rng.randrange(1, 3 * bridge.SLOT_BYTES // 8) * 8 for _ in range(10)), bridge.SLOT_BYTES]
     kinds = [rng.choice(KINDS) for _ in sizes]
@@ -47,7 +47,7 @@ def messages(seed: int) -> list[torch.Tensor]:
 
 
 def together(acts: list) -> None:
-    """Runs each in a thread, and raises what one of them has raised."""
+    """Run each function in a thread, and raise an error that one of them raised."""
     errors = []
 
     def run(act) -> None:
@@ -99,7 +99,7 @@ def test_every_message_arrives_to_the_bit(node_of, small_slots):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", ["the first", "a neighbour"])
 def test_a_process_that_dies_is_noticed(killed, small_slots):
-    """By those who wait for it; they need no timeout."""
+    """The processes that wait for it notice, without a timeout."""
     store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
     number = 0 if killed == "a neighbour" else 1
     pid = os.fork()

@@ -198,7 +198,7 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read(store, command, a
 
 
 def test_what_does_not_come_from_the_job_is_left_out(store):
-    """From a scanner of ports, or a forwarder of another job that was given the same address."""
+    """It may come from a port scanner, or from another job's forwarder that was given the same address."""
     target, ring = Ring.create(1 << 20), Ring.create(1 << 20)
     other = HashStore()
     with closing(Receiver(target, store, [1])), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:

@@ -63,7 +63,7 @@ def kill(*pids: int) -> None:
 
 
 def pipe_byte(fd: int) -> bytes:
-    """Waits for a byte of a child's."""
+    """Wait for a byte from a child."""
     assert select.select([fd], [], [], LIMIT)[0], "a child did not get there"
     return os.read(fd, 1)
 
@@ -194,7 +194,7 @@ def test_a_record_keeps_its_space_while_it_is_looked_at(ring):
 
 
 def test_no_more_memory_is_touched_than_was_on_its_way_at_once():
-    """Ten times the ring's capacity goes through it, in turns of records that are put and taken."""
+    """Ten times the ring's capacity passes through it, as records that are put and taken in turns."""
     ring, chance, passed = Ring.create(64 << 20), random.Random(3), 0
     while passed < 10 * ring.capacity:
         turn = [NOISE[: chance.randrange(1 << 19)] for _ in range(chance.randrange(1, 4))]
@@ -308,7 +308,7 @@ def test_soak_of_a_million_records():
 
 
 class Clock:
-    """Time that passes in naps alone, and their number: each costs a core some ten microseconds."""
+    """Time that passes only in naps, and the number of naps, each of which costs some ten microseconds of CPU time."""
 
     def __init__(self):
         self.now, self.naps = 0.0, 0
@@ -566,7 +566,7 @@ def test_nothing_is_left_when_everyone_is_killed():
 
 
 def users_of(name: str) -> list[str]:
-    """Processes that have this file mapped."""
+    """Return the processes that have mapped this file."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:

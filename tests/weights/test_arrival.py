@@ -34,7 +34,7 @@ PROMPT, ALL = [5, 6, 7], 10**6
 
 
 class Held:
-    """The learner's end of a bridge, over which messages go when they are let."""
+    """The learner's end of a bridge. It sends messages only when the test allows it."""
 
     window = 1
 
@@ -79,7 +79,7 @@ class Ends:
         self.subscriber = self.subscribers[0]
 
     def begin(self) -> "Ends":
-        """With a generator that has the first version."""
+        """Start with a generator that has the first version."""
         self.publish(0)
         self.held.let(ALL)
         assert self.subscriber.effective_state(State(0, dropped=1), busy=True).version == 0, "no version to generate with"
@@ -88,7 +88,7 @@ class Ends:
         return self
 
     def publish(self, version: int) -> dict[str, torch.Tensor]:
-        """Changes every hundredth weight and publishes, nothing of which goes yet; returns the weights."""
+        """Change every hundredth weight and publish, without sending anything yet. Return the weights."""
         self.held.let(0)
         for tensor in self.parameters.values():
             some = tensor.view(-1)[version % 100 :: 100]
@@ -165,7 +165,8 @@ def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models, pu
 
 @pytest.mark.timeout(900)
 def test_what_was_said_with_weights_counts_from_when_they_are_here(models):
-    """Also where the version after them is announced before they are taken; what does not belong to them counts at once."""
+    """Also if the next version is announced before these weights are taken. Values that do not belong to the weights count at
+    once."""
     ends = Ends(models["qwen2-tied"]).begin()
     subscriber, held = ends.subscriber, ends.held
     said = [
@@ -309,7 +310,7 @@ def test_without_memory_for_it_the_engine_waits(models, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ranks_that_share_an_engine_take_the_weights_at_the_same_step(demo_model, tmp_path, network):
-    """Behind a slow link, over which weights take longer than a batch of responses."""
+    """The link is slow: weights take longer than a batch of responses."""
     machines = network(2)
     machines.nodes[1].shape(20)
     flags = ["--total-training-steps", 6, "--test-freq", 3, "--rollout-tp", 2, "--output-dir", tmp_path / "run"]

@@ -17,7 +17,7 @@ SHARES = [0, 1e-5, 1e-3, 0.02, 0.2, 0.5, 1]  # of elements that change
 
 
 def random_bits(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Any bits: zeros of both signs, infinities and NaNs among them."""
+    """Any bits, including zeros of both signs, infinities and NaNs."""
     kind = INTEGERS[dtype]
     limits = torch.iinfo(kind)
     values = torch.randint(limits.min, limits.max + 1, (size,), dtype=torch.long, generator=generator).to(kind)
@@ -68,7 +68,7 @@ def half_of(run: torch.Tensor) -> int:
     [(0.0, 0.0), (0.001, 0.0041), (0.01, 0.034), (0.1, 0.31), (0.16, 0.49), (0.4, 2.0)],
 )
 def test_a_change_takes_what_its_elements_take(share, bytes_an_element):
-    """Of a million bf16 weights: two bytes a value, and one or two a gap."""
+    """Among a million bf16 weights a change takes two bytes for the value and one or two for the gap."""
     generator, size = torch.Generator().manual_seed(0), 1_000_000
     old = torch.randn(size, generator=generator).bfloat16()
     new = torch.where(torch.rand(size, generator=generator) < share, old + 1 + old.abs(), old)
@@ -93,7 +93,7 @@ def received(done) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(("kind", "dtype", "learners"), [("qwen3", "bfloat16", 1), ("qwen2-tied", "float32", 2)])
 def test_generators_compute_with_what_the_learners_hold(models, kind, dtype, learners):
-    """In fp32, where a hundredth is changed by the test and not by an optimizer, too."""
+    """Also in fp32, where the test changes a hundredth of the weights instead of an optimizer."""
     done = run_script("tests/programs/publish_ranks.py", models[kind], dtype, "delta", ranks=learners + 1)
     differences = re.findall(r"version (\d) differs by (\S+)", done.stdout)
     assert [int(version) for version, _ in differences] == [0, 1, 2, 3]

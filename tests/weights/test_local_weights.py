@@ -12,7 +12,7 @@ from rl.weights.local import LocalWeights
 
 
 class Whole:
-    """An engine that has copies of its own and is always given everything, as vLLM."""
+    """An engine that, like vLLM, has its own copies and always receives all weights."""
 
     shares_memory = False
 

@@ -64,7 +64,7 @@ class End:
 
 
 class Holder:
-    """What a learner and an engine are to a publish: parameters by name."""
+    """A learner or an engine as a publish sees it: parameters by name."""
 
     shares_memory, device, version = False, torch.device("cpu"), -1
 
