@@ -1,4 +1,5 @@
-"""Started by test_packed_kernels.py: the memory of attention over one packed row with its gradient, on tensors without values.
+"""Started by test_packed_kernels.py: measures the memory of attention and its gradient over one packed row, on tensors without
+values.
 
 python attention_memory.py KIND DTYPE '{"segments": [...], "after": [...], "heads": n, "kv_heads": n, "size": n}'
 

@@ -1,4 +1,4 @@
-"""A link that delays what it carries, for kernels without tc's netem: two TAP devices, and this process between them.
+"""A link with a delay, for kernels without tc's netem: two TAP devices, and this process between them.
 
     python tests/programs/delayed_link.py PID NAME PID NAME SECONDS         a process of each end's namespace; one way
 

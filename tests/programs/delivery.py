@@ -1,4 +1,4 @@
-"""Started by test_delivery.py: learners, as if on several nodes, make batches of what has come in at one or the other.
+"""Started by test_delivery.py: learners, as if on several nodes, make batches from the groups that either node received.
 
 torchrun ... delivery.py SEQUENCE_PARALLEL [NODE ...]      of each rank, the node that it is to be on; all is checked then
 

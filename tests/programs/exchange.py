@@ -1,4 +1,4 @@
-"""Started by test_exchange.py: ranks that exchange records again and again, as if they stood on several nodes.
+"""Started by test_exchange.py: ranks, as if on several nodes, exchange records again and again.
 
 torchrun ... exchange.py NODE ...      of each rank, the node that it is on
 

@@ -1,5 +1,5 @@
-"""Started under torchrun by test_learner.py: the weights of a learner of several ranks, as one gather a bucket gives them,
-compared with DTensor's own full tensors. Prints the number of collectives."""
+"""Started under torchrun by test_learner.py: compares a learner's weights, gathered with one collective per bucket on several
+ranks, with DTensor's own full tensors. Prints the number of collectives."""
 
 import sys
 

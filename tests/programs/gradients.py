@@ -1,4 +1,5 @@
-"""Started by test_learner.py: log-probs and the gradient of a batch, cut into micro-batches by each of the token budgets.
+"""Started by test_learner.py: computes log-probs and the gradient of a batch, divided into micro-batches by each of the token
+budgets.
 
 torchrun ... gradients.py MODEL OUT JSON       {"budgets": [...], "groups": n, "responses": n, "logits_at_once": n, "flags": {}}
 """

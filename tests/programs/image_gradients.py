@@ -1,4 +1,4 @@
-"""Started by test_vision_runs.py: the gradient of a batch of which only the first rank's micro-batches have images.
+"""Started by test_vision_runs.py: computes the gradient of a batch in which only the first rank's micro-batches have images.
 
 torchrun ... image_gradients.py MODEL ROWS OUT JSON       JSON: flags of the learner
 """

@@ -1,4 +1,5 @@
-"""Started by tests/tools/layouts.py: `learn` of train_sync.py on the same batches, for each layout of ranks and each loss.
+"""Started by tests/tools/layouts.py: runs `learn` of train_sync.py on the same batches, for each layout of ranks and each
+loss.
 
 torchrun ... layouts.py OUT JSON
 {"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind,

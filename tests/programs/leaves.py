@@ -1,5 +1,5 @@
-"""Two learners that have agreed to stop, and some generators: the second learner goes at once, the first has something left
-to do before its last line.
+"""Two learners that have agreed to stop, and some generators: the second learner exits at once, the first one works a little
+longer before its last line.
 
 python tests/programs/leaves.py FILE_THAT_TELLS_IT_IS_READY GENERATORS
 """

@@ -1,5 +1,5 @@
-"""Started by test_sharded_weights.py: peaks of memory, in bytes a parameter, while the learner loads its model, and while it
-publishes it in bf16 for the first time. A line of JSON, by rank.
+"""Started by test_sharded_weights.py: measures the peak memory, in bytes per parameter, while the learner loads its model and
+while it first publishes it in bf16. Prints a line of JSON, by rank.
 
 torchrun ... load_memory.py MODEL FLAGS(JSON)
 """

@@ -1,4 +1,4 @@
-"""Started by test_sharded_weights.py: whether every rank has its part of the weights that transformers reads, bit for bit.
+"""Started by test_sharded_weights.py: checks that every rank's part of the weights equals transformers' weights bit for bit.
 
 torchrun ... load_parts.py FLAGS(JSON) MODEL...       # of each case a line, with how many tensors the first has sent
 """

@@ -1,4 +1,5 @@
-"""One learner's host memory, in bytes a parameter, at its start, a step, a publish and saves: a line of JSON.
+"""Measures one learner's host memory, in bytes per parameter, at its start, in a step, a publish and saves. Prints a line of
+JSON.
 
 python tests/programs/memory.py MODEL OUT
 """

@@ -1,5 +1,5 @@
-"""Started by test_nodes.py under one torchrun a node: ranks of the second node fail, in the way that the argument names, while
-those of the first wait for them.
+"""Started by test_nodes.py with one torchrun per node: ranks of the second node fail in the way that the argument names, while
+the first node's ranks wait for them.
 
     torchrun --nnodes 2 ... node_failures.py refused | raised | killed
     torchrun --nnodes 2 --max-restarts 3 ... node_failures.py restarted DIRECTORY         twice, and then all is well

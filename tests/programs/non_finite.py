@@ -1,4 +1,4 @@
-"""Started by test_learner.py: the last rank's gradient is not finite; then all are.
+"""Started by test_learner.py: only the last rank's gradient is not finite, then every rank's.
 
 torchrun ... non_finite.py MODEL
 """

@@ -1,4 +1,4 @@
-"""Started by test_plan_memory.py: what the first learner holds at its peak on a CPU, counted on real tensors or on fake ones.
+"""Started by test_plan_memory.py: counts the first learner's peak memory on a CPU, with real tensors or with fake ones.
 
 torchrun ... plan_memory.py MODEL real JSON           # the learner's flags
 python plan_memory.py MODEL fake JSON RANKS

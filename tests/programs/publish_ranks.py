@@ -1,5 +1,5 @@
-"""Started under torchrun by test_split.py: learners that change their weights and publish them, one generator that samples with
-each version. Prints how far the generator's log-probs lie from the learners' forward pass, per version.
+"""Started under torchrun by test_split.py: learners change their weights and publish them, and one generator samples with each
+version. Prints, per version, how far the generator's log-probs are from the learners' forward pass.
 
     torchrun ... publish_ranks.py MODEL DTYPE PUBLISH [NAME]      NAME: a parameter that the generator's engine does not take
 

@@ -1,4 +1,4 @@
-"""A job that reads prompts and nothing else; each rank writes what it has read, and how much of it is its own work.
+"""A job that only reads prompts. Each rank writes the prompts it has, and how much of the work was its own.
 
 torchrun --nproc-per-node 2 tests/programs/read_prompts.py MODEL OUT FLAGS
 FLAGS: JSON, of DataArgs, and hang_timeout; seconds_a_text of the tokenizer, by rank; generators, if it is a job of two roles

@@ -1,5 +1,5 @@
 """Started under torchrun on machines of tests/tools/nodes.py: the learner publishes, and the first generator of each node
-prints what came in over its node's link meanwhile.
+prints the bytes that its node's link received meanwhile.
 
     torchrun ... receive_bytes.py MODEL VERSIONS GENERATORS       GENERATORS: of this node
 """

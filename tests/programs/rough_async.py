@@ -1,4 +1,4 @@
-"""Started under torchrun by test_split.py: train_async.py with something added, named by $ROUGH.
+"""Started under torchrun by test_split.py: train_async.py with an addition that $ROUGH names.
 
 slow: both roles take their time, and the first batch is not trained before all that may start has started, so that some of it
 gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner, generator: that

@@ -1,4 +1,4 @@
-"""Two learners save a checkpoint, and the second one is in trouble.
+"""Two learners save a checkpoint, and the second one fails in some way.
 
 torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|short|killed|elsewhere|refuses|full
 """

@@ -1,4 +1,4 @@
-"""Started by test_local_disks.py: learners resume from a checkpoint whose files are scattered over directories, one a rank, as
+"""Started by test_local_disks.py: learners resume from a checkpoint whose files are spread over directories, one per rank, as
 over the disks of nodes.
 
 torchrun ... scattered.py MODEL CHECKPOINT OUT      # a line of JSON: whether the tensors are the whole's, and what is reported

@@ -1,5 +1,5 @@
-"""Started by test_shares.py: what concerns a whole batch, computed by learners that each hold a part of it, and
-computed of all at once.
+"""Started by test_shares.py: learners that each hold a part of a batch compute the statistics of the whole batch, and so does
+one that holds all of it.
 
 torchrun ... shares.py SEQUENCE_PARALLEL
 """

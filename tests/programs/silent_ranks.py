@@ -1,5 +1,5 @@
-"""Started by test_heartbeat.py under one torchrun a node: processes are stopped while all ranks wait for each other,
-and continue when the other node has ended.
+"""Started by test_heartbeat.py with one torchrun per node: processes are stopped while all ranks wait for each other, and
+continue after the other node has ended.
 
     torchrun --nnodes 2 ... silent_ranks.py rank 3        that rank
     torchrun --nnodes 2 ... silent_ranks.py node 1        torchrun and its ranks on the second node

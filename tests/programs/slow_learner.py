@@ -1,4 +1,4 @@
-"""Runs a script whose learners take a while to load their model, as large models do: the other ranks wait in C++ for them.
+"""Runs a script whose learners load their model slowly, as large models do. The other ranks wait for them in C++.
 
 python tests/programs/slow_learner.py SECONDS train_async.py --generators 1
 """

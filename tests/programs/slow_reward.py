@@ -1,4 +1,4 @@
-"""A reward function that takes a random time: 5 ms on average where $ROUGH is slow-decoding, 50 ms elsewhere."""
+"""A reward function that takes a random time: 5 ms on average if $ROUGH is slow-decoding, else 50 ms."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A reward that any model earns a little of: how many different characters a response has."""
+"""A reward that every model earns in part: the number of different characters in a response."""
 
 
 def score(data_source, solution_str, ground_truth, extra_info):

@@ -1,4 +1,4 @@
-"""Started under torchrun by test_arrival.py: train_async.py, of which each generator writes down its engine's steps.
+"""Started under torchrun by test_arrival.py: train_async.py, with a log of each generator's engine steps.
 
     torchrun ... steps_meanwhile.py OUT FLAGS ...      writes OUT/<generator>.json
 

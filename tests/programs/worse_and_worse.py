@@ -1,5 +1,5 @@
-"""Started by test_validations.py: the script that $SCRIPT names, with validations that find the model worse each time: the
-accuracies are 1, 0.9, 0.8, ... They are so slow that none arrives before the learners wait for it."""
+"""Started by test_validations.py: runs the script that $SCRIPT names with falling validation accuracies: 1, 0.9, 0.8, ... The
+validations are so slow that none arrives before the learners wait for it."""
 
 import importlib
 import os

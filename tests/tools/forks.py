@@ -1,5 +1,5 @@
-"""A process that has imported what every rank imports, and forks the tests' runs: a rank then starts in a moment, not in the
-six seconds of its imports. A fork runs the script from its first line, under torchrun's own agent if there are ranks.
+"""A process that has imported what every rank imports, and forks the tests' runs: a rank then starts in a moment instead of
+the six seconds of its imports. A fork runs the script from its first line, under torchrun's own agent if there are ranks.
 
     python tests/tools/forks.py LISTENER MODULE ...   file descriptor of a listening socket; what to import at the first request
 

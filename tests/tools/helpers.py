@@ -1,4 +1,4 @@
-"""What the tests share: tiny random models, records, and ways to run a script as a user would.
+"""Helpers that the tests share: tiny random models, records, and ways to run a script as a user would.
 
 torch and transformers are imported where they are used: xdist's controller loads this file too, and runs no test.
 """

@@ -1,4 +1,4 @@
-"""The devices' attention kernels on a CPU, computed in double precision: for tests of what surrounds them.
+"""The devices' attention kernels on a CPU, in double precision, for tests of the code around them.
 
 Each has the signature of the real one, and keeps for its backward pass what the real one keeps.
 """

@@ -1,4 +1,4 @@
-"""Kills a run of split ranks again and again, at random moments, resumes it each time, and audits what it leaves.
+"""Kills a run of split ranks again and again at random moments, resumes it each time, and checks the files it leaves.
 
     python tests/tools/kills.py --script train_async.py --kills 60
     python tests/tools/kills.py --script train_one_step_off.py --kills 40

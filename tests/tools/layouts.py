@@ -1,4 +1,4 @@
-"""Learning on several layouts of ranks, and what must be the same on all."""
+"""Learning on several layouts of ranks, and the checks that all layouts learn the same."""
 
 import json
 import tempfile

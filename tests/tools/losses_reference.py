@@ -1,4 +1,4 @@
-"""The formulas of losses.py once more, as slow loops over Python lists written from the papers: nothing is shared with it.
+"""The formulas of losses.py as slow loops over Python lists, written from the papers. They share no code with losses.py.
 
 Per token: lists of length n, `seq` says the response. A policy loss takes the log-probs twice, `lp` and `frozen`: the second
 stands wherever the paper stops the gradient, so that a finite difference in `lp` alone is the gradient of the loss.

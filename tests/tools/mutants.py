@@ -1,4 +1,4 @@
-"""Programs with one fault planted: a place of our code that puts a tensor on a device, taken out."""
+"""Programs with one planted fault: one place in our code that moves a tensor to a device is removed."""
 
 import ast
 import functools

@@ -1,5 +1,5 @@
-"""Machines for tests and benchmarks: namespaces joined by a bridge. Each has its own network, hostname, processes and /dev/shm;
-files are shared but for one directory, if that is asked for.
+"""Machines for tests and benchmarks: namespaces joined by a bridge. Each has its own network, hostname, processes and
+/dev/shm. They share all files except, on request, one directory.
 
     with Network(3) as network:                             node1, node2, node3: 10.77.0.1, ...
         job = network.start([(2, ["train_async.py", "--generators", 0]), (1, [...]), (1, [...])])

@@ -1,5 +1,5 @@
-"""Cuts the link of one machine of a job again and again, at random moments, as where its power is lost; gives the same command
-again each time, and audits what the run leaves.
+"""Cuts the link of one machine of a job again and again at random moments, as a power loss does, gives the same command again
+each time, and checks the files that the run leaves.
 
     python tests/tools/power_losses.py --losses 20
 

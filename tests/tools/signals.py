@@ -1,4 +1,4 @@
-"""Sends Ctrl-C or SIGTERM to runs of the three scripts at random moments, and checks what they leave.
+"""Sends Ctrl-C or SIGTERM to runs of the three scripts at random moments, and checks the files and processes they leave.
 
     python tests/tools/signals.py --signal SIGINT --trials 60
     python tests/tools/signals.py --signal SIGTERM --trials 40

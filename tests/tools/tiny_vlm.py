@@ -1,4 +1,4 @@
-"""Tiny random models that take images, of both families, as directories with all that a user's would hold.
+"""Tiny random models with images, of both families, as directories with all files that a user's model would have.
 
 A directory has config, weights, a tokenizer of one token a byte with Qwen's marks and chat template, and the image processor's
 config as its family writes it. Heads are of the sizes that vLLM takes on a CPU: 32 in the text, 16 in the tower.

@@ -1,4 +1,4 @@
-"""Steps of train_sync.py in this process, for tests that compare many."""
+"""Runs steps of train_sync.py in this process, for tests that compare many steps."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What tests/generation/test_engine_vllm.py runs in processes of their own, because vLLM patches the process it lives in.
+"""Checks that tests/generation/test_engine_vllm.py runs in separate processes, because vLLM patches its process.
 
     python tests/tools/vllm_checks.py '{"tied": ["after_update", "models/tied", 1]}' results
 

@@ -1,4 +1,5 @@
-"""What tests/generation/test_engine_vllm_images.py runs in processes of their own, as tests/tools/vllm_checks.py does for text.
+"""Checks that tests/generation/test_engine_vllm_images.py runs in separate processes, like tests/tools/vllm_checks.py for
+text.
 
 python tests/tools/vllm_image_checks.py '{"qwen3-vl": ["publishes", "models/qwen3-vl", 1]}' results
 """

@@ -1,4 +1,4 @@
-"""What test_engine_vllm_moe.py runs in processes of their own, as vllm_checks.py does: the experts of vLLM."""
+"""Checks of vLLM's experts that test_engine_vllm_moe.py runs in separate processes, like vllm_checks.py."""
 
 import dataclasses
 import json
