@@ -303,7 +303,7 @@ def test_flags_that_contradict_each_other_are_refused(case):
 
 
 def test_a_loss_without_a_ratio_is_never_left_uncorrected():
-    """By default the generator's log-probs are the old ones; else --rollout-is has to weigh, or the flags are refused."""
+    """By default the old log-probs are the generator's. Otherwise --rollout-is must add weights, or the flags are refused."""
     for mode in ("reinforce", "gpg"):
         assert train_async.Args(loss_mode=mode).old_is_rollout
         check(train_async.Args(loss_mode=mode, rollout_is="sequence"))

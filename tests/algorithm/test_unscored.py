@@ -84,7 +84,7 @@ def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(train
 
 
 def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
-    """What the generator makes of a prompt's responses with these scores: by default all the same response of two tokens."""
+    """Return the generator's group for these scores. By default all responses are the same two tokens."""
     prompt = Prompt([1], "1", "demo", "1", {}, "row 0")
     output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
     greedy = len(scores) > args.rollout_n

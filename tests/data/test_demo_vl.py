@@ -149,7 +149,7 @@ def test_it_learns_on_split_ranks(demo_vl_model, tmp_path, script, flags):
 
 @pytest.mark.slow
 def test_a_picture_shown_to_the_wrong_prompt_is_not_learned_from(demo_vl_model, tmp_path):
-    """What the demo is for: rows whose pictures are mixed up teach nothing, so that a mix-up anywhere would show."""
+    """The purpose of the demo: rows with mixed-up pictures teach nothing, so the demo would reveal a mix-up anywhere."""
     rows = demo_vl.problems("train")
     pictures = [row["images"] for row in rows]
     mixed = [row | {"images": other} for row, other in zip(rows, pictures[1:] + pictures[:1], strict=True)]

@@ -31,7 +31,7 @@ def write(path: Path, prompts: list[str]) -> str:
 
 
 def read(model: str, out: Path, ranks: int | None, **flags) -> list[dict]:
-    """What each rank has read."""
+    """Return the prompts that each rank has read."""
     out.mkdir()
     run_script("tests/programs/read_prompts.py", model, out, json.dumps(flags), ranks=ranks)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks or 1)]

@@ -123,7 +123,7 @@ def test_a_huge_image_is_refused_by_its_header():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
-    """Of plain images, which both read alike; tokens are counted from the header alone."""
+    """For plain images, which both libraries decode alike. Tokens are counted from the header alone."""
     prep = image_prompts.ImagePrep.of(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
     theirs = AutoImageProcessor.from_pretrained(vlms[kind], backend="pil")
     for width, height in [(90, 60), (3, 40), (400, 30), (700, 500), (1, 1)]:

@@ -28,8 +28,8 @@ ASKS = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def made(*words, code: int = 0, fresh: bool = False) -> str:
-    """What make_data.py prints: its output, or its errors if it ends with a code. `fresh`: started as a user does, in an
-    environment that says nothing of this project."""
+    """Return the output of make_data.py, or its errors if it exits with a code. `fresh`: start it as a user does, in an
+    environment without this project."""
     script = ROOT / "examples" / "make_data.py"
     if fresh:
         env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}

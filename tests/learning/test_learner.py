@@ -28,7 +28,7 @@ GRADIENTS = "tests/programs/gradients.py"
 
 @pytest.fixture(scope="module")
 def compute(tmp_path_factory):
-    """What gradients.py saves, run with these arguments."""
+    """Return the results that gradients.py saves for these arguments."""
     directory = tmp_path_factory.mktemp("gradients")
 
     def run(model, ranks, budgets=BUDGETS, groups=5, responses=3, logits_at_once=None, **flags) -> dict:
@@ -46,7 +46,8 @@ def relative(a, b) -> float:
 
 @pytest.fixture(scope="module")
 def reference(compute, models):
-    """The same log-probs and gradient from transformers alone: one padded-free forward per response, in double precision."""
+    """Return the log-probs and the gradient from transformers alone: one forward pass per response, without padding, in double
+    precision."""
     data = compute(models["qwen2-tied"], 1)
     model = AutoModelForCausalLM.from_pretrained(models["qwen2-tied"], attn_implementation="eager").double()
     log_probs, loss, start = [], 0.0, 0

@@ -120,7 +120,7 @@ def test_small_micro_batches_are_left_alone():
 
 
 def make_models(name: str, dtype: torch.dtype = torch.float32, **flags) -> list:
-    """The same random model of two layers twice."""
+    """Return the same random model of two layers twice."""
     family, of_family = LAYERS[name]
     if "vl" in family:
         flags["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}

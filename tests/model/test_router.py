@@ -233,7 +233,7 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
 
 @pytest.mark.parametrize(("flag", "dtype", "error"), [("float32", torch.float32, 1e-5), ("auto", torch.bfloat16, 0.1)])
 def test_router_logits_are_in_fp32_by_default(models, flag, dtype, error):
-    """Of a model in bf16, against double precision; the weights of the experts have the layers' precision in any case."""
+    """A bf16 model is compared with double precision. The experts' weights always have the layers' precision."""
     engine = TransformersEngine(models["moe"], 64, dtype=torch.bfloat16, router=RouterArgs(moe_router_dtype=flag))
     gate, hidden = engine.router.gates[0], torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     engine.router.begin(None)

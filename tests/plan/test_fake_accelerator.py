@@ -106,7 +106,7 @@ def mutants() -> list[tuple[str, int, str]]:
 
 @pytest.fixture(scope="session")
 def every_model(models, tmp_path_factory) -> dict[str, str]:
-    """Those that take images, too."""
+    """All models, including those with images."""
     root = tmp_path_factory.mktemp("vlms")
     return models | {kind: save_vlm(kind, root / kind) for kind in ("qwen3-vl", "qwen3-vl-moe", "qwen2.5-vl")}
 

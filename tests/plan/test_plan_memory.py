@@ -105,7 +105,7 @@ def model(tmp_path) -> str:
 
 
 def parameters() -> int:
-    """Of the models of helpers.SMALL, by hand: q, k and v have biases, and two norms stand in each layer."""
+    """Count the parameters of the models of helpers.SMALL by hand: q, k and v have biases, and each layer has two norms."""
     hidden, heads = SMALL["hidden_size"], SMALL["num_attention_heads"]
     kv = hidden // heads * SMALL["num_key_value_heads"]
     attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv

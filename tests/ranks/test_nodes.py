@@ -57,7 +57,7 @@ def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = No
 
 
 def refused(consoles: list[tuple[int, str]], message: str) -> bool:
-    """Whether each node ended with the message, once, and no traceback of a rank."""
+    """Return whether each node ended with the message, printed once, and without a traceback of a rank."""
     for code, console in consoles:
         assert code == 1 and console.count("error: ") == 1, console
         assert re.search(rf"^\[{HOST} rank \d\] error: {message}", console, re.M), console

@@ -430,7 +430,7 @@ def test_every_plot_is_there_and_nothing_is_fetched(tmp_path):
 
 
 def test_the_load_of_a_mixture_s_experts_is_drawn_of_the_first_and_the_last_step_recorded(tmp_path, monkeypatch):
-    """Of the run of a group that has it, however its file ends; a group without it has no map."""
+    """The report draws it for a group's run that recorded it, even if its file is cut. A group without it gets no map."""
     even, drifted = [[1, 1, 1], [1, 1, 1]], [[3, 0, 0], [1, 1, 1]]
     lines = [{"step": 1, "load": even}, {"step": 20, "load": [[2, 0.5, 0.5], [1, 1, 1]]}, {"step": 40, "load": drifted}]
     runs = [write(tmp_path / name, rows(4), script=name[:-1]) for name in ("train_sync0", "train_sync1", "train_async0")]

@@ -91,8 +91,8 @@ def test_the_interval_is_that_of_a_plain_bootstrap_where_steps_are_independent()
 
 
 def test_steps_that_wait_for_a_whole_period_are_not_passed_over():
-    """Of four steps the first waits 9 s, and the others take what came with it: 4 steps in 12 s. The median step takes 1 s, and
-    would make the run four times as fast as one whose steps take 3 s."""
+    """The first of four steps waits 9 s, and the others take samples that arrived with it: 4 steps in 12 s. The median step
+    takes 1 s, and would make the run four times as fast as one with steps of 3 s."""
     flags = {"flags": {"publish_every": 4}}
     uneven = run("uneven", [9.0, 1.0, 1.0, 1.0] * 10, [300.0] * 40, config=flags)
     even = run("even", [3.0] * 40, [300.0] * 40)

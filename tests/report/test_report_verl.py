@@ -19,7 +19,7 @@ CYAN, PLAIN = "\x1b[36m", "\x1b[0m"
 
 
 def line(step: int, metrics: dict, numpy: bool = True) -> str:
-    """What verl's LocalLogger prints. numpy: numbers as numpy 2 prints them, of which verl logs many."""
+    """Return a line as verl's LocalLogger prints it. numpy: numbers as numpy 2 prints them, which verl often logs."""
     form = (lambda value: f"np.float64({value!r})") if numpy else pprint.pformat
     return " - ".join([f"step:{step}", *(f"{name}:{form(value)}" for name, value in metrics.items())])
 

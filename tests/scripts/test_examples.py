@@ -229,7 +229,7 @@ def known_flags() -> set[str]:
 
 
 def flags_of_tools() -> set[str]:
-    """Of plan.py, report.py, replay.py, doctor.py, the translator, the benchmarks and examples/make_data.py."""
+    """Return the flags of plan.py, report.py, replay.py, doctor.py, make_data.py, the translator and the benchmarks."""
     names = {field for args in (plan.PlanArgs, report.Args) for field in args.__dataclass_fields__}
     files = ["replay.py", "doctor.py", "rl/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))

@@ -48,7 +48,7 @@ def enter(pid: int, kinds: Sequence[str] = tuple(SPACES)) -> None:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty if it exited."""
+    """Return the environment that a process was started with, or an empty one if it exited."""
     with contextlib.suppress(OSError):
         return dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"))
     return {}

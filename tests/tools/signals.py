@@ -78,7 +78,7 @@ class Run:
 
     @property
     def ranks_run(self) -> bool:
-        """Whether both ranks are at the script's first lines, or beyond."""
+        """Return whether both ranks have reached the script's first lines."""
         ranks = [m for m in marked(self.mark) if m[1].startswith(f"{self.mark}-") or "\0LOCAL_RANK=" in f"\0{m[3]}"]
         return len(ranks) >= 2
 

@@ -230,7 +230,7 @@ def refusals(engine, model) -> dict:
 
 
 def sleeping(engine, model) -> list:
-    """What a device with a sleep mode would be asked, in order: this one has none."""
+    """Return the calls, in order, that a device with a sleep mode would receive. This one has none."""
     inner, calls, load = engine.engine, [], engine.weights.load
     inner.sleep = lambda level: calls.append(f"sleep {level}")
     inner.wake_up = lambda tags: calls.append(f"wake {tags}")

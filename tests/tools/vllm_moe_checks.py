@@ -86,7 +86,7 @@ def elsewhere(engine, model) -> dict:
 
 
 def bfloat16(path: str) -> dict:
-    """What a bf16 engine samples, for a learner in fp32: (prompt, tokens, log-probs, routes) of each response."""
+    """Return samples of a bf16 engine for a learner in fp32: (prompt, tokens, log-probs, routes) of each response."""
     engine, model = start(path, torch.bfloat16, router_replay="R3"), AutoModelForCausalLM.from_pretrained(path)
     engine.update(model.named_parameters(), version=1)
     outputs = drain(engine, requests_for(n=8))

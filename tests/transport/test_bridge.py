@@ -154,7 +154,8 @@ def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_
 
 
 def bytes_a_publish(network, model: str, of_nodes: list[tuple[int, int]]) -> list[float]:
-    """That come in over the link of each node with generators, by the weights' own bytes. of_nodes: (ranks, generators)."""
+    """Return the bytes received over the link of each node with generators, divided by the weights' own bytes. of_nodes:
+    (ranks, generators)."""
     versions = 4
     line = [ROOT / "tests/programs/receive_bytes.py", model, versions]
     consoles = network(len(of_nodes)).start([(ranks, [*line, generators]) for ranks, generators in of_nodes]).wait(600)

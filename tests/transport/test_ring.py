@@ -82,7 +82,7 @@ def in_a_small_process(test):
 
 
 def body(writer: int, number: int, size: int) -> bytes:
-    """What a record says: who wrote it, its number, and bytes that follow from these."""
+    """Return a record's content: its writer, its number, and bytes derived from these."""
     head = struct.pack("<QQ", writer, number)
     at = (writer * 31 + number * 7919) % (len(NOISE) - size)
     return head + NOISE[at : at + size]

@@ -114,7 +114,7 @@ def small_buckets(monkeypatch):
 
 
 def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
-    """Of the response's tokens, [n], by transformers' own forward pass with these weights."""
+    """Return the log-probs of the response's tokens, [n], from transformers' own forward pass with these weights."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert set(reference.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
     ids = torch.tensor([[*PROMPT, *output.token_ids]])
