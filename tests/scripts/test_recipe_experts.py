@@ -25,7 +25,7 @@ SMALLER = [
 ]
 SMALLER += ["--rollout-tp", "1"]
 OF_SCRIPT = {
-    DAPO: ["--generators", "1", "--ppo-mini-batch-size", "4", "--sequence-parallel", "1"],
+    DAPO: ["--generators", "1", "--train-batch-size", "4", "--ppo-mini-batch-size", "4", "--sequence-parallel", "1"],
     GSPO: ["--train-batch-size", "8", "--expert-parallel", "2", "--overlong-buffer-len", "4"],
 }
 # A random model is never right: something by which its responses differ.

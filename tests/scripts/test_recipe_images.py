@@ -13,7 +13,8 @@ from tiny_vlm import save_vlm
 GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet
 AS_SCRIPTED, AS_PROPOSED = "grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"
 # What a small machine wants otherwise: a generator and a learner, few and short responses, an end.
-SMALLER = ["--generators", "1", "--ppo-mini-batch-size", "2", "--max-response-length", "12", "--total-training-steps", "6"]
+SMALLER = ["--generators", "1", "--train-batch-size", "4", "--ppo-mini-batch-size", "2"]
+SMALLER += ["--max-response-length", "12", "--total-training-steps", "6"]
 # geo3k's own score, 0 for what a random model says, and something by which its responses differ.
 REWARD = """
 from rl.rewards.verifiers import geo3k
