@@ -149,7 +149,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
 def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
     learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), args.publish, announce=samples.published)
+    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
     publisher.publish(args.version_at(run.done + 1), run.done)

@@ -175,7 +175,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "publish"}
+NOT_REPLAYED |= {"generators", "ring_mb"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

@@ -45,6 +45,7 @@ EARLIER = {  # flags of earlier versions -> what they are here
     "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     "--elastic-generators": "not here any more: all generators start with the job",
+    "--publish": "not here any more: a publish sends all weights, and each is verified",
     "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
 }
 HERE = EARLIER | {  # unknown flag -> what it is here
@@ -115,4 +116,5 @@ def renamed(flags: dict, fields: Container[str] = ()) -> dict:
 def hint(unknown: Iterable[str]) -> str:
     """A sentence for each of the unknown flags that has a word here; empty if none has."""
     names = (word.partition("=")[0].replace("_", "-") for word in unknown)
-    return "".join(f" {name}: here {HERE[name]}." for name in dict.fromkeys(names) if name in HERE)
+    known = {name: HERE[name] for name in names if name in HERE}
+    return "".join(f" {name}: {'' if here.startswith('not here') else 'here '}{here}." for name, here in known.items())

@@ -23,9 +23,6 @@ class SplitArgs:
     one that only generates."""
     ring_mb: Annotated[int, Range(at_least=1)] = 256
     """Shared memory for the samples on their way to the learners, in MiB on each node."""
-    publish: Literal["full", "delta"] = "full"
-    """What a publish of the weights sends. delta: the elements that have changed since the one before, in the generators'
-    precision, where that takes less; worth it for --rollout-dtype bfloat16. The first of a run is always whole."""
     publish_over: Literal["auto", "host"] = "auto"
     """The way of the weights. auto: from device to device (NCCL, HCCL) where each rank has a device of its own. host: through
     host memory, and between nodes over gloo."""

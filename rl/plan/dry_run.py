@@ -228,10 +228,8 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
     if isinstance(args, SplitArgs):
         split = Split("learner", ranks, ranks.world_size, 1, 0, 1, HashStore(), SimpleNamespace(device=torch.device("cpu")))
         with fake.host_too():
-            publisher = Publisher(learner, split, dtype, args.publish)
-        publisher._new = fake.host_too()(publisher._new)
-        for _ in range(2):  # with --publish delta, the second copy leaves the first where it is
-            publisher.take_copy()
+            publisher = Publisher(learner, split, dtype)
+        publisher.take_copy()
         return publisher
     for _ in learner.weights(dtype):
         pass

@@ -95,7 +95,6 @@ class Outbox:
             "events": dict(pool.events),
             "publish_seconds": timer.seconds["update_weights"],
             "publish_gb": received["bytes"] / 1e9,
-            "publish_changed": received["changed"],
             "publish_way": received["way"],
         }
         self._send_json(REPORT, content)

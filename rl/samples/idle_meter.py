@@ -36,8 +36,8 @@ class IdleMeter:
             out["fully_async/rollouter/held_ratio"] = sum(report.get("held", 0.0) for report in reports) / total
             newest = reports[-1]
             way = max(seconds, newest["publish_way"])  # longer where the engine continues while weights arrive
-            out |= {"publish/seconds": seconds, "publish/gb_per_s": newest["publish_gb"] / way}
-            out |= {"publish/gb": newest["publish_gb"], "publish/changed": newest["publish_changed"]}
+            size = newest["publish_gb"]
+            out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / way}
         reports.clear()
         return out | event_metrics(self.events)
 

@@ -38,7 +38,6 @@ class Plan:
     shapes: list[list[int]]
     dtype: torch.dtype
     frozen: int = 0  # this many at the end never change: they are sent once
-    delta: bool = False  # whether a table says what is sent of each bucket
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -73,7 +72,7 @@ class Plan:
         return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
 
     def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.delta])
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":

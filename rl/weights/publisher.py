@@ -6,15 +6,12 @@
 Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
 now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
 
-With --publish delta a publish sends what has changed since the one before (rl/weights/delta.py); the digests are of the whole.
-
-Memory: a learner that sends holds one copy in the generators' precision, in host memory, and with --publish delta one more.
+Memory: a learner that sends holds one copy in the generators' precision, in host memory.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
@@ -22,8 +19,7 @@ from rl.learning.learner import Learner
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
-from rl.weights import delta
-from rl.weights.buckets import Bucket, Plan
+from rl.weights.buckets import Plan
 from rl.weights.digests import Digests
 
 
@@ -35,7 +31,6 @@ class Publisher:
         learner: Learner,
         split: Split,
         dtype: torch.dtype,
-        publish: Literal["full", "delta"] = "full",
         announce: Callable[[int, int], None] = lambda version, step: None,
     ):
         """announce: lets the generators know of each publish, by its version and its step."""
@@ -43,14 +38,13 @@ class Publisher:
         self.split, self.device = split, split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), publish == "delta")
+        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen))
         self._tensors = outgoing.tensors
         self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._sent: torch.Tensor | None = None  # the copy before, where changes are sent
         if split.bridge:
-            self._stream = self._new()
+            self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=is_accelerator(self.device))
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int, step: int = 0) -> None:
@@ -67,8 +61,6 @@ class Publisher:
         """Copies the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
             self.plan = self.plan.later()
-            if self.plan.delta and self.split.bridge:
-                self._stream, self._sent = self._new() if self._sent is None else self._sent, self._stream
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
@@ -98,7 +90,6 @@ class Publisher:
 
     def _broadcast(self, version: int) -> None:
         bridge, plan = self.split.bridge, self.plan
-        compares = self._sent is not None
         under_way = deque()
 
         def send(data: torch.Tensor) -> None:
@@ -108,27 +99,10 @@ class Publisher:
                 watchdog.progress()
 
         digests = Digests(plan, self.device)
-        changes = [self._change(bucket, digests) for bucket in plan.buckets] if compares else []
-        rows = [change.row for change in changes] or [delta.Row(0, 0, bucket.size) for bucket in plan.buckets]
-        if plan.delta:
-            send(torch.tensor(rows).to(bridge.device))
-        for numbers, _ in delta.messages(rows, plan.dtype.itemsize):
-            bucket = plan.buckets[numbers[0]]
-            whole = not rows[numbers[0]].width
-            data = bucket.of(self._stream) if whole else delta.join([changes[number] for number in numbers])
-            data = data.to(bridge.device)
+        for bucket in plan.buckets:
+            data = bucket.of(self._stream).to(bridge.device)
             send(data)
-            if not compares:
-                digests.add(bucket, data.to(self.device))  # while it travels
+            digests.add(bucket, data.to(self.device))  # while it travels
         send(torch.tensor([version, *digests.values()]).to(bridge.device))
         for work, _ in under_way:
             work.wait()
-
-    def _change(self, bucket: Bucket, digests: Digests) -> delta.Change:
-        watchdog.progress()
-        data = bucket.of(self._stream).to(self.device)
-        digests.add(bucket, data)
-        return delta.Change.between(bucket.of(self._sent).to(self.device), data)
-
-    def _new(self) -> torch.Tensor:
-        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))

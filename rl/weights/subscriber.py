@@ -5,8 +5,7 @@ verified.
     subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
 
 Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
---publish delta takes one copy in host memory if the engine does not adopt memory; weights that arrive while the engine
-continues take one.
+Weights that arrive while the engine continues take one copy in host memory.
 """
 
 import time
@@ -22,7 +21,6 @@ from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
 from rl.samples.control import State
 from rl.split import Split
-from rl.weights import delta
 from rl.weights.arrival import Announcements, Arrival, has_room
 from rl.weights.buckets import Bucket, Plan
 from rl.weights.digests import Digests, digests_of
@@ -37,7 +35,7 @@ class Subscriber:
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store, self._announcements = split.store, Announcements(split.store)
-        # Of the newest publish: bytes, the share of elements that had changed, seconds on its way while the engine continued.
+        # Of the newest publish: bytes, and seconds on its way while the engine continued.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
         self._memory = None  # laid out as the stream: what arrives is in place at once
@@ -47,12 +45,10 @@ class Subscriber:
         self._ahead = Arrival(self._come_in) if is_ahead else None
         self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
         if self._ahead:
-            self._memory = self._new(self.plan.offsets[-1], self.plan.dtype)
+            self._memory = self._new(self.plan.offsets[-1])
         elif self._shares:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
-        elif self.plan.delta:
-            self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype)
 
     @property
     def _all(self) -> range:
@@ -148,7 +144,7 @@ class Subscriber:
         self._kept = self._kept or kept
 
     def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The buckets and their data in order, as they come; also those in which nothing has changed, which do not come."""
+        """The buckets and their data in order."""
         if self._ahead:  # they are all there
             came = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
         else:
@@ -165,41 +161,19 @@ class Subscriber:
         self.received["way"] = time.monotonic() - began
 
     def _coming_in(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        self.received = {"bytes": 0, "changed": 1.0, "way": 0.0}
-        buckets, done = self.plan.buckets, 0
-        rows = self._rows()
-        for numbers, data in self._messages(rows):
-            if self._memory is not None:
-                self._put_in_place(numbers, [rows[number] for number in numbers], data)
-            for bucket in buckets[done : numbers[-1] + 1]:
-                yield bucket, data if self._memory is None else bucket.of(self._memory)
-            done = numbers[-1] + 1
-        for bucket in buckets[done:]:
-            yield bucket, bucket.of(self._memory)
-
-    def _rows(self) -> list[delta.Row]:
-        """What is sent of each bucket."""
-        if not self.plan.delta:
-            return [delta.Row(0, 0, bucket.size) for bucket in self.plan.buckets]
-        table = torch.empty(len(self.plan.buckets), 3, dtype=torch.long, device=self.bridge.device)
-        self._wait(self.bridge.broadcast(table))
-        rows = [delta.Row(*row) for row in table.tolist()]
-        self.received["changed"] = sum(row.differing for row in rows) / self.plan.offsets[-1]
-        return rows
-
-    def _messages(self, rows: list[delta.Row]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """(numbers of buckets, data) of each message; the next ones are on their way while one is used."""
+        """The same as they come over the bridge; the next ones are on their way while one is used."""
+        self.received = {"bytes": 0, "way": 0.0}
         under_way = deque()
 
         def arrived():
-            work, numbers, data = under_way.popleft()
+            work, bucket, data = under_way.popleft()
             self._wait(work)
             self.received["bytes"] += data.nbytes
-            return numbers, data
+            return bucket, self._in_place(bucket, data)
 
-        for numbers, size in delta.messages(rows, self.plan.dtype.itemsize):
-            data = self._new(size, torch.uint8) if size else self._room(self.plan.buckets[numbers[0]])
-            under_way.append((self.bridge.broadcast(data), numbers, data))
+        for bucket in self.plan.buckets:
+            data = self._room(bucket)
+            under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
@@ -208,27 +182,25 @@ class Subscriber:
             yield arrived()
 
     def _room(self, bucket: Bucket) -> torch.Tensor:
-        """Where a whole bucket is received."""
+        """Where the bucket is received."""
         if self._memory is not None and self._memory.device == self.bridge.device:
             return bucket.of(self._memory)
-        return self._new(bucket.size, self.plan.dtype)
+        return self._new(bucket.size)
 
-    def _put_in_place(self, numbers: list[int], rows: list[delta.Row], data: torch.Tensor) -> None:
-        """Brings a message into the memory."""
-        if rows[0].width:
-            for number, change in zip(numbers, delta.split(data, rows, self.plan.dtype), strict=True):
-                change.apply(self.plan.buckets[number].of(self._memory))
-        elif self._memory.device != data.device:
-            self.plan.buckets[numbers[0]].of(self._memory).copy_(data)
+    def _in_place(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
+        """The bucket in the memory, if there is one, else as it has been received."""
+        if self._memory is None or self._memory.device == data.device:
+            return data
+        return bucket.of(self._memory).copy_(data)
 
     def _wait(self, work) -> None:
         with watchdog.doing("a bucket of the weights"):
             work.wait()
         watchdog.progress()
 
-    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _new(self, size: int) -> torch.Tensor:
         """Where something is received: pinned, if it continues from the host to an accelerator."""
-        return torch.empty(size, dtype=dtype, device=self.bridge.device, pin_memory=self._pins)
+        return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device, pin_memory=self._pins)
 
     @property
     def _pins(self) -> bool:

@@ -20,7 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
-SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
+SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update"],
@@ -42,7 +42,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/embedded/sampling.py": ["engine"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
-    "rl/weights/delta.py": ["changes"],
     "rl/weights/digests.py": ["one rank", "engine"],
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
@@ -69,13 +68,10 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "_fill_rest": r"known\[name\]",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",
-    # --publish delta: what has changed hangs on values, which there are none of
-    "Publisher._broadcast": r"torch.tensor\(rows|data.to\(self.device\)",  # digests can be taken on either, slower on the host
+    "Publisher._broadcast": r"data.to\(self.device\)",  # digests can be taken on either, slower on the host
     "Subscriber._arriving": r"data\.to",  # so they can there
-    "Publisher._change": "",
     # an engine with memory of its own
     "Subscriber._new": "torch.empty",
-    "Subscriber._rows": "",
     # the host has no kernel to be checked
     "check_kernel": r"x\.to",
     # indices may lie on the host

@@ -153,15 +153,6 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
 
 
 @pytest.mark.slow
-def test_a_published_change_needs_the_copy_before(model):
-    kept = [
-        dry_run("train_async", flags(model, publish=publish), 2, "cuda", lengths_like("budget", 4, 100, 20)).host_kept
-        for publish in ("full", "delta")
-    ]
-    assert kept[1]["publish"] == 2 * kept[0]["publish"] > 0 and kept[1]["batch"] == kept[0]["batch"]
-
-
-@pytest.mark.slow
 def test_what_the_memory_flags_move_and_shrink(model):
     """Moments are 2 bytes a parameter and a scale for each row of 64, gradients travel in bf16, and so do layers' inputs."""
     plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "max_tokens_per_micro_batch": 2400}
@@ -187,7 +178,7 @@ def test_what_the_memory_flags_move_and_shrink(model):
 @pytest.mark.slow
 def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
     sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--train-batch-size", "16"]
-    others = ["--publish", "delta", "--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
+    others = ["--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
     plan.main(["train_async.py", "--model", model, *sizes, *others])
     said = capsys.readouterr().out
     assert "a learner of 1 on H100-80GB" in said and "It fits on H100-80GB" in said

@@ -36,7 +36,6 @@ from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.model import forward_check, policy
-from rl.plan import fake_device
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
 from rl.ranks import device
@@ -45,7 +44,6 @@ from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 from rl.split import Split
-from rl.weights import delta
 from rl.weights.buckets import Plan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
@@ -248,22 +246,6 @@ def turns(path: str, **flags) -> None:
         assert {x.device for x in engine.model.parameters()} == {engine.device} == {place.device}
 
 
-def changes() -> None:
-    """What --publish delta sends, here of a quarter of the elements, and how it comes to memory of either side."""
-    place = start()
-    fake_device.READ[torch.ops.aten.nonzero.default] = lambda x: x.new_empty(len(x) // 4, 1, dtype=torch.long)
-    fake_device.READ[torch.ops.aten._local_scalar_dense.default] = lambda x: torch.ones((), dtype=x.dtype).item()
-    with FakeDevice():
-        for dtype in (torch.bfloat16, torch.float32):
-            old, new = (torch.empty(64, dtype=dtype, device=place.device) for _ in range(2))
-            change = delta.Change.between(old, new)
-            assert change.row.width and {change.gaps.device, change.values.device} == {place.device}
-            message = delta.join([change])
-            (arrived,) = delta.split(message, [change.row], dtype)
-            arrived.apply(new)
-            arrived.apply(torch.zeros(64, dtype=dtype))  # of an engine that keeps its own
-
-
 def lacks(kind: str) -> None:
     """Check that an operation that the device lacks raises an error, and that all others do not."""
     place = start(2, attention=kind).device
@@ -349,7 +331,6 @@ CASES = {  # a new kind of model is a line more
     ),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
-    "changes": lambda m: changes(),
     "engine, experts": lambda m: generate(m["moe"]),
 }
 

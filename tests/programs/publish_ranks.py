@@ -1,9 +1,7 @@
 """Started under torchrun by test_split.py: learners change their weights and publish them, and one generator samples with each
 version. Prints, per version, how far the generator's log-probs are from the learners' forward pass.
 
-    torchrun ... publish_ranks.py MODEL DTYPE PUBLISH [NAME]      NAME: a parameter that the generator's engine does not take
-
-Of the learners' changes the second is of every weight, the others of every hundredth.
+    torchrun ... publish_ranks.py MODEL DTYPE [NAME]      NAME: a parameter that the generator's engine does not take
 """
 
 import sys
@@ -26,12 +24,12 @@ from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
 
 VERSIONS = 4
-model, dtype, publish, skipped = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], (*sys.argv[4:], None)[0]
+model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), (*sys.argv[3:], None)[0]
 
 
 def learn(split: Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
-    publisher, board, inbox = Publisher(learner, split, dtype, publish), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
+    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
     torch.manual_seed(split.ranks.rank)
     for version in range(VERSIONS):
         if version:
@@ -39,7 +37,7 @@ def learn(split: Split) -> None:
             with torch.no_grad():
                 for parameter in learner.policy.parameters():
                     own = local(parameter)
-                    own += 0.02 * torch.randn_like(own) * (torch.rand_like(own) < (1 if version == 2 else 0.01))
+                    own += 0.02 * torch.randn_like(own)
         publisher.publish(version)
         board.update(version=version)
         while not inbox.groups:
@@ -71,7 +69,6 @@ def generate(split: Split) -> None:
     for version in range(VERSIONS):
         board.wait_for(version)
         subscriber.receive(version)
-        print("received", version, *subscriber.received.values(), flush=True)
         for i in range(4):
             engine.add(Request(i, prompt, sampling, seed=100 * version + i))
         outputs = []

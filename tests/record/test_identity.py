@@ -91,6 +91,12 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
         Identity(train_sync.Args(grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
 
 
+def test_a_run_of_a_version_with_publishes_of_changes_resumes(prompts, demo_model):
+    was = saved(Identity(train_async.Args(), "train_async", demo_model, prompts))
+    was["flags"]["publish"] = "delta"
+    assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
+
+
 def test_a_run_of_a_version_with_require_batches_resumes(prompts, demo_model):
     """The batch of such a run was --ppo-mini-batch-size times --require-batches."""
     args = train_async.Args(train_batch_size=8, ppo_mini_batch_size=4)

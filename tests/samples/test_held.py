@@ -104,7 +104,7 @@ class World:
 
         class Sub:
             def __init__(self, *_, **__):
-                self.received = {"bytes": 1.0, "changed": 1.0, "way": 1.0}
+                self.received = {"bytes": 1.0, "way": 1.0}
 
             def effective_state(self, state, busy):
                 return state

@@ -35,7 +35,7 @@ def job(generators: int, learners: int, nodes: int) -> Split:
 
 
 def report(rank: int, wait: float, elapsed: float) -> dict:
-    counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0, "publish_changed": 1.0, "publish_way": 0.0}
+    counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0, "publish_way": 0.0}
     return {"rank": rank, "elapsed": elapsed, "ledger": {"wait": wait}, **counts}
 
 
@@ -135,7 +135,7 @@ def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
 def publish(outbox: Outbox, wait: float, timeouts: int = 0) -> None:
     """Reports ten seconds up to a publish."""
     timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait}, seconds=Counter(), restart=lambda: None)
-    outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "changed": 1.0, "way": 1.0})
+    outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "way": 1.0})
 
 
 @pytest.mark.parametrize("kind", [Batches, Stream])

@@ -393,9 +393,15 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
 
 
 @pytest.mark.parametrize(
-    ("script", "word"), [("sync", "--learning-rate"), ("sync", "--use-peft"), ("async", "--require-batches")]
+    ("script", "word", "said"),
+    [
+        ("sync", "--learning-rate", "here --lr"),
+        ("sync", "--use-peft", flag_words.HERE["--use-peft"]),
+        ("async", "--require-batches", f"here {flag_words.HERE['--require-batches']}"),
+        ("async", "--publish", "not here any more: a publish sends all weights, and each is verified"),
+    ],
 )
-def test_a_word_of_trls_is_answered_with_ours(script, word):
+def test_a_word_of_trls_is_answered_with_ours(script, word, said):
     with pytest.raises(UserError) as error:
         flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
-    assert f" {word}: here {flag_words.HERE[word]}. --help-all lists all flags." in str(error.value)
+    assert f" {word}: {said}. --help-all lists all flags." in str(error.value)

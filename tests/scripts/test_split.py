@@ -189,20 +189,20 @@ def test_what_people_watch(rough):
 
 @pytest.mark.parametrize(("kind", "learners"), [("qwen2-tied", 1), ("qwen2-untied", 2)])
 def test_fresh_samples_agree_with_the_learner_after_every_publish(models, kind, learners):
-    done = run_script("tests/programs/publish_ranks.py", models[kind], "float32", "full", ranks=learners + 1)
+    done = run_script("tests/programs/publish_ranks.py", models[kind], "float32", ranks=learners + 1)
     differences = re.findall(r"version (\d) differs by (\S+)", done.stdout)
     assert [int(version) for version, _ in differences] == [0, 1, 2, 3]
     assert max(float(d) for _, d in differences) < 1e-4
 
 
 def test_a_publish_in_bfloat16_is_verified_too(models):
-    done = run_script("tests/programs/publish_ranks.py", models["qwen3"], "bfloat16", "full", ranks=2)
+    done = run_script("tests/programs/publish_ranks.py", models["qwen3"], "bfloat16", ranks=2)
     assert len(re.findall(r"version \d differs by", done.stdout)) == 4
 
 
 def test_a_parameter_that_was_not_updated_stops_the_job(models):
     name = "model.layers.1.mlp.up_proj.weight"
-    done = run_script("tests/programs/publish_ranks.py", models["qwen3"], "float32", "full", name, ranks=2, check=False)
+    done = run_script("tests/programs/publish_ranks.py", models["qwen3"], "float32", name, ranks=2, check=False)
     assert done.returncode == 1 and "version 0 differs by" in done.stdout
     assert f"version 1: the generator's {name} is not what the learner sent" in done.stderr
     assert done.stderr.count("failed:\n") == 1 and "generator 0 failed:" in done.stderr
