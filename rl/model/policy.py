@@ -10,7 +10,7 @@ from rl.model.log_probs import ChunkedLogProbs
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
-LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB; of further tokens logits are made once more
+LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; those of further tokens are made twice
 
 
 class Policy(nn.Module):
