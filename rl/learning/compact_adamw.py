@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
 from rl.learning.overlapped import overlapped
-from rl.model.shards import local
-from rl.ranks.device import is_accelerator
+from rl.model.shards import local, zeros_on_host
+from rl.ranks.host_memory import PinnedBlocks
 
 PIECE = 1 << 24  # elements that are stepped at once: 64 MB of each moment
 BLOCK = 256  # elements with a common scale
@@ -63,23 +63,26 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
         self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
+        self._pinned = PinnedBlocks()
 
     def begin(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The parameter's state, made where there is none yet."""
         if state := self.state[parameter]:
             return state
         value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
-        # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
-        place = {"device": parameter.device, "dtype": torch.float32, "memory_format": torch.contiguous_format}
-        if self.on_host:
-            place |= {"device": "cpu", "pin_memory": is_accelerator(parameter.device)}
         for name in MOMENTS:
             if self.in_8_bits and value.dim() > 1 and value.shape[-1] >= NARROW:
-                state[name] = torch.zeros_like(value, **place | {"dtype": torch.uint8})
-                state[f"{name}_scale"] = torch.zeros_like(value[..., ::BLOCK], **place)
+                state[name] = self._zeros(value, torch.uint8)
+                state[f"{name}_scale"] = self._zeros(value[..., ::BLOCK], torch.float32)
             else:
-                state[name] = torch.zeros_like(value, **place)
+                state[name] = self._zeros(value, torch.float32)
         return state
+
+    def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.on_host:
+            return zeros_on_host(like, dtype, self._pinned)
+        # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl.model.shards import local
-from rl.ranks.device import is_accelerator
+from rl.model.shards import local, zeros_on_host
+from rl.ranks.host_memory import PinnedBlocks
 
 
 @torch.no_grad()
@@ -23,7 +23,8 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
     """Leaves the parameters of policy.model that are trained in bf16. Returns what they were, by name, sharded alike. To be
     called before the first forward pass, and before the optimizer is made."""
     trained = {name: parameter for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    masters = {name: _to_host(parameter) if on_host else parameter.data for name, parameter in trained.items()}
+    pinned = PinnedBlocks()
+    masters = {name: _to_host(parameter, pinned) if on_host else parameter.data for name, parameter in trained.items()}
     if isinstance(policy, FSDPModule):
         policy._apply(lambda tensor: tensor.bfloat16() if tensor.requires_grad else tensor)  # it keeps its own record of them
         policy._get_fsdp_state()._lazy_init()
@@ -45,8 +46,8 @@ def keep_in_bf16(parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
-def _to_host(parameter: nn.Parameter) -> torch.Tensor:
-    master = torch.zeros_like(parameter.data, device="cpu", pin_memory=is_accelerator(parameter.device))
+def _to_host(parameter: nn.Parameter, pinned: PinnedBlocks) -> torch.Tensor:
+    master = zeros_on_host(parameter.data, parameter.dtype, pinned)
     local(master).copy_(local(parameter))
     return master
 

@@ -19,13 +19,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.ranks import watchdog
-from rl.ranks.device import gathers_to_one
+from rl.ranks.device import gathers_to_one, is_accelerator
 from rl.ranks.dist import all_gather_bytes
+from rl.ranks.host_memory import PinnedBlocks
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of the tensor, in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: PinnedBlocks) -> torch.Tensor:
+    """Zeros in host memory, sharded alike, contiguous; out of `pinned` where `like` is on an accelerator."""
+    # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
+    place = {"dtype": dtype, "device": "cpu", "memory_format": torch.contiguous_format}
+    if not is_accelerator(like.device):
+        return torch.zeros_like(like, **place)
+    made = torch.empty_like(like, **place)
+    own = local(made)
+    own.set_(pinned.zeros(own.numel(), dtype).view(own.shape))
+    return made
 
 
 @dataclass(frozen=True)

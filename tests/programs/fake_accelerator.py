@@ -38,7 +38,7 @@ from rl.learning.learner import Learner
 from rl.model import forward_check, policy
 from rl.plan.fake_device import FakeDevice, start
 from rl.plan.memory_count import MemoryCount
-from rl.ranks import device
+from rl.ranks import device, host_memory
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
@@ -115,6 +115,7 @@ def learn(
     args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
+    host_memory.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     with FakeDevice():

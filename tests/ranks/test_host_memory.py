@@ -3,7 +3,12 @@
 import ctypes
 
 import pytest
+import torch
 from helpers import run_script
+
+from rl.model import shards
+from rl.ranks import host_memory
+from rl.ranks.host_memory import PinnedBlocks
 
 TENSORS = 40
 PROGRAM = f"""
@@ -36,3 +41,22 @@ def test_what_is_freed_stays_for_the_next_step_unless_the_environment_says_other
     kept, limited = ([int(number) for number in output.split()] for output in outputs)
     assert kept[0] >= TENSORS > TENSORS // 2 > min(kept[1:])
     assert min(limited[:3]) >= TENSORS  # then glibc learns of itself, up to 32 MB
+
+
+@pytest.mark.parametrize("sizes", [[192] * 60, [300, 7, 192, 2, 1100, 192, 96] * 9, [5] * 3])
+def test_pinned_tensors_take_little_more_than_their_bytes(monkeypatch, sizes):
+    """What torch takes on CUDA is the next power of two of each pinned tensor. sizes: in KB, of the moments of parameters."""
+    taken, make, rounded = [], torch.zeros, lambda size: 1 << (size - 1).bit_length()
+    monkeypatch.setattr(shards, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(host_memory, "LEAST", 1 << 10)
+    monkeypatch.setattr(host_memory, "BLOCK", 1 << 20)
+    monkeypatch.setattr(torch, "zeros", lambda *of, pin_memory, **how: taken.append(rounded(of[0])) or make(*of, **how))
+    pinned, values = PinnedBlocks(), [torch.empty(256, size)[:, ::2].t() for size in sizes]
+    dtypes = [(torch.float32, torch.uint8)[number % 2] for number in range(len(values))]
+    tensors = [shards.zeros_on_host(value, dtype, pinned) for value, dtype in zip(values, dtypes, strict=True)]
+    needed = sum(tensor.nbytes for tensor in tensors)
+    assert sum(taken) <= min(sum(rounded(tensor.nbytes) for tensor in tensors), 1.1 * needed + host_memory.BLOCK)
+    for number, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        assert tensor.shape == value.shape and tensor.is_contiguous() and not tensor.any()
+        tensor.fill_(number + 1)
+    assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors)), "two share memory"
