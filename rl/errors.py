@@ -8,6 +8,10 @@ class UserError(Exception):
     """
 
 
+class RankLost(ConnectionError):
+    """A process of the job, with which this one shares memory, has exited."""
+
+
 class Stopped(Exception):
     """The run has been asked to stop (SIGTERM) and has left nothing undone; the message, if any, says where it resumes.
 

@@ -122,7 +122,16 @@ def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.
         return
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        found = attend(kernel, segments, *leaves, size**-0.5)
+        try:
+            found = attend(kernel, segments, *leaves, size**-0.5)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # FlashAttention's, of GPUs before compute capability 8.0
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"this device has no attention over packed rows in {dtype} ({reason}). --dtype float32 computes it in parts, "
+                "without such a kernel."
+            ) from error
         found = [found, *torch.autograd.grad(found, leaves, weight)]
         leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
         right = _plainly(lengths, after, *leaves, size**-0.5)

@@ -251,6 +251,17 @@ def empty_cache() -> None:
         _module().empty_cache()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an accelerator had no room for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or "NPU out of memory" in str(error)
+
+
+def synchronize() -> None:
+    """Waits until this rank's accelerator, if it has one, has done all that it was asked to do."""
+    if kind() != "cpu":
+        torch.accelerator.synchronize()
+
+
 def devices_are_shared() -> bool:
     """Whether more ranks of this node than it has accelerators compute on them."""
     return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()

@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import DistError, DistNetworkError, Store
+from torch.distributed import DistBackendError, DistError, DistNetworkError, Store
 
+from rl.errors import RankLost
 from rl.printable import printable
 from rl.ranks import launch, watchdog
 
@@ -90,9 +91,13 @@ def _open_store() -> Store:
         raise
 
 
-def lost_connection(error: BaseException | str) -> bool:
-    """True if it says that a rank at the other end of a connection is gone. gloo raises RuntimeError."""
-    return isinstance(error, DistNetworkError) or "onnection" in str(error)
+def lost_connection(error: BaseException) -> bool:
+    """True if it says that a rank at the other end of a connection is gone: by the store, by NCCL, by our own shared memory or
+    by gloo, which raises RuntimeError with the place in its source. Errors of other connections, of a logger say, are not."""
+    if isinstance(error, DistNetworkError | RankLost):
+        return True
+    by_torch = isinstance(error, DistBackendError) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
+    return by_torch and any(words in str(error) for words in ("onnection", "Broken pipe", "remote process exited"))
 
 
 def silent_ranks() -> str:

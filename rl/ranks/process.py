@@ -15,7 +15,7 @@ import torch.distributed
 
 from rl.errors import Stopped, UserError
 from rl.printable import printable
-from rl.ranks import dist, failures, heartbeat, launch, signals, streams, watchdog
+from rl.ranks import device, dist, failures, heartbeat, launch, signals, streams, watchdog
 
 LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
 
@@ -54,6 +54,8 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         if signals.stop_requested():  # the others have left already
             failures.leave_to_report()
             os._exit(128 + signal.SIGTERM)
+        if device.is_out_of_memory(error):
+            fail(UserError(_out_of_memory(error)), name)
         _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,6 +89,20 @@ def _explain(name: str, error: Exception) -> None:
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         elif failure.first_of_node and (cause := failures.cause()):
             print(printable(f"{name} stops: {cause}"), file=sys.stderr)
+
+
+def _out_of_memory(error: Exception) -> str:
+    """The message for a device without room: what torch says, where in this code, and what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    where = f" ({os.path.relpath(own[-1].filename)}, line {own[-1].lineno}, {own[-1].name})" if own else ""
+    return (
+        f"the device has no memory left{where}: {str(error).partition('. GPU ')[0]}\n"
+        "For the learner: --gradient-checkpointing, a number below today's for --max-tokens-per-micro-batch, "
+        "--optimizer-offload, --activation-offload, --optim adamw_8bit, or more learners, which share weights and moments.\n"
+        "For vLLM on the same device: a lower --gpu-memory-utilization, which is its share of all memory, or --max-num-seqs.\n"
+        "`python plan.py SCRIPT <your flags> --device H100-80GB` tells without the device what fits (docs/plan.md)."
+    )
 
 
 def _die_with_parent() -> None:

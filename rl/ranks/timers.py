@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 
-from rl.ranks import dist, watchdog
+from rl.ranks import device, dist, watchdog
 
 PHASES = ("generate", "score", "wait", "publish", "train", "other")  # of every rank's time
 PHASE_OF = {  # by timer
@@ -22,6 +22,7 @@ PHASE_OF = {  # by timer
     "adv": "train",
     "update_actor": "train",
 }
+SETTLED = {"update_actor"}  # at whose end an accelerator is waited for: the last optimizer step belongs to it
 
 
 class Timers:
@@ -43,6 +44,8 @@ class Timers:
         watchdog.enter(name)
         try:
             yield
+            if name in SETTLED:
+                device.synchronize()
         finally:
             watchdog.leave()
             if not again:

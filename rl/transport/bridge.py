@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from rl.errors import RankLost
 from rl.ranks import launch
 from rl.ranks.device import device_group, host_group, is_accelerator
 from rl.transport.ring import Barrier
@@ -168,15 +169,14 @@ class Slots:
         self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Looks again and again, at first often. Raises ConnectionError if another process has exited, as a broken connection
-        would, and TimeoutError."""
+        """Looks again and again, at first often. Raises RankLost if another process has exited, and TimeoutError."""
         began = looked = time.monotonic()
         while not ready():
             now = time.monotonic()
             if now > looked + LOOK_SECONDS:
                 looked = now
                 if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
-                    raise ConnectionError(f"Connection lost: process {gone[0]}, with which weights are shared, has exited")
+                    raise RankLost(f"connection lost: process {gone[0]}, with which weights are shared, has exited")
                 if now > began + self.timeout:
                     raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
             time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))

@@ -16,6 +16,7 @@ from transformers import Qwen2Config
 from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner, LearnerArgs
+from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel
 from rl.plan import fake_kernels
@@ -159,6 +160,19 @@ def test_a_kernel_that_computes_something_else_is_refused_at_the_start(on_cpu, k
     monkeypatch.setattr(kernels, "backward", lambda *given: [x * s for x, s in zip(right(*given), (1, 1.1, 1), strict=True)])
     with pytest.raises(UserError, match="its gradients of keys differ"):
         check()
+
+
+def test_a_device_whose_kernel_refuses_it_is_one_message(on_cpu, monkeypatch):
+    """As FlashAttention does on GPUs before compute capability 8.0."""
+    on_cpu("cuda")
+
+    def refuses(*_):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nException raised from mha_varlen_fwd")
+
+    monkeypatch.setitem(attention_kernels.KERNELS, "flash", refuses)
+    config = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    with pytest.raises(UserError, match=r"in torch.bfloat16 \(FlashAttention only .* newer\.\)\. --dtype float32"):
+        check_kernel(config, 1, torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from helpers import ROOT, command, environment
 import train_sync
 from rl.errors import UserError
 from rl.ranks import device, dist, launch
+from rl.ranks.timers import Timers
 
 
 @pytest.fixture
@@ -188,3 +190,14 @@ def test_three_steps_on_the_accelerator(tmp_path):
     flags = ["--total-training-steps", "3", "--test-freq", "0", "--engine", "transformers", "--output-dir", tmp_path]
     done = subprocess.run(command("train_sync.py", *flags, fresh=True), cwd=ROOT, env=environment(), timeout=280)
     assert done.returncode == 0
+
+
+def test_the_update_ends_when_the_device_has_done_it(monkeypatch):
+    """Its last optimizer step is still under way when the host continues, and would count as the publish's."""
+    waits, timer = [], Timers()
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(0.05) or waits.append(None))
+    for name in ("gen", "update_actor", "update_weights"):
+        with timer(name):
+            pass
+    assert len(waits) == 1 and timer.seconds["update_actor"] >= 0.05

@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT
 from torch.distributed import HashStore, TCPStore
 
+from rl.errors import RankLost
 from rl.ranks.launch import Node
 from rl.transport import bridge
 from rl.transport.bridge import Bridge, Slots, senders
@@ -113,7 +114,7 @@ def test_a_process_that_dies_is_noticed(killed, small_slots):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     data = torch.zeros(5 * bridge.SLOT_BYTES, dtype=torch.uint8)
-    with pytest.raises(ConnectionError, match=f"process {pid}"):
+    with pytest.raises(RankLost, match=f"process {pid}"):
         own.lay_open(data) if own.is_first else own.take(data)
 
 
