@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +32,7 @@ import torch
 from rl import flag_needs, flag_words, flags
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
-from rl.data.prompts import DataArgs
+from rl.data.args import DataArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.ranges import flag
@@ -249,4 +250,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(lambda ranks: main(replay, ranks), join=lambda: dist.join(replay.args))
+    process.run(partial(main, replay), join=partial(dist.join, replay.args))

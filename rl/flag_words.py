@@ -104,8 +104,8 @@ def _today(name: str, fields: Container[str]) -> str:
 
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
     """The flags that an earlier version recorded for a run, under today's names. fields: of the script; their names stay."""
-    earlier = {_today(name, fields): value for name, value in flags.items() if _today(name, fields) != name}
-    flags = earlier | {name: value for name, value in flags.items() if _today(name, fields) == name}
+    earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
+    flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
     preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
     flags |= {name: value for name, value in preset.items() if flags.get(name) is None}
     if batches := flags.pop("require_batches", None):

@@ -13,9 +13,10 @@ import torch
 from rl import flag_needs
 from rl.algorithm.args import AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
+from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
-from rl.data.prompts import DataArgs, PromptDataset, PromptOrder, demo_files
+from rl.data.prompts import PromptDataset, PromptOrder
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.learning.learner import Learner, LearnerArgs

@@ -123,8 +123,9 @@ def save_rows(folder: str, size: Size, count: int = 8 * PROMPTS) -> str:
 
 def prompts_of(model: str, file: str):
     """The rows as prompts, of whose pictures no pixels have been made."""
+    from rl.data.args import DataArgs
     from rl.data.image_prompts import ImagePrep
-    from rl.data.prompts import DataArgs, PromptDataset
+    from rl.data.prompts import PromptDataset
     from rl.model.pretrained import load_config, load_tokenizer
 
     args = DataArgs(max_prompt_length=1024)

@@ -95,7 +95,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
         head = f"warning: {path} resumes with changed settings (--resume-anyway):"
         print(head, *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
-    groups, unfinished = (_groups(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
+    groups, unfinished = (groups_of(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
 
 
@@ -237,10 +237,6 @@ def _warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def read_groups(file: Path) -> list[Group]:
-    """The groups in GROUPS or UNFINISHED."""
-    return _groups(file.read_bytes())
-
-
-def _groups(data: bytes) -> list[Group]:
+def groups_of(data: bytes) -> list[Group]:
+    """The groups in the bytes of GROUPS or UNFINISHED."""
     return [Group.from_bytes(record) for record in split_records(data)]

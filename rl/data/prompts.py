@@ -15,21 +15,30 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
+from rl.data.args import DataArgs
+from rl.data.columns import (
+    GSM8K,
+    check_columns,
+    check_truths,
+    column_of,
+    data_source,
+    first_row,
+    first_with_images,
+    ground_truth,
+)
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, up_to_error
 from rl.data.tables import check_as_written, check_text, read_table
 from rl.errors import UserError
-from rl.ranges import Range
 from rl.ranks import launch
-from rl.ranks.divided_work import Division
+from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
 
 
@@ -46,50 +55,8 @@ def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], wh
         )
 
 
-GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
-TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
 BATCH = 512  # prompts to tokenise at once, at most
 BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
-
-
-@dataclass
-class DataArgs:
-    """Training and validation data."""
-
-    train_files: tuple[str, ...] = ("demo",)
-    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
-    concatenated. "demo" with --model demo-vl means demo-vl."""
-    val_files: tuple[str, ...] = ("demo",)
-    """Validation prompts, in the same forms."""
-    prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets
-    one if the tokenizer adds one."""
-    image_key: str = "images"
-    """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
-    "<image>" in the prompt."""
-    min_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Enlarge images to at least this many pixels (width x height). Default: that of the model's preprocessor_config.json."""
-    max_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Reduce images to at most this many pixels, which bounds their tokens. Default: that of the model's
-    preprocessor_config.json."""
-    max_prompt_length: Annotated[int, Range(at_least=1)] = 64
-    """Longest prompt, in tokens, with the chat template and all tokens of its images."""
-    filter_overlong_prompts: bool = False
-    """Leave out longer prompts, whatever --truncation says."""
-    truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The
-    chat template's generation prompt is at the right end. A prompt with images is never cut."""
-    shuffle: bool = True
-    """Draw prompts in a new random order each epoch, instead of the order of the files."""
-    train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Number of training prompts to use, from the first one on; -1 uses all."""
-    val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Number of validation prompts to use, from the first one on; -1 uses all."""
-
-
-def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
-    """The files, "demo" being the rows of the demo that is trained."""
-    return tuple("demo-vl" if model == "demo-vl" and file == "demo" else file for file in files)
 
 
 @dataclass(frozen=True)
@@ -143,7 +110,7 @@ class PromptDataset(Sequence):
         self.tables, room = [], math.inf if limit < 0 else limit
         for file in self.files:
             table = read_table(file, split)
-            _check_columns(file, table, args)
+            check_columns(file, table, args)
             table = table.select(range(min(len(table), room)))
             room -= len(table)
             check_text(file, table)
@@ -151,7 +118,7 @@ class PromptDataset(Sequence):
             if args.image_key in table.column_names:
                 table = self._with_images(file, table)
             self.tables.append(table)
-            _check_truths(file, table)
+            check_truths(file, table)
         self.ends = list(itertools.accumulate(len(table) for table in self.tables))
         measured = self._measure(f"measuring {split} prompts")
         self.rows = measured.kept
@@ -175,8 +142,8 @@ class PromptDataset(Sequence):
         return Prompt(
             ids=ids,
             text=self.tokenizer.decode(short),
-            data_source=_data_source(row),
-            ground_truth=_ground_truth(row),
+            data_source=data_source(row),
+            ground_truth=ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
             images=of_row,
@@ -189,9 +156,9 @@ class PromptDataset(Sequence):
             if "data_source" not in table.column_names:
                 found.setdefault(GSM8K, f"{file} row 0")
                 continue
-            column = _column(table, "data_source")
+            column = column_of(table, "data_source")
             for source in column.unique().to_pylist():
-                where = f"{file} row {_first(pc.is_null(column) if source is None else pc.equal(column, source))}"
+                where = f"{file} row {first_row(pc.is_null(column) if source is None else pc.equal(column, source))}"
                 if not isinstance(source, str) or not source.strip():
                     raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
                 found.setdefault(source, where)
@@ -211,20 +178,20 @@ class PromptDataset(Sequence):
             if "data_source" not in table.column_names:
                 sizes[GSM8K] += len(table)
                 continue
-            counted = pc.value_counts(_column(table, "data_source").combine_chunks())
+            counted = pc.value_counts(column_of(table, "data_source").combine_chunks())
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
     def _measure(self, description: str) -> Measured:
         """Measure all rows, of which the ranks of a node measure a part each. A prompt that cannot be used is an error here
         rather than in the middle of a run."""
-        work = Division()
+        work = DividedWork()
         own = self._measure_part(work, description)
         if own.error:
             work.fail()
         return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
 
-    def _measure_part(self, work: Division, description: str) -> Measured:
+    def _measure_part(self, work: DividedWork, description: str) -> Measured:
         found, rows, size = Measured(), self._rendered(work, description), 1
         try:
             while not found.error:
@@ -265,7 +232,7 @@ class PromptDataset(Sequence):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, work: Division, description: str) -> Iterator[tuple[int, dict, "Text"]]:
+    def _rendered(self, work: DividedWork, description: str) -> Iterator[tuple[int, dict, "Text"]]:
         """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows; no other column is
         read."""
         part = work.part(self.ends[-1])
@@ -287,7 +254,7 @@ class PromptDataset(Sequence):
 
     def _with_images(self, file: str, table):
         """The table, with its images as files. Raises UserError for images that the model does not take."""
-        if self.prep is None and (row := _first_with_images(table, self.args.image_key)) is not None:
+        if self.prep is None and (row := first_with_images(table, self.args.image_key)) is not None:
             raise UserError(
                 f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
                 f"of images and text ({', '.join(FAMILIES)})."
@@ -376,90 +343,3 @@ def _leading(ids: list[int], token: int) -> int:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-
-
-# --------------------------------------------------------------------------------------------------------- columns
-
-
-def _check_columns(file: str, table, args: DataArgs) -> None:
-    """Raises UserError unless the table is in verl's layout or has question and answer."""
-    columns, prompt_key = set(table.column_names), args.prompt_key
-    has = f"the columns are {', '.join(sorted(columns))}"
-    if prompt_key not in columns and not {"question", "answer"} <= columns:
-        raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")
-    if not columns & TRUTHS:
-        raise UserError(
-            f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
-        )
-    if args.image_key not in (DataArgs.image_key, *columns):
-        raise UserError(f"{file}: there is no column {args.image_key!r}; {has}. Name the right one with --image-key.")
-    if "data_source" in columns:
-        return
-    remedy = (
-        f"there is no column 'data_source' to choose the reward function by; {has}. Add it, any name will do with --reward."
-    )
-    if "answer" not in columns:
-        raise UserError(f"{file}: {remedy}")
-    for number, answer in enumerate(table["answer"]):
-        if "####" not in str(answer):  # then it is not GSM8K, and would be scored 0 for ever
-            raise UserError(f"{file} row {number}: the answer has no '####' as GSM8K's have, and {remedy}")
-
-
-def _first_with_images(table, name: str) -> int | None:
-    """The first row whose images are neither null nor an empty list, without decoding any."""
-    column = _column(table, name)
-    is_list = str(column.type).startswith(("list", "large_list"))
-    return _first(pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column))
-
-
-def _column(table, name: str) -> pa.ChunkedArray:
-    """A column without turning it into Python objects."""
-    return table.select_columns(name).with_format("arrow")[:][name]
-
-
-def _first(condition) -> int | None:
-    """The first row where it is true."""
-    found = pc.index(condition, True).as_py()
-    return found if found >= 0 else None
-
-
-def _check_truths(file: str, table) -> None:
-    """Raises UserError for the first row without a ground truth."""
-    missing = pa.chunked_array([[True] * len(table)], pa.bool_())
-    for name in TRUTHS & set(table.column_names):
-        column = _column(table, name)
-        if name == "reward_model":
-            if pa.types.is_string(column.type) and _first(pc.is_valid(column)) is not None:
-                raise UserError(
-                    f"{file}: column 'reward_model' holds text, where verl's layout has a struct with ground_truth. Decode it "
-                    "(JSON, say) before the file is saved."
-                )
-            if not pa.types.is_struct(column.type) or column.type.get_field_index("ground_truth") < 0:
-                continue
-            column = pc.struct_field(column, "ground_truth")
-        blank = pc.is_null(column, nan_is_null=True)
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            blank = pc.or_kleene(blank, pc.equal(pc.list_value_length(column), 0))
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            truth = pc.replace_substring_regex(column, "(?s)^.*####", "") if name == "answer" else column
-            blank = pc.or_kleene(blank, pc.equal(pc.utf8_trim_whitespace(truth), ""))
-        missing = pc.and_(missing, blank)
-    if (row := _first(missing)) is not None:
-        raise UserError(
-            f"{file} row {row}: no ground truth (reward_model.ground_truth, ground_truth and answer are all empty). Fill it "
-            "in, with any text if your --reward does not need it, or remove the row."
-        )
-
-
-def _data_source(row: dict) -> str:
-    return row.get("data_source") or GSM8K
-
-
-def _ground_truth(row: dict) -> Any:
-    reward_model = row.get("reward_model")
-    of_model = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    for truth in (of_model, row.get("ground_truth")):
-        if not (truth is None or (isinstance(truth, str) and not truth.strip())):
-            return truth
-    _, mark, truth = str(row["answer"]).rpartition("####")
-    return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"

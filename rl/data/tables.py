@@ -1,6 +1,6 @@
 """Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
 
-Left out: what the columns mean, which is rl/data/prompts.py. Importing datasets takes 0.6 s of a core and 80 MB on each rank, a
+Left out: what the columns mean, which is rl/data/columns.py. Importing datasets takes 0.6 s of a core and 80 MB on each rank, a
 tenth of what the demo of text has to start: its rows are a table of our own.
 """
 

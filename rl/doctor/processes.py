@@ -39,18 +39,14 @@ class Outcome:
         return (raised or lines or ["(nothing)"])[-1][:300]
 
 
-_before: set[int] = set()  # children that this process had from the start: not ours to end
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of whatever its children leave, so that `run` can end that, too (Linux)."""
-    _before.update(_children())
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
     """Run the command in the repository's root. Return how it ended; all of its processes are gone by then."""
-    started = time.monotonic()
+    started, others = time.monotonic(), {*_children()}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -67,7 +63,7 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _end(process, others)
         output.seek(0)
         return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
 
@@ -76,8 +72,8 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End the command and everything that it started."""
+def _end(process: subprocess.Popen, others: set[int]) -> None:
+    """End the command and everything that it started. others: children that this process had before, which stay."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -85,7 +81,7 @@ def _end(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    while orphans := [pid for pid in _children() if pid not in _before]:
+    while orphans := [pid for pid in _children() if pid not in others]:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rl.data import images
+from rl.data.args import demo_files
 from rl.data.image_prompts import ImagePrep, Images
 from rl.data.images import ImageError
-from rl.data.prompts import PromptDataset, PromptOrder, demo_files
+from rl.data.prompts import PromptDataset, PromptOrder
 from rl.errors import UserError
 from rl.model.pretrained import load_tokenizer
 from rl.model.vision_forward import row_inputs

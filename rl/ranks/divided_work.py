@@ -1,6 +1,6 @@
 """Work that the ranks of a node divide among themselves: each does a part, and all get the results of all parts.
 
-    work = Division()
+    work = DividedWork()
     for row in work.part(1000): ...; work.advance(1)      or work.fail()
     results = work.gather(own)                            every rank's bytes, in the order of the parts
 
@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.05
 _numbers = itertools.count()  # all ranks of a node divide the same works in the same order
 
 
-class Division:
+class DividedWork:
     """One piece of work. `gather` is a collective of the ranks of this node."""
 
     def __init__(self):

@@ -134,7 +134,7 @@ def stream(demo_model, tmp_path_factory) -> Path:
 def pieces(path: Path) -> dict[int, list]:
     """Responses by ticket that waited or were unfinished at a checkpoint."""
     names = (manifest.GROUPS, manifest.UNFINISHED)
-    groups = [group for name in names for group in resume.read_groups(path / manifest.TRAINING / name)]
+    groups = [group for name in names for group in resume.groups_of((path / manifest.TRAINING / name).read_bytes())]
     return {group.ticket: group.responses for group in groups}
 
 
@@ -396,7 +396,7 @@ def test_groups_survive_the_file(tmp_path):
     groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
     file = tmp_path / "groups"
     file.write_bytes(join_records([group.to_bytes() for group in groups]))
-    assert [g.to_bytes() for g in resume.read_groups(file)] == [g.to_bytes() for g in groups]
+    assert [g.to_bytes() for g in resume.groups_of(file.read_bytes())] == [g.to_bytes() for g in groups]
 
 
 DIES_ONCE = """

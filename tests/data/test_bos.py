@@ -7,7 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rl.data.prompts import DataArgs, PromptDataset
+from rl.data.args import DataArgs
+from rl.data.prompts import PromptDataset
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LETTERS = "abcdefghijklmnopqrstuvwxyz+=0123456789\n:[]/_|<>ISTNUR"

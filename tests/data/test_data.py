@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
+from rl.data.args import DataArgs
 from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
-from rl.data.prompts import DataArgs, PromptDataset, PromptOrder
+from rl.data.prompts import PromptDataset, PromptOrder
 from rl.data.tables import Rows, read_table
 from rl.errors import UserError
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.data import demo_vl
-from rl.data.prompts import demo_files
+from rl.data.args import demo_files
 from rl.record import validation_tables
 
 # Segments of each digit, as in any data sheet: a to f clockwise from the top, g in the middle.

@@ -119,6 +119,6 @@ def test_parts_follow_each_other_and_are_all_there_is(monkeypatch, parts, items)
     found = []
     for rank in range(10, 10 + parts):
         monkeypatch.setenv("RANK", str(rank))
-        found.append(divided_work.Division().part(items))
+        found.append(divided_work.DividedWork().part(items))
     assert [item for part in found for item in part] == list(range(items))
     assert max(map(len, found)) - min(map(len, found)) <= 1

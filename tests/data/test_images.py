@@ -21,8 +21,9 @@ from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.data import image_prompts, images
+from rl.data.args import DataArgs
 from rl.data.images import ImageError
-from rl.data.prompts import DataArgs, PromptOrder
+from rl.data.prompts import PromptOrder
 from rl.errors import UserError
 from rl.learning.batch import MicroBatch
 from rl.learning.batch_images import BatchImages

@@ -156,6 +156,15 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
     assert not left_over(mark)
 
 
+def test_a_command_leaves_other_children_alone():
+    """This process has some: those from which the tests fork their runs."""
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert processes.run([sys.executable, "-c", "pass"], 60.0).code == 0
+    assert other.poll() is None
+    other.communicate(b"\n", timeout=60)
+    assert other.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_doctor_that_is_stopped_leaves_no_process(number, tmp_path):
     mark = f"doctor-{number.name}"

@@ -11,8 +11,9 @@ from tiny_vlm import config, picture, row, save_vlm
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
+from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep, positions
-from rl.data.prompts import DataArgs, PromptDataset, PromptOrder
+from rl.data.prompts import PromptDataset, PromptOrder
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch, MicroBatch

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rl import split
 from rl.data import image_prompts
+from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep
-from rl.data.prompts import DataArgs, PromptDataset
+from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.model.pretrained import load_config, load_tokenizer
 from rl.ranks import dist, launch, process

@@ -127,7 +127,7 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
     from rl.checkpoint.manifest import GROUPS, TRAINING, UNFINISHED
-    from rl.checkpoint.resume import read_groups
+    from rl.checkpoint.resume import groups_of
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [*range(1, steps + 1)], "a step is missing or appears twice"
@@ -139,7 +139,7 @@ def audit(run: Path, steps: int) -> str:
     )
     assert max((trained + dropped).values()) == 1, "a ticket was trained or dropped twice"
     last = run / f"step_{steps:06d}" / TRAINING
-    flying = {group.ticket for name in (GROUPS, UNFINISHED) for group in read_groups(last / name)}
+    flying = {group.ticket for name in (GROUPS, UNFINISHED) for group in groups_of((last / name).read_bytes())}
     assert not flying & {*trained, *dropped}
     lost = {*range(max(trained) + 1)} - {*trained, *dropped} - flying
     assert not lost, f"tickets {sorted(lost)} are nowhere"

@@ -1,0 +1,46 @@
+"""The flags of training and validation data."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from rl.ranges import Range
+
+
+@dataclass
+class DataArgs:
+    """Training and validation data."""
+
+    train_files: tuple[str, ...] = ("demo",)
+    """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
+    concatenated. "demo" with --model demo-vl means demo-vl."""
+    val_files: tuple[str, ...] = ("demo",)
+    """Validation prompts, in the same forms."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets
+    one if the tokenizer adds one."""
+    image_key: str = "images"
+    """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
+    "<image>" in the prompt."""
+    min_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Enlarge images to at least this many pixels (width x height). Default: that of the model's preprocessor_config.json."""
+    max_pixels: Annotated[int | None, Range(at_least=1)] = None
+    """Reduce images to at most this many pixels, which bounds their tokens. Default: that of the model's
+    preprocessor_config.json."""
+    max_prompt_length: Annotated[int, Range(at_least=1)] = 64
+    """Longest prompt, in tokens, with the chat template and all tokens of its images."""
+    filter_overlong_prompts: bool = False
+    """Leave out longer prompts, whatever --truncation says."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The
+    chat template's generation prompt is at the right end. A prompt with images is never cut."""
+    shuffle: bool = True
+    """Draw prompts in a new random order each epoch, instead of the order of the files."""
+    train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of training prompts to use, from the first one on; -1 uses all."""
+    val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of validation prompts to use, from the first one on; -1 uses all."""
+
+
+def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """The files, "demo" being the rows of the demo that is trained."""
+    return tuple("demo-vl" if model == "demo-vl" and file == "demo" else file for file in files)
