@@ -198,8 +198,8 @@ class AlgorithmArgs(RolloutCorrectionArgs):
             if name not in known:
                 takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
                 raise UserError(
-                    f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults). A knob stands behind the * "
-                    "of its function in losses.py, with a number as its default."
+                    f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults). A knob stands behind the "
+                    "* of its function in losses.py, with a number as its default."
                 )
             try:
                 usable = 0 < float(value) < math.inf
