@@ -480,8 +480,8 @@ def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor)
 # f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
 # knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
 # aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
-# gradient the clip removed; pg_clipfrac_lower, those that a second clip did. Before exp d is clamped to 20; below it needs
-# none, exp(-20) is 0 for all purposes.
+# gradient the clip removed; pg_clipfrac_lower, those whose gradient a second clip removed. Before exp, d is clamped to at most
+# 20; it needs no lower bound, because exp(-20) is 0 for all purposes.
 
 
 def policy_loss(

@@ -136,7 +136,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
     while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
             loop.update_weights(todo.version, recompute_kv=args.partial_rollout == "recompute")
-        # The bound of staleness: prompt k of the run starts under the weights of version v only if
+        # The bound of staleness, which these tickets keep: prompt k of the run starts under the weights of version v only if
         #     k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish      (AReaL, arXiv 2505.24298, eq. 3)
         for ticket in todo.tickets:
             loop.start(ticket)
@@ -159,7 +159,7 @@ def train(args: Args, split: Split, job: Job) -> None:
         with run.timer("wait"):
             groups = samples.wait(step)  # the oldest that have come in; none if the run has to stop
         if not groups:
-            run.stop_if_asked(step - 1)
+            run.stop_if_asked(step - 1)  # saves, and raises Stopped
         batch = run.begin(groups)
 
         metrics = learn(args, learner, kl_control, batch, run.timer)

@@ -189,13 +189,18 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     def _check_loss_args(self) -> None:
         """Each word of --loss-args has to name a number that the loss takes."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        clips = ("clip_low", "clip_high", "clip_c")  # these have flags of their own
+        clips = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}
         known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}
         for word in self.loss_args:
             name, _, value = word.partition("=")
+            if name in clips:
+                raise UserError(f"--loss-args {word}: this number has a flag of its own, {clips[name]}.")
             if name not in known:
                 takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
-                raise UserError(f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults).")
+                raise UserError(
+                    f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults). A knob stands behind the "
+                    "* of its function in losses.py, with a number as its default."
+                )
             try:
                 usable = 0 < float(value) < math.inf
             except ValueError:

@@ -59,6 +59,7 @@ class Health:
         args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
         if args.top_p < 1 or args.top_k > 0:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
+            detail += " Leave both flags out if that matters."
             self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
         is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score"
         if is_raw and (alone := whole_batch.groups_of_one(batch)):

@@ -90,7 +90,8 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
     how many responses could not be scored. These count as wrong: 0, or the worst score of their source here where that is
-    below 0."""
+    below 0. rows: one a response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record
+    tells a validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source, its in _by_source(rows).items():
         worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])

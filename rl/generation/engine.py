@@ -32,7 +32,8 @@ class EngineArgs(RouterArgs):
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution."""
     top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
-    """Sample from the k likeliest tokens; -1 turns it off."""
+    """Sample from the k likeliest tokens; -1 turns it off. The generator's log-probs are then those of the truncated
+    distribution."""
     ignore_eos: bool = False
     """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
@@ -79,7 +80,10 @@ class EngineArgs(RouterArgs):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off."""
+    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
+
+    An engine ignores a field that it does not read: both have to read a new one, the embedded engine in its `_settings` and in
+    `sample`, vLLM's in its `_hand_over`. If it leaves tokens out, rl/algorithm/health.py has to warn as it does of top_p."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -240,6 +240,7 @@ class Generator:
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
+        """A response of a validation, as `take_rows` describes it: all that the validation's metrics are computed from."""
         score = work.scores[number]
         return {
             "index": index,

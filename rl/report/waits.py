@@ -57,6 +57,16 @@ def reasons(group: RunGroup) -> list[Row]:
     return []
 
 
+def graders(group: RunGroup) -> list[Row]:
+    """Whether the generators waited for graders. It counts as no waiting for the other role."""
+    names = {f"ledger/{rank}/score" for rank in ranks_of(group, "generator")}
+    shares = [share for name in sorted(names) for share in group.each(lambda log, n=name: log.over_time(n))]
+    if not shares or np.mean(shares) < BALANCED or too_few_steps(group, IDLE["learner"]):
+        return []
+    told = f"the generators spent {np.mean(shares):.0%} of the time on scores: try more --reward-workers before another split"
+    return [(group.label, told, f"ledger/generator_<n>/score {spread(shares, '.0%')}")]
+
+
 def ages(group: RunGroup) -> list[Row]:
     mean, oldest = group.each(mean_age), group.each(oldest_age)
     if not mean or not max(oldest, default=0):

@@ -287,6 +287,7 @@ REFUSED = {
         "--rollout-n at least 2",
     ),
     "another loss's knob": ({"loss_args": ("tau_pos=1",)}, "--loss-mode ppo_clip takes none"),
+    "a knob with a flag": ({"loss_args": ("clip_high=0.3",)}, "a flag of its own, --clip-ratio-high"),
     "no such knob": ({"loss_mode": "kl_cov", "loss_args": ("coeff=1",)}, "takes coef=1, ratio=0.0002"),
     "no number": ({"loss_mode": "sapo", "loss_args": ("tau_neg=big",)}, "write tau_neg=NUMBER, above 0, such as tau_neg=1.05"),
     "no temperature": ({"loss_mode": "sapo", "loss_args": ("tau_neg=0",)}, "write tau_neg=NUMBER, above 0"),

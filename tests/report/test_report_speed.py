@@ -186,6 +186,17 @@ def test_why_generators_waited():
     assert "why the generators waited was not recorded" in texts()
 
 
+def test_generators_that_wait_for_graders():
+    def about_scores(share: float, steps: int = 30, rank: str = "generator_0") -> list[str]:
+        waits = {"fully_async/trainer/idle_ratio": 0.9, "fully_async/rollouter/idle_ratio": 0.0}
+        log = run("a", [1.0] * steps, [9.0] * steps, **waits, **{f"ledger/{rank}/score": share})
+        return [text for _, text, _ in conclude([group("a", log)]) if "on scores" in text]
+
+    told = "the generators spent 70% of the time on scores: try more --reward-workers before another split"
+    assert about_scores(0.7) == [told]
+    assert about_scores(0.05) == about_scores(0.7, steps=5) == about_scores(0.7, rank="rank_0") == []
+
+
 def test_the_age_of_samples():
     ages = {"staleness/mean": 0.7, "staleness/max": 2}
     texts = [text for _, text, _ in conclude([group("a", run("a", [1.0] * 30, [9.0] * 30, **ages))])]
