@@ -338,7 +338,7 @@ def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / mean_g, 0 where mean_g <= eps: with scores of 0 and 1 the gradient of log(pass rate), whose
-    expansion in pass@k ends at the group's size. Maximum Likelihood RL, arXiv 2602.02710. A group of one gives 0."""
+    expansion in pass@k ends at the group's size. Maximum Likelihood RL (MaxRL), arXiv 2602.02710. A group of one gives 0."""
     centered, score, _ = _centered(reward, mask, seq, group)
     mean = score - centered
     return _masked_tokens(torch.where(mean > eps, centered / mean.clamp(min=eps), 0.0), reward, mask, seq)
@@ -411,7 +411,7 @@ def grpo_passk(
 ) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
-    Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
+    Pass@k policy optimization, the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
     """
     centered, score, index = _centered(reward, mask, seq, group)
     best = score == -_group_min(-score, index)
@@ -552,7 +552,8 @@ def ppo_clip(
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
-    PPO (arXiv 1707.06347; low = high = 0.2); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip 2001.04451 (c = 3).
+    PPO, arXiv 1707.06347 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476 (high = 0.28); dual clip, arXiv 2001.04451
+    (c = 3).
     pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
@@ -679,8 +680,8 @@ def sapo(
 
 @policy_loss("gpg", has_ratio=False)
 def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Loss:
-    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On data of another policy it
-    is to be multiplied by `importance_weight`, as the scripts do."""
+    """-A lp: the plain policy gradient, without a ratio. On data of another policy it is to be multiplied by
+    `importance_weight`, as the scripts do. Loss of Group Policy Gradient, arXiv 2504.02546."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
 
 
@@ -904,7 +905,7 @@ def off_policy_tokens(
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
     """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
 
-    vf_clipfrac: tokens whose gradient the clip removed. PPO (arXiv 1707.06347) as commonly implemented.
+    vf_clipfrac: tokens whose gradient the clip removed. PPO, arXiv 1707.06347, as commonly implemented.
     """
     _check_tokens("value_loss", value=value, old_value=old_value, returns=returns, mask=mask)
     v, old, target = (torch.where(mask, x, 0.0) for x in (value, old_value, returns))
@@ -963,7 +964,8 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass.
 
     k3r is min(r, 20) k3, r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy sampled.
-    The gradient of r k3(x) is r x, as that of sg(r) k2(x). DeepSeek-V3.2, arXiv 2512.02556 (TRL's use_bias_correction_kl).
+    The gradient of r k3(x) is r x, as that of sg(r) k2(x). DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556 (TRL's
+    use_bias_correction_kl).
     """
     _check_word("KL estimator", kind, KL_LOSSES if old_log_prob is not None else KL_ESTIMATORS)
     if kind == "k3r":
@@ -974,7 +976,8 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 
-    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Ziegler et al., arXiv 1909.08593.
+    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Adaptive KL coefficient of Ziegler
+    et al., arXiv 1909.08593.
     """
     return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
 
@@ -1018,8 +1021,9 @@ def rollout_rejection_mask(
     of the ratios); seq_max (one bad token rejects the response); batch (the worst tokens go until the mean of the others is at
     most high; not k1). Divergences: k1, a band on the ratio learner / generator itself (verl's band is on the inverse ratio);
     k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both directions' `binary_kl`, bounded by high alone.
-    Usual: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0 is KPop (as in AReaL), batch
-    k2 0.02 is M2PO, arXiv 2510.01161 (whose bound is on (log w)^2). Each looks at the given mask, not at what another left.
+    Usual: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0 (KPop, as AReaL has it).
+    M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each criterion looks at the
+    given mask, not at what another left.
     """
     _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)

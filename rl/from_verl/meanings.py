@@ -144,6 +144,7 @@ LOSS_ARGS = {  # verl's loss -> verl's key -> our name
     "clip_cov": {"policy_loss.clip_cov_ratio": "ratio", "policy_loss.clip_cov_lb": "low", "policy_loss.clip_cov_ub": "high"},
     "kl_cov": {"policy_loss.kl_cov_ratio": "ratio", "policy_loss.ppo_kl_coef": "coef"},
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
+    "dro": {"policy_loss.dro_beta": "beta"},
 }
 
 
@@ -166,8 +167,8 @@ def clips(run: Run) -> dict[str, object]:
 
 
 def dual_clip(run: Run) -> dict[str, object]:
-    # dppo_tv's own default, the paper's, never counts in verl: the actor's is in its place
-    counts = run.has("A.actor.clip_ratio_c") or run["A.actor.policy_loss.loss_mode"] == "dppo_tv"
+    # DPPO's own default, the paper's, never counts in verl: the actor's is in its place
+    counts = run.has("A.actor.clip_ratio_c") or run["A.actor.policy_loss.loss_mode"] in ("dppo_tv", "dppo_kl")
     return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if counts else None}
 
 

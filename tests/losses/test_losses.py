@@ -311,7 +311,7 @@ def test_scores_an_ulp_apart_are_two_scores(name, score, n, dtype):
     std = math.sqrt(sum((x - mean) ** 2 for x in s) / (n - 1))
     centered = [x - mean for x in s]
     expected = {
-        **dict.fromkeys(("grpo", "grpo_batch_std"), [float(x) / (std + 1e-6) for x in centered]),
+        **{of: [float(x) / (std + 1e-6) for x in centered] for of in ("grpo", "grpo_batch_std")},
         "rloo": [float(x * n / (n - 1)) for x in centered],
         "grpo_passk": [float(s[0] - s[1]) / (std + 1e-6)] + [0.0] * (n - 1),
     }.get(name, [float(x) for x in centered])

@@ -1,5 +1,5 @@
-"""losses.py, part four: formulas for stale tokens (VESPO, DRO, DPPO, the KL with a ratio, the off-policy sequence mask), by hand
-and against slow loops, and all losses and advantages on batches whose masked tokens are deleted."""
+"""losses.py, part four: formulas for stale tokens (VESPO, DRO, DPPO, the KL with a ratio, the off-policy sequence mask), by
+hand and against slow loops, and all losses and advantages on batches whose masked tokens are deleted."""
 
 import math
 
@@ -36,11 +36,11 @@ def test_dro_and_luspo_by_hand():
     assert torch.autograd.grad(best.sum(), lp)[0].item() == pytest.approx(0)
     # two responses, of two tokens and one: gspo counts both alike, luspo by their length
     args = tokens([-1.0, -1, -1], [1, 1, -1], old=[-1.0, -1, -1], seq=[0, 0, 1])
-    total = (
-        lambda name: losses.aggregate(  # noqa: E731
-            losses.POLICY_LOSSES[name](*args)[0], *args[3:], losses.POLICY_LOSSES[name].aggregation, 2.0
-        ).item()
-    )
+
+    def total(name):
+        loss = losses.POLICY_LOSSES[name]
+        return losses.aggregate(loss(*args)[0], *args[3:], loss.aggregation, 2.0).item()
+
     assert (total("gspo"), total("luspo")) == (0, -0.5)
     losses.check_combination("grpo", "gspo", "seq-mean-token-sum")
     assert losses.luspo(*tokens(log(1.1), [1]))[0].item() == pytest.approx(-1.0025)
@@ -63,7 +63,7 @@ def test_binary_kl_of_certain_tokens_is_finite():
     far = losses.binary_kl(x[:, None], x[None, :])
     assert torch.isfinite(far).all() and (far >= -1e-6).all() and not far.diagonal().any()
     p, q = (torch.tensor(v).log() for v in (1 - 1e-4, 1 - 2e-4))  # of float32: 1 - p loses no digits
-    assert losses.binary_kl(p, q).item() == pytest.approx(slow.binary_kl(p.double().exp(), q.double().exp()), rel=1e-3)
+    assert losses.binary_kl(p, q).item() == pytest.approx(slow.binary_kl(*(x.double().exp().item() for x in (p, q))), rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- KL with a ratio
