@@ -257,9 +257,11 @@ class TrainingRun:
 
     def finish(self) -> None:
         """Ends the stream of samples, waits for the last checkpoint, and closes the record."""
+        if self.args.val_only and self.samples:  # where ranks generate and learn in turns, `validate_first` has done it
+            self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
-        self.record.finish(self.saver.finish(self.job.total_steps))
+        self.record.finish(None if self.args.val_only else self.saver.finish(self.job.total_steps))
 
     def _with_images(self, rows: list[dict]) -> list[dict]:
         """The rows with their prompts' image files, on the rank that writes them down."""

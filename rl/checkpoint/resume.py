@@ -79,7 +79,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
 
     args: the script's flags.
     """
-    origin = find(args, args.output_dir, args.experiment_name)
+    origin = None if args.val_only else find(args, args.output_dir, args.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
     path = origin.checkpoint

@@ -175,8 +175,8 @@ TABLE: dict[str, list[Row]] = {
            "0.9.1", m.aggregation),
         to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2", "--clip-ratio-low, "
            "--clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's paper", m.clips),
-        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv` and `dppo_kl`, too; there 20 here by default, the "
-           "paper's", m.dual_clip),
+        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv` and `dppo_kl`, too; there 20 here by default, "
+           "the paper's", m.dual_clip),
         to("A.actor.entropy_coeff=0.0", "--entropy-coeff"),
         to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl", "--use-kl-loss, "
            "--kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
@@ -349,7 +349,7 @@ TABLE: dict[str, list[Row]] = {
         to("trainer.experiment_name", "--experiment-name"),
         to("trainer.logger=[console,wandb]", "--logger", "`console`, `tensorboard`, `wandb`", m.logger),
         to("trainer.log_val_generations=0", "--log-val-generations"),
-        missing("trainer.val_only=False", "validation alone"),
+        to("trainer.val_only=False", "--val-only", "of `--model`, which may be a checkpoint's directory"),
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
         missing("trainer.rollout_data_dir=null", "`--record-samples` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),

@@ -121,6 +121,8 @@ def test_any_loss_is_zero_on_what_the_off_policy_mask_takes_out(name, lengths, s
     """However the batch is cut, and else as it is without the mask."""
     b = slow.random_batch(lengths, seed)
     plain = losses.POLICY_LOSSES[name]
+    if plain.one_advantage:
+        b["advantage"] = losses.sequence_means(b["mask"] | True, b["seq"], b["advantage"])[0][b["seq"]]
     loss_of = masked(plain, threshold)
     assert loss_of.inputs.count("rollout_log_prob") == 1 and loss_of.knobs == plain.knobs
     out = torch.tensor(slow.off_policy(*(b[k].tolist() for k in ("lp", "roll", "advantage", "mask", "seq")), threshold))

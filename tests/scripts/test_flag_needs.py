@@ -108,7 +108,7 @@ CASES = [
 BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
-    "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
+    "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "OffPolicyMaskArgs": "off_policy_mask_threshold",
