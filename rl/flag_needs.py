@@ -169,21 +169,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
+    "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
-NOT_REPLAYED = {
-    "test_freq",
-    "val_before_train",
-    "val_only",
-    "log_val_generations",
-    "record_samples",
-    "resume_mode",
-    "resume_anyway",
-}
-NOT_REPLAYED |= {"generators", "ring_mb", "publish"}
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
+NOT_REPLAYED |= {"generators", "ring_mb", "publish", "val_only", "push_to"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

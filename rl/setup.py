@@ -12,6 +12,7 @@ import torch
 
 from rl import flag_needs
 from rl.algorithm.args import AlgorithmArgs
+from rl.checkpoint.push import PushArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
@@ -89,7 +90,9 @@ class RunArgs:
 
 
 @dataclass
-class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+class CommonArgs(
+    RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, PushArgs, WatchdogArgs
+):
     """Flags that all scripts have. Each group stands with its component."""
 
     def check(self) -> None:
