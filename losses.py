@@ -411,7 +411,7 @@ def grpo_passk(
 ) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
-    Pass@k policy optimization, the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
+    Inference-time objectives, here the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
     """
     centered, score, index = _centered(reward, mask, seq, group)
     best = score == -_group_min(-score, index)
