@@ -44,23 +44,26 @@ def open_repository(repo: str) -> None:
 def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
     """Pushes the checkpoint's Hugging Face files and the card as one commit; returns its address. args: the script's flags.
     Raises UserError if that fails: the run and its checkpoint are complete all the same."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name != MANIFEST and TRAINING not in path.relative_to(checkpoint).parts]
-    parts = [CommitOperationAdd(str(path.relative_to(checkpoint)), str(path)) for path in files]
-    parts.append(CommitOperationAdd("README.md", model_card(args, script, run_dir).encode()))
-    message = f"Step {int(checkpoint.name.removeprefix('step_'))} of {run_dir.name}"
-    commit = in_background(lambda: HfApi().create_commit(args.push_to, parts, commit_message=message), "push")
+    def commit() -> None:
+        files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        files = [path for path in files if path.name != MANIFEST and TRAINING not in path.relative_to(checkpoint).parts]
+        parts = [CommitOperationAdd(str(path.relative_to(checkpoint)), str(path)) for path in files]
+        parts.append(CommitOperationAdd("README.md", model_card(args, script, run_dir).encode()))
+        message = f"Step {int(checkpoint.name.removeprefix('step_'))} of {run_dir.name}"
+        HfApi().create_commit(args.push_to, parts, commit_message=message)
+
+    pushed = in_background(commit, "push")
     with watchdog.doing("the push to the hub"):
-        while not wait([commit], timeout=1.0).done:
+        while not wait([pushed], timeout=1.0).done:
             watchdog.progress()  # an upload may take longer than --hang-timeout
-    if error := commit.exception():
+    if error := pushed.exception():
         raise UserError(
             f"--push-to {args.push_to}: {_in_a_line(error)}. The run is complete, and its checkpoint is {checkpoint}. Push it "
             f'with: hf upload {args.push_to} {checkpoint} . --exclude "{TRAINING}/*" --exclude {MANIFEST}'
         )
-    return f"https://huggingface.co/{args.push_to}"
+    return f"{constants.ENDPOINT}/{args.push_to}"
 
 
 def model_card(args, script: str, run_dir: Path) -> str:
