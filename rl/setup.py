@@ -12,7 +12,6 @@ import torch
 
 from rl import flag_needs
 from rl.algorithm.args import AlgorithmArgs
-from rl.checkpoint.push import PushArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
@@ -78,8 +77,10 @@ class RunArgs:
 
     def validates(self, version: int, total_steps: int) -> bool:
         """True if this version of the weights is validated; 0 is the model that training begins with."""
-        if self.test_freq < 1 or version == 0 or self.val_only:
-            return (self.test_freq > 0 and self.val_before_train) or self.val_only
+        if self.val_only:
+            return version == 0
+        if self.test_freq < 1 or version == 0:
+            return self.test_freq > 0 and self.val_before_train
         step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
@@ -90,9 +91,7 @@ class RunArgs:
 
 
 @dataclass
-class CommonArgs(
-    RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, PushArgs, WatchdogArgs
-):
+class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
     """Flags that all scripts have. Each group stands with its component."""
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import losses
-from rl.algorithm.off_policy_mask import OffPolicyMaskArgs, masked
+from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -16,7 +16,7 @@ ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "val
 
 
 @dataclass
-class AlgorithmArgs(OffPolicyMaskArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Annotated[Literal[ESTIMATORS], Unavailable("gae", NO_CRITIC)] = "grpo"

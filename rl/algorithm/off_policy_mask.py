@@ -2,23 +2,11 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 import losses
-from rl.ranges import Range
-
-
-@dataclass
-class OffPolicyMaskArgs:
-    """The off-policy sequence mask."""
-
-    off_policy_mask_threshold: Annotated[float | None, Range(above=0)] = None
-    """Leave tokens with a negative advantage out of the loss in responses whose mean log-prob has fallen by more than this
-    since they were sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
 
 
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:

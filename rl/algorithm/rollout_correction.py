@@ -6,7 +6,7 @@ are weighed or left out by how far the two are apart. Left out: what is reported
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ import losses
 from rl.algorithm import whole_batch
 from rl.errors import UserError
 from rl.learning.batch import Batch, pieces
+from rl.ranges import Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
@@ -34,6 +35,9 @@ class RolloutCorrectionArgs:
     Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
     rollout_rs_threshold: str | None = None
     """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for others."""
+    off_policy_mask_threshold: Annotated[float | None, Range(above=0)] = None
+    """Leave tokens with a negative advantage out of the loss in responses whose mean log-prob has fallen by more than this
+    since they were sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
 
     @property
     def weight_bounds(self) -> Bounds:

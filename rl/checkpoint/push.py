@@ -6,7 +6,6 @@ metrics.jsonl and validations.jsonl. Left out: `best/` and the optimizer; docs/s
 
 import json
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl import __version__
@@ -18,15 +17,6 @@ from rl.record import validations
 from rl.record.run import METRICS
 
 CURVES = {"critic/score/mean": "reward", "response_length/mean": "tokens of a response", "actor/entropy": "entropy"}
-
-
-@dataclass
-class PushArgs:
-    """The Hugging Face hub."""
-
-    push_to: str | None = None
-    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
-    the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
 
 
 def open_repository(repo: str) -> None:

@@ -57,6 +57,9 @@ class CheckpointArgs:
     restart by torchrun the job always resumes its own run."""
     resume_anyway: bool = False
     """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
+    push_to: str | None = None
+    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
+    the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
 
 
 @dataclass
