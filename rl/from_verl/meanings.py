@@ -153,7 +153,8 @@ def loss_args(run: Run) -> dict[str, object]:
     for other, args in LOSS_ARGS.items():
         if other != loss:
             run.skips(" ".join(f"A.actor.{key}" for key in args), f"the loss is {loss}")
-    return {"--loss-args": [f"{name}={run[f'A.actor.{key}']}" for key, name in LOSS_ARGS.get(loss, {}).items()] or None}
+    args = {name: run[f"A.actor.{key}"] for key, name in LOSS_ARGS.get(loss, {}).items()}
+    return {"--loss-args": [f"{name}={value}" for name, value in args.items() if value is not None] or None}
 
 
 def clips(run: Run) -> dict[str, object]:
