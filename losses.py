@@ -71,6 +71,7 @@ class PolicyLoss:
     by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
     one_advantage: bool  # and one advantage, the mean of its tokens'
     has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
+    trains_all: bool  # it has a gradient where the advantage is 0, too
     chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
     inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
     knobs: dict[str, float]  # its numbers, with their defaults
@@ -343,6 +344,25 @@ def grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float
     return _masked_tokens(advantage, reward, mask, seq)
 
 
+@advantage_estimator(group_of_one="zero", looks_at="scores")
+def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (s - mean_g) / (std + eps), std over the scores of the whole batch, with Bessel's correction: groups whose scores
+    hardly differ are not blown up. Lite PPO, arXiv 2508.08221; ScaleRL, arXiv 2510.13786. A group of one gives 0."""
+    centered, score, _ = _centered(reward, mask, seq, group)
+    scores = score[trained_sequences(mask, seq)]
+    std = (scores - scores[:1]).std() if len(scores) > 1 else 0.0
+    return _masked_tokens(centered / (std + eps), reward, mask, seq)
+
+
+@advantage_estimator(group_of_one="zero", looks_at="scores")
+def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (s - mean_g) / mean_g, 0 where mean_g <= eps: with scores of 0 and 1 the gradient of log(pass rate), whose
+    expansion in pass@k ends at the group's size. Maximum Likelihood RL (MaxRL), arXiv 2602.02710. A group of one gives 0."""
+    centered, score, _ = _centered(reward, mask, seq, group)
+    mean = score - centered
+    return _masked_tokens(torch.where(mean > eps, centered / mean.clamp(min=eps), 0.0), reward, mask, seq)
+
+
 @advantage_estimator(group_of_one="zero", aggregation="seq-mean-token-sum-norm", looks_at="scores")
 def dr_grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
@@ -410,7 +430,7 @@ def grpo_passk(
 ) -> Tensor:
     """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
 
-    Optimises the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
+    Inference-time objectives, here the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
     """
     centered, score, index = _centered(reward, mask, seq, group)
     best = score == -_group_min(-score, index)
@@ -504,6 +524,7 @@ def policy_loss(
     by_response: bool = False,
     one_advantage: bool = False,
     has_ratio: bool = True,
+    trains_all: bool = False,
     chooses: Callable[..., Tensor] | None = None,
 ) -> Callable:
     """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
@@ -511,7 +532,7 @@ def policy_loss(
     def declare(function: Callable) -> Callable:
         function = _checked_and_documented(function)
         of_choice = _keywords(chooses) if chooses else ((), {})
-        kind = (aggregation, by_response, one_advantage, has_ratio, chooses)
+        kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
         declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
         POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
         return function
@@ -545,7 +566,8 @@ def ppo_clip(
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
-    PPO (arXiv 1707.06347; low = high = 0.2); high = 0.28 is DAPO's clip-higher (2503.14476); dual clip 2001.04451 (c = 3).
+    PPO, arXiv 1707.06347 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476 (high = 0.28); dual clip, arXiv 2001.04451
+    (c = 3).
     pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
@@ -580,6 +602,22 @@ def gspo(
     s = (d - d.detach() + level).clamp(max=clamp).exp()
     plain, clipped = _clip_pair(s, advantage, clip_low, clip_high)
     return clipped, {"pg_clipfrac": clipped > plain}
+
+
+@policy_loss(aggregation="seq-mean-token-sum")
+def luspo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> Loss:
+    """gspo with each sequence's loss times its length, which its aggregation, seq-mean-token-sum, does: gspo's 1 / length
+    favours short sequences among good ones. LUSPO, arXiv 2602.05261 (low 2e-3, high 2.5e-3 in section 5.1)."""
+    return gspo(log_prob, old_log_prob, advantage, mask, seq, clip_low=clip_low, clip_high=clip_high)
 
 
 @policy_loss("geo_mean", aggregation="seq-mean-token-mean", by_response=True, one_advantage=True)
@@ -656,9 +694,46 @@ def sapo(
 
 @policy_loss("gpg", has_ratio=False)
 def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Loss:
-    """-A lp: the plain policy gradient, without a ratio; also the loss of GPG (arXiv 2504.02546). On data of another policy it
-    is to be multiplied by `importance_weight`, as the scripts do."""
+    """-A lp: the plain policy gradient, without a ratio. On data of another policy it is to be multiplied by
+    `importance_weight`, as the scripts do. Loss of Group Policy Gradient, arXiv 2504.02546."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
+
+
+@policy_loss(trains_all=True)
+def dro(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, beta: float = 0.05) -> Loss:
+    """-A lp + beta / 2 d^2: instead of a ratio or a clip the squared distance to the policy that sampled, for old data, too.
+
+    Direct Reward Optimization, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599, which squares a response's sum of d. Token by
+    token as in Tinker (beta 0.05) and verl (no default).
+    """
+    d = log_ratio(log_prob, old_log_prob, mask)
+    return -advantage * torch.where(mask, log_prob, 0.0) + beta / 2 * d**2, {}
+
+
+@policy_loss()
+def vespo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    k_pos: float = 2.0,
+    k_neg: float = 3.0,
+    lam_pos: float = 3.0,
+    lam_neg: float = 2.0,
+) -> Loss:
+    """-A sg(w^k exp(lam (1 - w))) lp, w = exp(sum_t d) of the whole sequence, its logarithm clamped to +-20; k, lam are k_pos,
+    lam_pos where A >= 0, else k_neg, lam_neg. The weight is 1 on policy and falls to 0 on both sides, without a clip.
+
+    VESPO, arXiv 2602.10693, section 3.4 (there c1 and c2; 2, 3 and 3, 2).
+    """
+    d = log_ratio(log_prob.detach(), old_log_prob, mask)
+    log_w = to_tokens(sequence_sum(d, seq).clamp(-20, 20), seq)
+    good = advantage >= 0
+    k, lam = (torch.where(good, d.new_tensor(a), d.new_tensor(b)) for a, b in ((k_pos, k_neg), (lam_pos, lam_neg)))
+    weight = (k * log_w + lam * (1 - log_w.exp())).exp()
+    return -advantage * weight * torch.where(mask, log_prob, 0.0), {}
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
@@ -766,13 +841,44 @@ def dppo_tv(
 
     DPPO, arXiv 2602.04879. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in whose weight met c.
     """
-    d = log_ratio(log_prob.detach(), old_log_prob, mask)
-    lp = torch.where(mask, log_prob, 0.0)
-    moved = lp.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
+    lp, old = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob))
+    moved = lp.detach().exp() - old.exp()
     out = torch.where(advantage > 0, moved > clip_high, moved < -clip_low)
-    ratio = d.clamp(max=20).exp()
-    weight = torch.where(out, 0.0, ratio.clamp(max=clip_c))
-    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > clip_c) & ~out}
+    return _left_in(out, lp, old, advantage, clip_c)
+
+
+@policy_loss()
+def dppo_kl(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    *,
+    clip_low: float = 0.05,
+    clip_high: float = 0.05,
+    clip_c: float = 20.0,
+) -> Loss:
+    """dppo_tv with the trust region in `binary_kl` of the old policy to this one: a token is left out if it is above high and p
+    above p_old (A > 0), or above low and p below p_old (A <= 0). DPPO, arXiv 2602.04879, Binary-KL; the same statistics."""
+    lp, old = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob))
+    d, kl = lp.detach() - old, binary_kl(old, lp.detach())
+    out = torch.where(advantage > 0, (kl > clip_high) & (d > 0), (kl > clip_low) & (d < 0))
+    return _left_in(out, lp, old, advantage, clip_c)
+
+
+def _left_in(out: Tensor, lp: Tensor, old: Tensor, advantage: Tensor, cap: float) -> Loss:
+    """-A sg(min(r, cap)) lp on the tokens that are not `out`, else 0; lp, old [N]: log-probs, 0 where the mask is."""
+    ratio = (lp.detach() - old).clamp(max=20).exp()
+    weight = torch.where(out, 0.0, ratio.clamp(max=cap))
+    return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > cap) & ~out}
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL of "this token or another" under p to the same under q, [N]: p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with 1 - p
+    and 1 - q at least 1e-8."""
+    other_p, other_q = ((-torch.expm1(x)).clamp(min=1e-8) for x in (log_p, log_q))
+    return log_p.exp() * (log_p - log_q) + other_p * (other_p / other_q).log()
 
 
 @policy_loss()
@@ -801,10 +907,19 @@ def decoupled_ppo(
     return loss * weight.clamp(max=cap), stats | {"behav_clipfrac": weight > cap}
 
 
+def off_policy_tokens(
+    log_prob: Tensor, rollout_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, threshold: float
+) -> Tensor:
+    """The tokens that a loss may leave out, bool [N]: those with A < 0 in responses that have become less likely since they
+    were sampled, mean_t(rollout - log_prob) > threshold. DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556."""
+    (drift,) = sequence_means(mask, seq, log_ratio(rollout_log_prob, log_prob.detach(), mask))
+    return mask & (advantage < 0) & to_tokens(drift > threshold, seq)
+
+
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
     """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
 
-    vf_clipfrac: tokens whose gradient the clip removed. PPO (arXiv 1707.06347) as commonly implemented.
+    vf_clipfrac: tokens whose gradient the clip removed. PPO, arXiv 1707.06347, as commonly implemented.
     """
     _check_tokens("value_loss", value=value, old_value=old_value, returns=returns, mask=mask)
     v, old, target = (torch.where(mask, x, 0.0) for x in (value, old_value, returns))
@@ -855,17 +970,28 @@ KL_ESTIMATORS = {"k1": k1, "abs": k_abs, "k2": k2, "k3": k3} | {"kl": k1, "mse":
 KL_ESTIMATORS |= {f"{name}+": with_unbiased_gradient(value) for name, value in KL_ESTIMATORS.items()}
 
 
-def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """The estimator `kind` (of KL_ESTIMATORS) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
-    the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass."""
-    _check_word("KL estimator", kind, KL_ESTIMATORS)
+KL_LOSSES = (*KL_ESTIMATORS, "k3r")
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, old_log_prob: Tensor | None = None) -> Tensor:
+    """The estimator `kind` (of KL_LOSSES) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
+    the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass.
+
+    k3r is min(r, 20) k3, r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy sampled.
+    The gradient of r k3(x) is r x, as that of sg(r) k2(x). DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556 (TRL's
+    use_bias_correction_kl).
+    """
+    _check_word("KL estimator", kind, KL_LOSSES if old_log_prob is not None else KL_ESTIMATORS)
+    if kind == "k3r":
+        return kl_penalty(log_prob, ref_log_prob, mask, "k3+") * importance_weight(log_prob, old_log_prob, mask)
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
 
 
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 
-    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Ziegler et al., arXiv 1909.08593.
+    kl: the last step's, per token; n: responses it trained; horizon: in the same unit as n. Adaptive KL coefficient of Ziegler
+    et al., arXiv 1909.08593.
     """
     return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
 
@@ -906,20 +1032,25 @@ def rollout_rejection_mask(
     """mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
 
     criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
-    of the ratios); seq_max (one bad token rejects the response). Divergences: k1, a band on the ratio learner / generator
-    itself (verl's band is on the inverse ratio); k2 = (log w)^2 / 2 and k3 = w - log w - 1, bounded by high alone. Usual:
-    seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0. Each looks at the given mask, not at what another left.
+    of the ratios); seq_max (one bad token rejects the response); batch (the worst tokens go until the mean of the others is at
+    most high; not k1). Divergences: k1, a band on the ratio learner / generator itself (verl's band is on the inverse ratio);
+    k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both directions' `binary_kl`, bounded by high alone.
+    Usual: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0 (KPop, as AReaL has it).
+    M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each criterion looks at the
+    given mask, not at what another left.
     """
     _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
+    lp, roll = (torch.where(mask, x.detach(), 0.0) for x in (log_prob, rollout_log_prob))
     kept = mask
     for level, divergence, low, high in criteria:
         _check_word("level of rejection", level, REJECTION_LEVELS)
-        _check_word("divergence", divergence, DIVERGENCES)
+        _check_word("divergence", divergence, DIVERGENCES[1:] if level == "batch" else DIVERGENCES)
         of_divergence = {
             "k1": lambda: log_weight,
             "k2": lambda: log_weight**2 / 2,
             "k3": lambda: log_weight.exp() - log_weight - 1,
+            "binary_kl": lambda: torch.maximum(binary_kl(lp, roll), binary_kl(roll, lp)),
         }
         x = of_divergence[divergence]()
         if level == "seq_sum":
@@ -928,10 +1059,19 @@ def rollout_rejection_mask(
             x = to_tokens(*sequence_means(mask, seq, x), seq)
         x = x.clamp(-20, 20).exp() if divergence == "k1" else x
         fine = (x >= low) & (x <= high) if divergence == "k1" else x <= high
+        if level == "batch":
+            fine = _least(x, mask, high)
         if level == "seq_max":
             fine = to_tokens(sequence_sum((mask & ~fine).to(log_weight.dtype), seq), seq) == 0
         kept = kept & fine
     return kept
+
+
+def _least(x: Tensor, mask: Tensor, most: float) -> Tensor:
+    """bool [N]: as many as possible of the trained tokens with the least x whose mean is at most `most`."""
+    order = torch.where(mask, x, torch.inf).argsort(stable=True)[: int(mask.count_nonzero())]
+    means = x[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=x.device)
+    return torch.zeros_like(mask).index_fill(0, order[: int((means <= most).count_nonzero())], True)
 
 
 def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -960,8 +1100,8 @@ def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 IS_LEVELS = ("token", "sequence", "sequence_geometric")
-REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-DIVERGENCES = ("k1", "k2", "k3")
+REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "batch")
+DIVERGENCES = ("k1", "k2", "k3", "binary_kl")
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:

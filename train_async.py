@@ -58,7 +58,7 @@ def actor_loss(
     terms: its shares of the terms of the global mini-batch's loss and of their sum "loss". stats: what else to report, [n]."""
     # Where this update's own policy is the old one, the ratio is 1 and its gradient that of log_prob.
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
-    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
     token_loss, stats = policy_loss(log_prob, old, t.advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
@@ -75,7 +75,7 @@ def actor_loss(
     if args.entropy_coeff:
         loss = loss - args.entropy_coeff * terms["entropy"]
     if args.use_kl_loss:
-        terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type))
+        terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type, old))
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
     return terms | {"loss": loss}, stats
 

@@ -1,4 +1,4 @@
-"""Pages out of the code: what each file and each test does, what TRL's words are here, and the lines in docs/design.md.
+"""Pages out of the code: what each file and test does, which flags a paper has, TRL's words, and the lines in docs/design.md.
 
     python docs/make.py
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import losses
 from rl import flag_words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,9 +88,45 @@ def design() -> str:
     return re.sub(r"^(?P<begin>\| `rl/(?:(?P<folder>\w+)/)?` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
 
 
+OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an advantage nor a policy loss -> their flags
+    "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
+    "kl_penalty": "--kl-loss-type k3r",
+    "adaptive_kl_coef": "--kl-ctrl-type adaptive",
+    "off_policy_tokens": "--off-policy-mask-threshold",
+    "rollout_rejection_mask": "--rollout-rs batch_k2 --rollout-rs-threshold 0.02",
+}
+
+
+def formulas() -> dict[str, str]:
+    """Functions of losses.py -> the flags that choose them; "" for one that has none."""
+    found = {"value_loss": ""} | OTHER_FLAGS
+    for flag, words in (("--adv-estimator", losses.ADVANTAGES), ("--loss-mode", losses.POLICY_LOSSES)):
+        for word, entry in words.items():
+            if word == entry.function.__name__:  # not verl's other name
+                found[word] = "" if "value" in entry.inputs else f"{flag} {word}"
+    return found
+
+
+def papers() -> str:
+    """Which flags a paper has, newest first: a docstring in losses.py says "NAME, arXiv NUMBER" in a clause of its own."""
+    rows = []
+    for name, flags in formulas().items():
+        for clause in re.split(r"(?<=[.;:(]) ", " ".join(getattr(losses, name).__doc__.split())):
+            if found := re.search(r"^\(?(.*), arXiv (\d{4}\.\d{5})", clause):
+                link = f"[{found[2]}](https://arxiv.org/abs/{found[2]})"
+                rows.append((found[2], f"| {found[1]} | {link} | {f'`{flags}`' if flags else f'`losses.{name}`'} |"))
+    rows = [row for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+    note = "<!-- made by `python docs/make.py` out of losses.py -->"
+    back = "Back to [algorithms.md](../algorithms.md). Where no flag stands, it is a function for a script of your own."
+    return "\n".join(
+        ["# Papers, and their flags", "", note, "", back, "", "| what | arXiv | here |", "|---|---|---|", *rows, ""]
+    )
+
+
 PAGES = {
     "design.md": design,
     "generated/code-map.md": code_map,
+    "generated/papers.md": papers,
     "generated/promises.md": promises,
     "generated/trl-words.md": trl_words,
 }

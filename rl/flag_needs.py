@@ -101,7 +101,7 @@ WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None,
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
 REFERENCE = Need("without --use-kl-loss or --use-kl-in-reward", lambda args: args.needs_reference, (False,))
 NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)
-VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0, (False, -1, 0))
+VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
 IMAGES = Need("with a model that takes no images", lambda args, facts: facts.takes_images, later=True)
 EXPERTS = Need("with a model without experts", lambda args, facts: facts.has_experts, ("auto",), later=True)
@@ -169,13 +169,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
+    "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb"}
+NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

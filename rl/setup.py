@@ -55,9 +55,13 @@ class RunArgs:
     validates."""
     val_before_train: bool = True
     """Also validate before the first step, unless --test-freq is 0 or -1."""
+    val_only: bool = False
+    """Train nothing: validate --model, which may be a checkpoint's directory, once, record that, and end."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Steps to train on this many training prompts."""
+        if self.val_only:
+            return 0
         if self.total_training_steps is not None:
             return self.total_training_steps
         of_epochs = self.total_epochs and self.total_epochs * num_prompts
@@ -74,6 +78,8 @@ class RunArgs:
 
     def validates(self, version: int, total_steps: int) -> bool:
         """True if this version of the weights is validated; 0 is the model that training begins with."""
+        if self.val_only:
+            return version == 0
         if self.test_freq < 1 or version == 0:
             return self.test_freq > 0 and self.val_before_train
         step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
@@ -91,6 +97,8 @@ class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, Learn
 
     def check(self) -> None:
         """Raises UserError for flags of different groups that do not go together."""
+        if self.val_only and self.resume_mode not in ("auto", "disable"):
+            raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
         if self.overlong_buffer_len > self.max_response_length:
             raise UserError(
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
@@ -118,7 +126,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(args.model, files) for files in (args.train_files, args.val_files))
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep)
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep) if args.test_freq > 0 else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep) if args.test_freq > 0 or args.val_only else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))

@@ -11,6 +11,7 @@ from rl.algorithm.fates import Fates
 from rl.algorithm.health import Health
 from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.algorithm.source_counts import SourceCounts
+from rl.checkpoint.push import open_repository, push
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
@@ -64,6 +65,9 @@ class TrainingRun:
         self.samples, self.generator, self.parts = samples, generator, parts
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
+        self._pushes = bool(args.push_to and learner.ranks.is_main and not args.val_only)
+        if self._pushes:
+            open_repository(args.push_to)
         self._identity = Identity(args, job.script, job.path, job.prompts)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
@@ -257,9 +261,14 @@ class TrainingRun:
 
     def finish(self) -> None:
         """Ends the stream of samples, waits for the last checkpoint, and closes the record."""
+        if self.args.val_only and self.samples:  # where ranks generate and learn in turns, `validate_first` has done it
+            self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
-        self.record.finish(self.saver.finish(self.job.total_steps))
+        checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
+        self.record.finish(checkpoint)
+        if checkpoint and self._pushes:
+            print(f"hub         {push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
 
     def _with_images(self, rows: list[dict]) -> list[dict]:
         """The rows with their prompts' image files, on the rank that writes them down."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import losses
+from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -41,8 +42,8 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
-    kl_loss_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k3"
-    """Estimator of the KL (losses.py). With "+" its gradient is also unbiased."""
+    kl_loss_type: Literal[losses.KL_LOSSES] = "k3"
+    """Estimator of the KL (losses.py). With "+" its gradient is also unbiased; k3r weighs stale tokens by their ratio, too."""
     use_kl_in_reward: bool = False
     """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
     kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
@@ -70,6 +71,12 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     @property
     def aggregation(self) -> str:
         return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
+
+    @property
+    def policy_loss(self) -> losses.PolicyLoss:
+        """The function of --loss-mode, with the mask of --off-policy-mask-threshold if that is given."""
+        loss = losses.POLICY_LOSSES[self.loss_mode]
+        return loss if self.off_policy_mask_threshold is None else masked(loss, self.off_policy_mask_threshold)
 
     @property
     def loss_knobs(self) -> dict[str, float]:
@@ -125,7 +132,8 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     @property
     def skips_backward(self) -> bool:
         """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
-        trains_all = self.use_kl_loss or self.entropy_coeff or losses.POLICY_LOSSES[self.loss_mode].chooses
+        loss = losses.POLICY_LOSSES[self.loss_mode]
+        trains_all = self.use_kl_loss or self.entropy_coeff or loss.chooses or loss.trains_all
         return not (trains_all or self.backward_without_advantage)
 
     @property
@@ -137,7 +145,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     @property
     def loss_inputs(self) -> tuple[str, ...]:
         """Fields of the batch that the loss takes beyond the usual ones."""
-        return losses.POLICY_LOSSES[self.loss_mode].inputs
+        return self.policy_loss.inputs
 
     def estimator_inputs(self, batch: Batch) -> dict:
         """Keywords that the advantage estimator takes beyond the usual arguments."""

@@ -6,7 +6,7 @@ are weighed or left out by how far the two are apart. Left out: what is reported
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ import losses
 from rl.algorithm import whole_batch
 from rl.errors import UserError
 from rl.learning.batch import Batch, pieces
+from rl.ranges import Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
@@ -31,9 +32,12 @@ class RolloutCorrectionArgs:
     """Scale the weights to a mean of 1 over the batch."""
     rollout_rs: str | None = None
     """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence, several with commas.
-    Levels: token, seq_sum, seq_mean, seq_max; divergences: k1, k2, k3 (losses.py)."""
+    Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
     rollout_rs_threshold: str | None = None
-    """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for k2 and k3."""
+    """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for others."""
+    off_policy_mask_threshold: Annotated[float | None, Range(above=0)] = None
+    """Leave tokens with a negative advantage out of the loss in responses whose mean log-prob has fallen by more than this
+    since they were sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
 
     @property
     def weight_bounds(self) -> Bounds:
@@ -64,14 +68,19 @@ class RolloutCorrectionArgs:
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(weight of each token, whether it is rejected), [N]; None where nothing is weighed or rejected. Piece by piece, since
-    every response has its own, but for weights that are normalised over the batch."""
+    every response has its own, but for weights that are normalised over the batch and a rejection that looks at all of it."""
     weight, rejected, actor_log_prob = None, None, batch.targets.actor_log_prob
     low, high = args.weight_bounds
     weigh = {"level": args.rollout_is, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
     if args.rollout_is:
         weight = torch.empty_like(actor_log_prob)
+    rejects_by_batch = any(level == "batch" for level, *_ in args.rejection_criteria)
     if args.rejection_criteria:
         rejected = torch.empty_like(batch.mask)
+    if rejects_by_batch:
+        kept = partial(losses.rollout_rejection_mask, criteria=args.rejection_criteria)
+        inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
+        rejected = batch.mask & ~whole_batch.on_whole(batch, kept, *inputs)
     if args.rollout_is and args.rollout_is_batch_normalize:
         inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
         weight = whole_batch.on_whole(batch, partial(losses.rollout_is_weights, **weigh), *inputs)
@@ -80,7 +89,7 @@ def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Te
         seq = batch.seq[piece] - batch.seq[piece][:1]
         if args.rollout_is and not args.rollout_is_batch_normalize:
             weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
-        if args.rejection_criteria:
+        if args.rejection_criteria and not rejects_by_batch:
             kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)
             rejected[piece] = batch.mask[piece] & ~kept
     return weight, rejected
@@ -108,10 +117,13 @@ def parse_criteria(criteria: str, threshold: str) -> list[Criterion]:
 
 
 def _parse_criterion(name: str, text: str) -> Criterion:
-    level, _, divergence = name.rpartition("_")
-    if level not in losses.REJECTION_LEVELS or divergence not in ("k1", "k2", "k3"):
+    divergence = next((of for of in losses.DIVERGENCES if name.endswith(f"_{of}")), "")
+    level = name.removesuffix(f"_{divergence}")
+    if level not in losses.REJECTION_LEVELS or not divergence or name == "batch_k1":
         levels = ", ".join(losses.REJECTION_LEVELS)
-        raise ValueError(f"rejection criterion {name!r}: write one of {levels}, then _k1, _k2 or _k3")
+        raise ValueError(
+            f"rejection criterion {name!r}: write one of {levels}, then _k1 (not of batch), _k2, _k3 or _binary_kl"
+        )
     low, high = parse_threshold(text)
     if divergence != "k1" and low is not None:
         raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")

@@ -57,6 +57,9 @@ class CheckpointArgs:
     restart by torchrun the job always resumes its own run."""
     resume_anyway: bool = False
     """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
+    push_to: str | None = None
+    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
+    the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
 
     args: the script's flags.
     """
-    origin = find(args, args.output_dir, args.experiment_name)
+    origin = None if args.val_only else find(args, args.output_dir, args.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
     path = origin.checkpoint

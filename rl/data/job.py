@@ -15,7 +15,7 @@ class Job:
     path: str  # of the model: a directory or a hub name
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptDataset  # for training
-    val_prompts: PromptDataset | None  # None without --test-freq
+    val_prompts: PromptDataset | None  # None without --test-freq or --val-only
     order: PromptOrder
     total_steps: int
     notes: dict = field(default_factory=dict)  # what the run's config.json says besides

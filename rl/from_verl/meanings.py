@@ -144,6 +144,7 @@ LOSS_ARGS = {  # verl's loss -> verl's key -> our name
     "clip_cov": {"policy_loss.clip_cov_ratio": "ratio", "policy_loss.clip_cov_lb": "low", "policy_loss.clip_cov_ub": "high"},
     "kl_cov": {"policy_loss.kl_cov_ratio": "ratio", "policy_loss.ppo_kl_coef": "coef"},
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
+    "dro": {"policy_loss.dro_beta": "beta"},
 }
 
 
@@ -152,7 +153,8 @@ def loss_args(run: Run) -> dict[str, object]:
     for other, args in LOSS_ARGS.items():
         if other != loss:
             run.skips(" ".join(f"A.actor.{key}" for key in args), f"the loss is {loss}")
-    return {"--loss-args": [f"{name}={run[f'A.actor.{key}']}" for key, name in LOSS_ARGS.get(loss, {}).items()] or None}
+    args = {name: run[f"A.actor.{key}"] for key, name in LOSS_ARGS.get(loss, {}).items()}
+    return {"--loss-args": [f"{name}={value}" for name, value in args.items() if value is not None] or None}
 
 
 def clips(run: Run) -> dict[str, object]:
@@ -166,8 +168,8 @@ def clips(run: Run) -> dict[str, object]:
 
 
 def dual_clip(run: Run) -> dict[str, object]:
-    # dppo_tv's own default, the paper's, never counts in verl: the actor's is in its place
-    counts = run.has("A.actor.clip_ratio_c") or run["A.actor.policy_loss.loss_mode"] == "dppo_tv"
+    # DPPO's own default, the paper's, never counts in verl: the actor's is in its place
+    counts = run.has("A.actor.clip_ratio_c") or run["A.actor.policy_loss.loss_mode"] in ("dppo_tv", "dppo_kl")
     return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if counts else None}
 
 

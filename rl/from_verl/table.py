@@ -175,8 +175,8 @@ TABLE: dict[str, list[Row]] = {
            "0.9.1", m.aggregation),
         to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2", "--clip-ratio-low, "
            "--clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's paper", m.clips),
-        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv`, too; there 20 here by default, the paper's",
-           m.dual_clip),
+        to("A.actor.clip_ratio_c=3.0", "--clip-ratio-c", "in verl for `dppo_tv` and `dppo_kl`, too; there 20 here by default, "
+           "the paper's", m.dual_clip),
         to("A.actor.entropy_coeff=0.0", "--entropy-coeff"),
         to("A.actor.use_kl_loss=False A.actor.kl_loss_coef=0.001 A.actor.kl_loss_type=low_var_kl", "--use-kl-loss, "
            "--kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", m.kl_loss),
@@ -206,10 +206,9 @@ TABLE: dict[str, list[Row]] = {
         missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
         to("A.actor.policy_loss.clip_cov_ratio=0.0002 A.actor.policy_loss.clip_cov_lb=1.0 A.actor.policy_loss.clip_cov_ub=5.0 "
            "A.actor.policy_loss.kl_cov_ratio=0.0002 A.actor.policy_loss.ppo_kl_coef=0.1 "
-           "A.actor.tau_pos|A.actor.policy_loss.tau_pos=1.0 A.actor.tau_neg|A.actor.policy_loss.tau_neg=1.05", "--loss-args",
-           "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in verl, the paper's 1 here); `sapo`: tau_pos, tau_neg",
-           m.loss_args),
-        missing("A.actor.policy_loss.dro_beta=null", "DRO"),
+           "A.actor.tau_pos|A.actor.policy_loss.tau_pos=1.0 A.actor.tau_neg|A.actor.policy_loss.tau_neg=1.05 "
+           "A.actor.policy_loss.dro_beta=null", "--loss-args", "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in "
+           "verl, the paper's 1 here); `sapo`: tau_pos, tau_neg; `dro`: beta", m.loss_args),
         missing("A.actor.loss_scale_factor=null", "`seq-mean-token-sum-norm` divides by the response budget"),
         missing("critic.* distillation.*", "no critic, no distillation"),
         unneeded("distillation.enabled=False critic.enable", "there is none"),
@@ -350,7 +349,7 @@ TABLE: dict[str, list[Row]] = {
         to("trainer.experiment_name", "--experiment-name"),
         to("trainer.logger=[console,wandb]", "--logger", "`console`, `tensorboard`, `wandb`", m.logger),
         to("trainer.log_val_generations=0", "--log-val-generations"),
-        missing("trainer.val_only=False", "validation alone"),
+        to("trainer.val_only=False", "--val-only", "of `--model`, which may be a checkpoint's directory"),
         missing("trainer.default_hdfs_dir=null", "no HDFS"),
         missing("trainer.rollout_data_dir=null", "`--record-samples` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),

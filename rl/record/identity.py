@@ -36,7 +36,7 @@ MAY_CHANGE = {
         "test_freq",
         "val_before_train",
     ),
-    *("resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
+    *("val_only", "push_to", "resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
     # how the work is laid out on the machine: neither the loss nor what is sampled from is another
     *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "max_tokens_per_micro_batch"),
     *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),

@@ -190,8 +190,8 @@ class Run:
         last = f"The last: {errors[-1]}" if errors else ""
         self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
 
-    def finish(self, checkpoint: Path) -> None:
-        """Draws the reward plot, closes everything, and says where things are."""
+    def finish(self, checkpoint: Path | None) -> None:
+        """Draws the reward plot, closes everything, and says where things are. checkpoint: None if nothing was trained."""
         if not self.enabled:
             return
         self._console.close()
@@ -199,7 +199,9 @@ class Run:
             self._wandb.finish()
         self._files.close()
         self._lock.close()
-        print(f"checkpoint  {checkpoint}\nmetrics     {self.dir / METRICS}", flush=True)
+        if checkpoint:
+            print(f"checkpoint  {checkpoint}", flush=True)
+        print(f"metrics     {self.dir / METRICS}", flush=True)
         try:
             print(f"reward plot {plot_reward(self.dir / METRICS, self.dir / 'reward.png')}", flush=True)
         except (OSError, ValueError) as error:

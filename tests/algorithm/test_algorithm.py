@@ -233,6 +233,36 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     assert norms["recomputed"] != pytest.approx(expected, rel=1e-2)
 
 
+def test_the_off_policy_mask_and_the_weighed_kl_are_in_a_scripts_loss(trainer, demo_model):
+    """Of a batch of other weights: the fraction that is left out is that of a slow loop over log-probs of transformers, a
+    threshold out of reach changes nothing, and k3r is not k3+."""
+    torch.manual_seed(0)
+    trainer.begin_again()
+    trainer.engine.update(((name, w + 0.03 * torch.randn_like(w)) for name, w in trainer.learner.weights()), version=0)
+    groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
+
+    def learnt(**flags) -> tuple[dict[str, float], Batch]:
+        args = train_one_step_off.Args(model=demo_model, rollout_n=4, train_batch_size=4, **flags)
+        learner, batch = Learner(demo_model, args, trainer.ranks, 10**6, 1.0, args.needs_reference), Batch.of(groups)
+        return train_one_step_off.learn(args, learner, KLControl(args), batch, Timers()), batch
+
+    plain, batch = learnt()
+    far, near = (learnt(off_policy_mask_threshold=threshold)[0] for threshold in (1e9, 0.02))
+    model, log_probs = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64), []
+    for i, prompt in enumerate(batch.prompts):
+        ids = torch.cat([torch.tensor(prompt).long(), batch.token[batch.seq == i]])
+        row = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1).detach()
+        log_probs += row.gather(1, batch.token[batch.seq == i, None])[:, 0].tolist()
+    rest = (x.tolist() for x in (batch.rollout_log_prob, batch.targets.advantage, batch.mask, batch.seq))
+    expected = sum(slow.off_policy(log_probs, *rest, 0.02)) / len(batch.token)
+    assert 0 < expected < 0.9 and near["actor/off_policy_masked"] == pytest.approx(expected)
+    assert near["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-3)
+    assert far.pop("actor/off_policy_masked") == 0 and far == plain
+    second = {"use_kl_loss": True, "ppo_epochs": 2, "lr": 1e-3, "lr_warmup_steps": 0}  # whose policy is not the reference
+    plus, weighed = (learnt(kl_loss_type=of, **second)[0]["actor/kl_loss"] for of in ("k3+", "k3r"))
+    assert plus > 0 and weighed > 0 and weighed != pytest.approx(plus, rel=1e-3)
+
+
 def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, float], float, int]:
     """The gradient's norms by where the old log-probs come from; the one expected of the default; clipped tokens."""
     torch.manual_seed(seed)

@@ -24,6 +24,8 @@ WIDE = {
     "gmpo": SEQ_MEAN | {"clip_ratio_low": 1e9},
     "decoupled_ppo": {"loss_args": ("cap=1e9",)},
     "dppo_tv": {"clip_ratio_c": 1e9},
+    "dppo_kl": {"clip_ratio_c": 1e9, "clip_ratio_low": 1e9},
+    "luspo": SEQ_MEAN,
 }
 
 
@@ -51,7 +53,8 @@ def someones_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "loss", ["ppo_clip", "gspo", "gmpo", "cispo", "reinforce", "gpg", "dppo_tv", "decoupled_ppo", "plain"]
+    "loss",
+    ["ppo_clip", "gspo", "luspo", "gmpo", "cispo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "decoupled_ppo", "plain"],
 )  # all whose gradient at the old policy is REINFORCE's, whatever the drift
 @pytest.mark.parametrize("script", [train_one_step_off, train_async])
 def test_by_default_a_stale_token_is_weighed_exactly(script, loss, someones_own):

@@ -69,10 +69,10 @@ def assert_the_same(one, other) -> None:
 
 @pytest.mark.parametrize("loss", OWN)
 def test_every_loss_has_the_gradient_and_the_metrics_of_all(models, ranks, pays, loss):
-    """Half of one of two mini-batches has no advantage. Two epochs. Losses that choose tokens compute all both ways."""
+    """Half of one of two mini-batches has no advantage. Two epochs. Losses that choose tokens, or train all, compute all."""
     flags = {"loss_mode": loss, "ppo_mini_batch_size": 2, "ppo_epochs": 2}
     found = taught(models["qwen3"], ranks, [make_groups()], **flags)
-    assert (found[3] == [0.0]) == bool(losses.POLICY_LOSSES[loss].chooses)
+    assert (found[3] == [0.0]) == bool(losses.POLICY_LOSSES[loss].chooses or losses.POLICY_LOSSES[loss].trains_all)
     assert_the_same(found, taught(models["qwen3"], ranks, [make_groups()], **flags, **BOTH_WAYS))
 
 

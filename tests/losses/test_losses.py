@@ -23,7 +23,15 @@ F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 SEEDS = st.integers(0, 9999)
 NAMES = [name for name, estimator in losses.ADVANTAGES.items() if name == estimator.function.__name__]  # without aliases
-GROUPWISE = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg")  # one number a response, 0 if the group's scores are equal
+GROUPWISE = (
+    "grpo",
+    "grpo_batch_std",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "grpo_passk",
+    "gpg",
+)  # one number a response, 0 if the group's scores are equal
 SCORES = st.one_of(st.sampled_from([0.1, 0.3, -0.7, 0.9, 1.1, 1e6, 1e-30, 3.0]), st.floats(-1e9, 1e9, allow_subnormal=False))
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
@@ -148,6 +156,11 @@ def test_groupwise_advantages_by_hand():
     # the long answers of group 7 scored 1: the baseline by length is 6/8; group 3: (1*2 + 3*4)/4 = 3.5
     lengths = [3, 1, 1, 1, 3, 3]
     assert by_score("opo", scores, groups, lengths) == pytest.approx([0.25, -1.5, -0.75, -0.75, 0.5, 0.25])
+    # of the six scores 1, 2, 0, 0, 4, 1 the mean is 4/3 and the std sqrt(34/15)
+    c = math.sqrt(34 / 15) + 1e-6
+    assert by_score("grpo_batch_std", scores, groups) == pytest.approx([0.5 / c, -1 / c, -0.5 / c, -0.5 / c, 1 / c, 0.5 / c])
+    assert by_score("maxrl", scores, groups) == pytest.approx([1, -1 / 3, -1, -1, 1 / 3, 1])
+    assert by_score("maxrl", [0.0, -1.0, 0.0, 1.0], [5, 6, 5, 6]) == [0, 0, 0, 0]
     # the best of group 7 is tied; group 3: 4 leads 2 by 2
     assert by_score("grpo_passk", scores, groups) == pytest.approx([0, 0, 0, 0, 2 / (math.sqrt(2) + 1e-6), 0])
     assert by_score("grpo_passk", scores, groups, norm_by_std=False) == pytest.approx([0, 0, 0, 0, 2, 0])
@@ -238,7 +251,7 @@ def test_what_the_scale_of_rewards_changes(lengths, seed, scale, shift):
         moved = b | {"reward": b["reward"].index_add(0, ends, torch.full((len(lengths),), shift, dtype=F64))}
         assert torch.allclose(estimate(name, moved), estimate(name, b), atol=1e-4), name
         scaled = estimate(name, b | {"reward": scale * b["reward"]})
-        factor = 1 if name in ("grpo", "grpo_passk") else scale
+        factor = 1 if name in ("grpo", "grpo_batch_std", "grpo_passk") else scale
         assert torch.allclose(scaled, factor * estimate(name, b), atol=1e-3), name
     scores = torch.zeros(len(lengths), dtype=F64).index_add(0, b["seq"], b["reward"])
     differ = scores.max() - scores.min() >= 0.05  # else the epsilon, 1e-8 next to the variance of the tokens, can be seen
@@ -262,7 +275,7 @@ def scored(scores, dtype, holes=False):
     return reward, mask, torch.arange(len(scores)).repeat_interleave(2)
 
 
-@pytest.mark.parametrize("name", (*GROUPWISE, "reinforce_pp_baseline"))
+@pytest.mark.parametrize("name", (*GROUPWISE, "maxrl", "reinforce_pp_baseline"))
 @settings(max_examples=60)
 @given(score=SCORES, n=st.one_of(st.integers(2, 1024), st.sampled_from([3, 5, 7, 8, 16])), dtype=DTYPES, holes=st.booleans())
 def test_equal_scores_in_a_group_are_exactly_no_signal(name, score, n, dtype, holes):
@@ -298,7 +311,7 @@ def test_scores_an_ulp_apart_are_two_scores(name, score, n, dtype):
     std = math.sqrt(sum((x - mean) ** 2 for x in s) / (n - 1))
     centered = [x - mean for x in s]
     expected = {
-        "grpo": [float(x) / (std + 1e-6) for x in centered],
+        **{of: [float(x) / (std + 1e-6) for x in centered] for of in ("grpo", "grpo_batch_std")},
         "rloo": [float(x * n / (n - 1)) for x in centered],
         "grpo_passk": [float(s[0] - s[1]) / (std + 1e-6)] + [0.0] * (n - 1),
     }.get(name, [float(x) for x in centered])

@@ -17,8 +17,10 @@ LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 SEEDS = st.integers(0, 9999)
 NAMES = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.function.__name__]  # without aliases
 # clips that matter on the random batches: low, high, c
-CLIPS = {"gspo": (0.1, 0.15, 3), "gmpo": (0.3, 0.35, 3), "dppo_tv": (0.05, 0.06, 1.3)}
-HOW_MANY_CLIPS = {"gspo": 2, "gmpo": 2, "cispo": 2, "sapo": 0, "reinforce": 0, "clip_cov": 2, "kl_cov": 0}  # of those; else 3
+CLIPS = {"gspo": (0.1, 0.15, 3), "gmpo": (0.3, 0.35, 3), "dppo_tv": (0.05, 0.06, 1.3), "dppo_kl": (0.02, 0.03, 1.3)}
+CLIPS["luspo"] = CLIPS["gspo"]
+HOW_MANY_CLIPS = {"sapo": 0, "reinforce": 0, "kl_cov": 0, "dro": 0, "vespo": 0}  # of those; else 3
+HOW_MANY_CLIPS |= {"gspo": 2, "luspo": 2, "gmpo": 2, "cispo": 2, "clip_cov": 2}
 SPREAD_OVER_SEQUENCE = ("gspo", "gmpo")
 COV = ("clip_cov", "kl_cov")
 
@@ -222,7 +224,7 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
         assert gradient[t].item() == pytest.approx(slope, abs=1e-6), t
 
 
-@pytest.mark.parametrize("name", ["sapo", "reinforce", "gmpo", "kl_cov"])
+@pytest.mark.parametrize("name", ["sapo", "reinforce", "gmpo", "kl_cov", "dro"])
 def test_gradcheck_where_the_loss_is_smooth(name):
     b = slow.random_batch([3, 4, 2], 5, mask_rate=1.0, spread=0.2)
     lp = b["lp"].clone().requires_grad_()

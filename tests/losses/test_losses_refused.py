@@ -69,12 +69,13 @@ WORDS = {
     "kl_penalty": lambda word: losses.kl_penalty(X, X, MASK, word),
     "importance weights": lambda word: losses.rollout_is_weights(X, X, MASK, SEQ, level=word),
     "level of rejection": lambda word: losses.rollout_rejection_mask(X, X, MASK, SEQ, criteria=[(word, "k1", 0.5, 2.0)]),
+    "divergence of a batch": lambda word: losses.rollout_rejection_mask(X, X, MASK, SEQ, criteria=[("batch", word, 0.0, 2.0)]),
     "divergence": lambda word: losses.rollout_rejection_mask(X, X, MASK, SEQ, criteria=[("token", word, 0.5, 2.0)]),
 }
 
 
 @pytest.mark.parametrize("where", WORDS)
-@pytest.mark.parametrize("word", ["seq_mean_token_mean", "seq-mean", "k4", "k9", "", "TOKEN"])
+@pytest.mark.parametrize("word", ["seq_mean_token_mean", "seq-mean", "k4", "k9", "", "TOKEN", "k3r2"])
 def test_an_unknown_word_is_refused_with_the_choices(where, word):
     with pytest.raises(ValueError, match=f"{word!r}; choose from"):
         WORDS[where](word)

@@ -49,6 +49,14 @@ def test_rejection_by_hand():
     assert kept("seq_mean_k3", str(sum(k3) / 2 + 1e-6)) == [1, 0, 1, 0, 1, 0]
     assert kept("token_k3", str(k3[1] + 1e-6)) == [0, 0, 1, 0, 1, 0]
     assert kept("seq_mean_k1,token_k3", f"0.5_2,{k3[1] + 1e-6}") == [0, 0, 1, 0, 1, 0]
+    # k2 of the tokens 0, 2, 3, 4: x, x, 4x, 0; without the worst the mean is 2x / 3
+    assert kept("batch_k2", str(1.5 * k2 + 1e-6)) == [1, 0, 1, 1, 1, 0]
+    assert kept("batch_k2", str(1.5 * k2 - 1e-6)) == kept("batch_k2", str(2 / 3 * k2 + 1e-6)) == [1, 0, 1, 0, 1, 0]
+    assert kept("batch_k2", str(2 / 3 * k2 - 1e-6)) == [1, 0, 0, 0, 1, 0]
+    p, q = 4 * math.exp(-3), math.exp(-3)  # of token 3, whose ratio of 4 is the largest
+    kl = max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p)))
+    assert kept("token_binary_kl", str(kl + 1e-6)) == [1, 0, 1, 1, 1, 0]
+    assert kept("token_binary_kl", str(kl - 1e-6)) == [1, 0, 1, 0, 1, 0]
 
 
 def test_thresholds_are_read_and_refused_with_the_reason():
@@ -67,6 +75,9 @@ def test_thresholds_are_read_and_refused_with_the_reason():
         ("k1", "1"),
         ("seq_min_k1", "1"),
         ("token_k3", "0.1_0.2"),
+        ("batch_k2", "0.1_0.2"),
+        ("batch_k1", "2"),
+        ("token_binary", "2"),
         ("token_k1,token_k3", "1,2,3"),
     ]
     for criteria, threshold in wrong:
@@ -115,8 +126,10 @@ def test_weights_equal_slow_loops_in_any_order(level, lengths, seed, banded, nor
     assert torch.allclose(run(shuffled), run(b)[place], atol=1e-12)
 
 
-@pytest.mark.parametrize("divergence", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("level", losses.REJECTION_LEVELS)
+REJECTIONS = [(level, of) for level in losses.REJECTION_LEVELS for of in losses.DIVERGENCES if (level, of) != ("batch", "k1")]
+
+
+@pytest.mark.parametrize(("level", "divergence"), REJECTIONS)
 @settings(max_examples=15)
 @given(lengths=LENGTHS, seed=SEEDS, bound=st.floats(0.02, 0.6))
 def test_rejection_equals_slow_loops(level, divergence, lengths, seed, bound):

@@ -60,6 +60,8 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
     args = train_sync.Args(rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch, args)
+    by_batch = train_sync.Args(rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
+    found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
         batch.targets.chosen = choose_tokens(train_sync.Args(loss_mode=loss, loss_args=knobs), batch, minis)
@@ -96,6 +98,7 @@ def main(ranks) -> None:
     for name, values in found.items():
         assert torch.equal(values, expected[name][places]), name
     assert expected["rejected"].any() and not expected["rejected"].all()
+    assert 0.2 < expected["rejected by batch"].double().mean() < 0.8
     assert expected["chosen for clip_cov"].any() and expected["chosen for kl_cov"].any()
     expected, found = numbers(whole, minis), numbers(part, minis)
     assert expected["groups of one"] > 0

@@ -109,6 +109,21 @@ def test_a_page_out_of_the_code_is_up_to_date(name):
     assert (ROOT / "docs" / name).read_text() == make.PAGES[name](), "run python docs/make.py"
 
 
+def test_every_paper_of_the_formulas_is_listed_with_flags_whose_formula_names_it():
+    """Each number in losses.py has a row, and the function behind each row's flag has the number in its docstring."""
+    page, source = (ROOT / "docs" / "generated" / "papers.md").read_text(), (ROOT / "losses.py").read_text()
+    rows = re.findall(r"^\| .+ \| \[(\S+)\]\(https://arxiv\.org/abs/(\S+)\) \| `(.+)` \|$", page, re.M)
+    assert len(rows) > 30 and {number for number, _, _ in rows} == set(re.findall(r"\b\d{4}\.\d{5}\b", source))
+    of_others = {"--kl-loss-type k3r": "kl_penalty", "--off-policy-mask-threshold": "off_policy_tokens"}
+    of_others |= {"--kl-ctrl-type adaptive": "adaptive_kl_coef", "--loss-agg-mode seq-mean-token-sum-norm": "denominator"}
+    of_others |= {"--rollout-rs batch_k2 --rollout-rs-threshold 0.02": "rollout_rejection_mask"}
+    for number, linked_number, flags in rows:
+        flag, _, word = flags.partition(" ")
+        name = of_others.get(flags, word if flag in ("--loss-mode", "--adv-estimator") else flags.removeprefix("losses."))
+        body = re.search(rf"^def {name}\(.*?^    \"\"\"(.*?)\"\"\"", source, re.M | re.S)
+        assert number == linked_number and body and f"arXiv {number}" in body[1].replace("\n    ", " "), flags
+
+
 @pytest.mark.parametrize("name", ["generated/promises.md", "generated/code-map.md"])
 def test_every_file_on_such_a_page_has_a_docstring(name):
     assert not re.findall(r"^\| `[^`]+` \|\s*\|$", make.PAGES[name](), re.M)

@@ -99,6 +99,7 @@ CASES = [
     ("--moe-router-dtype float32", CPU, EXPERTS),
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
     ("--wandb-mode offline", "", "--logger console wandb"),
+    ("--push-to me/model", "--val-only", ""),
     ("--resume-anyway", "", "--experiment-name x"),
     ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
@@ -108,10 +109,10 @@ CASES = [
 BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
-    "RunArgs": "model trust_remote_code seed total_training_steps test_freq",
+    "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
-    "RolloutCorrectionArgs": "rollout_is rollout_rs",
+    "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "

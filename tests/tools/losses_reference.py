@@ -63,6 +63,7 @@ def whiten(x, mask):
 def by_response(name, s, lengths, group):
     """One advantage a response; s, lengths (trained tokens), group: lists of length B. Without one it is absent."""
     out, differ, trained = [], 0, [j for j in range(len(s)) if lengths[j]]
+    std_of_all = statistics.stdev([s[j] for j in trained]) if len(trained) > 1 else 0.0
     for i, mine in enumerate(s):
         if not lengths[i]:
             out.append(0.0)
@@ -74,6 +75,10 @@ def by_response(name, s, lengths, group):
         std = statistics.stdev(values) if n > 1 else 0.0
         if name == "grpo":
             out.append((mine - mean) / (std + 1e-6) if n > 1 else mine / (1 + 1e-6))
+        elif name == "grpo_batch_std":
+            out.append((mine - mean) / (std_of_all + 1e-6))
+        elif name == "maxrl":
+            out.append((mine - mean) / mean if mean > 1e-6 else 0.0)
         elif name in ("dr_grpo", "gpg", "reinforce_pp_baseline"):
             out.append(mine - mean)
         elif name == "rloo":
@@ -176,6 +181,7 @@ def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, 
         if not trained:
             continue
         mean_d = sum(d_frozen[t] for t in trained) / len(trained)
+        w = math.exp(clip(sum(d_frozen[t] for t in trained), -20, 20))
         if name == "gmpo":
             u = []
             for t in trained:
@@ -186,7 +192,7 @@ def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, 
         for t in trained:
             if name == "ppo_clip":
                 out[t] = ppo_token(d[t], a[t], low, high, c)
-            elif name == "gspo":
+            elif name in ("gspo", "luspo"):
                 s = math.exp(min(lp[t] - frozen[t] + mean_d, 10))
                 out[t] = max(-a[t] * s, -a[t] * clip(s, 1 - low, 1 + high))
             elif name == "gmpo":
@@ -199,6 +205,11 @@ def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, 
                 out[t] = -a[t] * (4 / tau) / (1 + math.exp(-x))
             elif name == "reinforce":
                 out[t] = -a[t] * lp[t]
+            elif name == "dro":
+                out[t] = -a[t] * lp[t] + 0.05 / 2 * (lp[t] - old[t]) ** 2
+            elif name == "vespo":
+                k, lam = (2, 3) if a[t] >= 0 else (3, 2)
+                out[t] = -a[t] * w**k * math.exp(lam * (1 - w)) * lp[t]
             elif name == "clip_cov":
                 out[t] = 0.0 if chosen[t] else ppo_token(d[t], a[t], low, high)
             elif name == "kl_cov":
@@ -207,8 +218,28 @@ def policy_loss(name, lp, frozen, old, a, mask, seq, low, high, c, chosen=None, 
                 moved = math.exp(frozen[t]) - math.exp(old[t])
                 inside = moved <= high if a[t] > 0 else moved >= -low
                 out[t] = -a[t] * min(r_frozen[t], c) * lp[t] if inside else 0.0
+            elif name == "dppo_kl":
+                far = binary_kl(math.exp(old[t]), math.exp(frozen[t])) > (high if a[t] > 0 else low)
+                away = frozen[t] > old[t] if a[t] > 0 else frozen[t] < old[t]
+                out[t] = 0.0 if far and away else -a[t] * min(r_frozen[t], c) * lp[t]
             elif name == "decoupled_ppo":
                 out[t] = ppo_token(d[t], a[t], low, high, c) * min(math.exp(old[t] - roll[t]), cap)
+    return out
+
+
+def binary_kl(p, q):
+    """KL(Bernoulli(p) || Bernoulli(q))."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def off_policy(lp, roll, a, mask, seq, threshold):
+    """The tokens that DeepSeek-V3.2's mask sets to 0."""
+    out = [False] * len(lp)
+    for tokens in tokens_of(seq).values():
+        trained = [t for t in tokens if mask[t]]
+        drift = sum(roll[t] - lp[t] for t in trained) / max(1, len(trained))
+        for t in trained:
+            out[t] = a[t] < 0 and drift > threshold
     return out
 
 
@@ -222,10 +253,12 @@ def value_loss(v, old, target, eps):
     return 0.5 * max((v - target) ** 2, (clip(v, old - eps, old + eps) - target) ** 2)
 
 
-def kl(kind, lp, ref):
+def kl(kind, lp, ref, old=None):
     x = lp - ref
     if kind in ("k1", "kl"):
         return x
+    if kind == "k3r":  # with the ratio, which carries a gradient
+        return math.exp(lp - old) * kl("k3", lp, ref)
     if kind == "abs":
         return abs(x)
     if kind in ("k2", "mse"):
@@ -301,15 +334,26 @@ def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
 
 def rejected(lp, roll, mask, seq, level, divergence, low, high):
     """Return a list of bool: whether one criterion rejects each token."""
-    measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[divergence]
+    measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}.get(divergence)
 
     def bad(x):
         return not low <= math.exp(clip(x, -20, 20)) <= high if divergence == "k1" else x > high
 
+    def value(t):
+        if divergence != "binary_kl":
+            return measure(clip(lp[t] - roll[t], -20, 20))
+        p, q = math.exp(lp[t]), math.exp(roll[t])
+        return max(binary_kl(p, q), binary_kl(q, p))
+
     out = [False] * len(lp)
+    if level == "batch":  # one by one, the worst first
+        left = sorted((t for t in range(len(lp)) if mask[t]), key=value)
+        while left and sum(map(value, left)) / len(left) > high:
+            out[left.pop()] = True
+        return out
     for tokens in tokens_of(seq).values():
         trained = [t for t in tokens if mask[t]]
-        values = [measure(clip(lp[t] - roll[t], -20, 20)) for t in trained]
+        values = [value(t) for t in trained]
         for t, v in zip(trained, values, strict=True):
             if level == "token":
                 out[t] = bad(v)

@@ -1,0 +1,117 @@
+"""`--push-to`: the last checkpoint on the Hugging Face hub, with a model card that has the run's numbers.
+
+The repository is made, or found, before the first step: a run that may not write there says so at once. The card comes out of
+metrics.jsonl and validations.jsonl. Left out: `best/` and the optimizer; docs/serving.md has the command for any checkpoint.
+"""
+
+import json
+from concurrent.futures import wait
+from pathlib import Path
+
+from rl import __version__
+from rl.background import in_background
+from rl.checkpoint.manifest import MANIFEST, TRAINING
+from rl.errors import UserError
+from rl.ranks import watchdog
+from rl.record import validations
+from rl.record.run import METRICS
+
+CURVES = {"critic/score/mean": "reward", "response_length/mean": "tokens of a response", "actor/entropy": "entropy"}
+
+
+def open_repository(repo: str) -> None:
+    """Makes the repository if it is not there. Raises UserError if it cannot be, before anything is trained."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+    except Exception as error:  # of the name, the token, the network or the hub
+        raise UserError(
+            f"--push-to {repo}: {_in_a_line(error)}. Correct the name or `hf auth login`, or leave it out."
+        ) from None
+
+
+def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
+    """Pushes the checkpoint's Hugging Face files and the card as one commit; returns its address. args: the script's flags.
+    Raises UserError if that fails: the run and its checkpoint are complete all the same."""
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
+
+    def commit() -> None:
+        files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        files = [path for path in files if path.name != MANIFEST and TRAINING not in path.relative_to(checkpoint).parts]
+        parts = [CommitOperationAdd(str(path.relative_to(checkpoint)), str(path)) for path in files]
+        parts.append(CommitOperationAdd("README.md", model_card(args, script, run_dir).encode()))
+        message = f"Step {int(checkpoint.name.removeprefix('step_'))} of {run_dir.name}"
+        HfApi().create_commit(args.push_to, parts, commit_message=message)
+
+    pushed = in_background(commit, "push")
+    with watchdog.doing("the push to the hub"):
+        while not wait([pushed], timeout=1.0).done:
+            watchdog.progress()  # an upload may take longer than --hang-timeout
+    if error := pushed.exception():
+        raise UserError(
+            f"--push-to {args.push_to}: {_in_a_line(error)}. The run is complete, and its checkpoint is {checkpoint}. Push it "
+            f'with: hf upload {args.push_to} {checkpoint} . --exclude "{TRAINING}/*" --exclude {MANIFEST}'
+        )
+    return f"{constants.ENDPOINT}/{args.push_to}"
+
+
+def model_card(args, script: str, run_dir: Path) -> str:
+    """The text of README.md: what was trained from what, the first, the best and the last validation, and how reward, length
+    and entropy moved."""
+    rows = [row for row in _rows(run_dir / METRICS) if row["step"]]
+    is_on_hub = "/" in args.model and not Path(args.model).exists()
+    head = ["---", "library_name: transformers", *([f"base_model: {args.model}"] if is_on_hub else []), "tags:"]
+    head += ["- reinforcement-learning", "---", "", f"# {args.push_to.rpartition('/')[2]}", ""]
+    words = f"`--adv-estimator {args.adv_estimator}`, `--loss-mode {args.loss_mode}`"
+    base = args.model if is_on_hub else Path(args.model).name
+    steps = f"{rows[-1]['step'] if rows else 0:,} steps of {args.prompts_per_step:,} prompts, {args.rollout_n} responses each"
+    head += [f"`{base}` after reinforcement learning with `{script}.py`: {steps}, {words}, learning rate {args.lr:g},"]
+    head += [f"seed {args.seed} (rl {__version__}).", ""]
+    return "\n".join([*head, *_validations(validations.read(run_dir)), *_training(rows)])
+
+
+def _validations(rows: list[dict]) -> list[str]:
+    """A table of the first, the best and the last; empty without any."""
+    names = sorted({name for row in rows for name in row if name.startswith("val-core/")})
+    if not names:
+        return []
+    scores = validations.scores(rows)
+    best = max(scores, key=scores.get, default=None)
+    shown = {rows[0]["step"]: "first", best: "best", rows[-1]["step"]: "last"}
+    titles = [name.removeprefix("val-core/") for name in names]
+    lines = ["## Validation", "", f"| step | {' | '.join(titles)} |", "|---|" + "---|" * len(names)]
+    kept = [row for row in rows if row["step"] in shown]
+    lines += [
+        f"| {row['step']} ({shown[row['step']]}) | {' | '.join(_number(row.get(name)) for name in names)} |" for row in kept
+    ]
+    return [*lines, ""]
+
+
+def _training(rows: list[dict]) -> list[str]:
+    """A table of the means of the first and the last tenth of the steps; empty without any."""
+    if not rows:
+        return []
+    tenth = -(-len(rows) // 10)
+    lines = ["## Training", "", f"| | first {tenth} | last {tenth} steps |", "|---|---|---|"]
+    for name, title in CURVES.items():
+        both = (_mean([row.get(name) for row in part]) for part in (rows[:tenth], rows[-tenth:]))
+        lines.append(f"| {title} | {' | '.join(map(_number, both))} |")
+    return [*lines, ""]
+
+
+def _rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
