@@ -134,8 +134,11 @@ class Engine(Protocol):
         is or recomputed. Raises ValueError if the weights are not exactly the model's."""
 
     def read_back(self, name: str) -> torch.Tensor | None:
-        """The value that the engine computes with now for that parameter, read from its live memory. None where it cannot be
-        reported."""
+        """The value that the engine computes with now for that parameter, read from its live memory: on a tensor parallel rank
+        its part. None where it cannot be reported."""
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What `read_back` has to give when the parameter is `whole`."""
 
     @property
     def num_unfinished(self) -> int: ...

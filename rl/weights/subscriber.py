@@ -81,11 +81,11 @@ class Subscriber:
         """
         if self._ahead:
             self._ahead.wait()
-        digests, arrived = (Digests(self.plan, self.device) for _ in range(2))
+        digests, arrived = Digests(self.plan, self.device), []
         self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
         found = digests.values()
         if not self._shares:
-            self._check_loaded(version, arrived.values())
+            self._check_loaded(version, arrived)
         else:
             moved = self._moved()
             live = (self.engine.read_back(self.plan.names[i]) for i in moved)
@@ -121,14 +121,14 @@ class Subscriber:
                 name = self.plan.names[number]
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
 
-    def _incoming(self, digests: Digests, arrived: Digests) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every parameter, as it is complete. Feeds the digests; `arrived` takes -0.0 as 0.0, because an
-        engine may hold the weights in a form that knows only one zero."""
+    def _incoming(self, digests: Digests, arrived: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every parameter, as it is complete. Feeds the digests, and fills `arrived` with those of what the
+        engine is to compute with. These take -0.0 as 0.0, because an engine may hold the weights in a form that knows only one
+        zero."""
         parts, kept = [], []  # parts: of a parameter that comes in several buckets
         for bucket, data in self._arriving():
             digests.add(bucket, data)
             if not self._shares:
-                arrived.add(bucket, data + 0.0)
                 parts.append(data)
             if not bucket.ends:
                 continue
@@ -136,7 +136,13 @@ class Subscriber:
                 run = self._memory[self.plan.offsets[bucket.members.start] :]
             else:
                 run, parts = torch.cat(parts) if bucket.is_part else data, []
-            for i, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
+            values = self.plan.views(run, bucket.members)
+            if not self._shares:
+                of_engine = (
+                    self.engine.own_part(self.plan.names[i], v) + 0.0 for i, v in zip(bucket.members, values, strict=True)
+                )
+                arrived += digests_of(of_engine, self.device)
+            for i, value in zip(bucket.members, values, strict=True):
                 yield self.plan.names[i], value
                 if i >= len(self.plan.names) - self.plan.frozen:
                     kept.append((self.plan.names[i], value if self._shares else value.clone()))

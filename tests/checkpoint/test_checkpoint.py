@@ -204,7 +204,7 @@ def run_engine(path: str, requests: list[Request]) -> dict:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "number", "fresh"),
-    [("train_async.py", 6, False), pytest.param("train_one_step_off.py", 2, True, marks=pytest.mark.slow)],
+    [("train_async.py", 6, False), pytest.param("train_one_step_off.py", 1, True, marks=pytest.mark.slow)],
 )
 def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
     """tests/tools/kills.py, run by hand, kills more runs, each started as a user starts it."""

@@ -150,7 +150,7 @@ def test_tensor_parallel_ranks_in_lockstep(measured):
     assert got["ranks agree"] and got["error before"] < 1e-4 and got["error after"] < 1e-4
     for how in ("kept", "recomputed"):
         assert got[how]["new"] < 1e-4 and got[how]["versions"]
-    assert not got["read back"], "a rank that holds a part cannot show the whole"
+    assert got["wrong"] == [] and 0.5 < got["parts"] < 0.6, "each rank shows its own part"
     assert got["named shared memory left"] == []
 
 

@@ -360,7 +360,10 @@ def tensor_parallel(path: str) -> dict:
     out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
     outputs = drain(engine, requests_for(0.7))
     out["error after"] = error(outputs, new, 0.7)
-    out["read back"] = engine.read_back("model.embed_tokens.weight") is not None
+    learned = dict(new.named_parameters())
+    same = {name: torch.equal(engine.own_part(name, tensor), engine.read_back(name)) for name, tensor in learned.items()}
+    out["wrong"] = [name for name, is_same in same.items() if not is_same]
+    out["parts"] = sum(engine.read_back(name).numel() for name in learned) / sum(p.numel() for p in learned.values())
     out["named shared memory left"] = [p.name for p in Path("/dev/shm").glob("*cpushm*")]
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
     out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1

@@ -196,6 +196,10 @@ class VLLMEngine:
         """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
         return self.weights.read_back(name)
 
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What `read_back` gives if the learner has sent `whole`: see LiveWeights.own_part."""
+        return self.weights.own_part(name, whole)
+
     def close(self) -> None:
         """Ends vLLM's threads and gives its memory back."""
         self.engine.engine_core.shutdown()

@@ -13,6 +13,7 @@ import torch
 import vllm
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -104,29 +105,51 @@ class LiveWeights:
         precision, bit for bit. It may share memory with the engine.
 
         A CPU holds its packed copies out of reach; they are read by multiplying the identity matrix with them, and that gives
-        -0.0 as 0.0: compare by value, or add 0.0 before taking a checksum. None where it cannot be known: on a tensor parallel
-        rank, which holds a part of it, and for expert weights in a layout that only a GPU's kernel knows. KeyError for a name
-        that is no weight of the model.
+        -0.0 as 0.0: compare by value, or add 0.0 before taking a checksum. On a tensor parallel rank it is `own_part` of the
+        weight. None where it cannot be known: for expert weights there or in a layout that only a GPU's kernel knows, and for
+        what is divided in another way. KeyError for a name that is no weight of the model.
         """
-        shape = self.shapes[name]
-        if self.tensor_parallel > 1:
-            return None
+        module, leaf, index = self._holder(name)
+        if leaf in EXPERTS:
+            return self._experts(module, leaf, self.shapes[name]) if self.tensor_parallel == 1 else None
+        own = self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
+        if index is not None:
+            sizes = [size // getattr(module, "tp_size", 1) for size in module.output_sizes]
+            value = self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
+            return value if value.shape == own or self.tensor_parallel == 1 else None
+        value = self._matrix(module, leaf)[: own[0]]  # a vocabulary is padded
+        head = self._tied_head(module)
+        if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: own[0]]):
+            return packed  # the copy that betrays a missed update
+        return value if value.shape == own or self.tensor_parallel == 1 else None
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part of the learner's weight `name` that this rank computes with, of the weight as it was sent: all of it, but on
+        a tensor parallel rank."""
+        module, leaf, index = self._holder(name)
+        count, number = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
+        if count == 1 or leaf in EXPERTS:
+            return whole
+        if isinstance(module, VocabParallelEmbedding):
+            return whole[module.shard_indices.org_vocab_start_index : module.shard_indices.org_vocab_end_index]
+        if isinstance(module, RowParallelLinear):
+            return whole.chunk(count, 1)[number] if leaf == "weight" else whole
+        if index:  # ranks may share heads of keys and values
+            replicas = getattr(module, "num_kv_head_replicas", 1)
+            count, number = count // replicas, number // replicas
+        return whole.chunk(count)[number]
+
+    def _holder(self, name: str) -> tuple[nn.Module, str, int | None]:
+        """The module that holds the learner's weight, the weight's name there, and its place among those that vLLM fuses."""
         path, _, leaf = self._vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
-            module = self.modules.get(f"{path}.routed_experts", self.modules[path])  # older vLLM: the layer itself
-            return self._experts(module, leaf, shape)
+            return self.modules.get(f"{path}.routed_experts", self.modules[path]), leaf, None  # older vLLM: the layer itself
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
             if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
-                sizes, index = module.output_sizes, parts.index(child)
-                return self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
-        module = self.modules[path]
-        value = self._matrix(module, leaf)[: shape[0]]  # a vocabulary is padded
-        head = self._tied_head(module)
-        if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: shape[0]]):
-            return packed  # the copy that betrays a missed update
-        return value
+                return module, leaf, parts.index(child)
+        return self.modules[path], leaf, None
 
     def _vllms_name(self, name: str) -> str:
         """The learner's name with the prefix that vLLM has for it: it keeps a model for images otherwise than transformers."""
@@ -141,7 +164,7 @@ class LiveWeights:
         looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
         if leaf != "weight" or looked_up or not hasattr(module, "cpu_linear"):
             return getattr(module, leaf).data
-        width = getattr(module, "input_size", None) or module.embedding_dim
+        width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or module.embedding_dim
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
 
     def _tied_head(self, module: nn.Module) -> nn.Module | None:
