@@ -848,6 +848,17 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str) 
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
 
 
+def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """-(lp - lt), detached, [N]; 0 where the mask is: an advantage by which a policy gradient lowers KL(policy || teacher), one
+    token at a time. lp is of the policy that the update computes, also where older weights sampled the token: the ratio weighs
+    it. With the old lp instead, nothing would keep the policy from one token, that of the largest lt - old lp.
+
+    On-policy distillation (Lu et al., Thinking Machines, 2025; they take the sampler's lp, which on policy is the same). Each
+    token counts with its own gap alone, those behind it do not (a discount of 0). As a loss, k2 has the same gradient.
+    """
+    return -log_ratio(log_prob.detach(), teacher_log_prob, mask)
+
+
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 

@@ -47,6 +47,7 @@ class Targets:
     actor_log_prob: torch.Tensor | None = None  # float32, of the policy that starts the step; NaN where it is not known
     old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
+    teacher_log_prob: torch.Tensor | None = None  # float32
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
@@ -305,6 +306,7 @@ class Tokens:
     actor_log_prob: torch.Tensor | None
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
+    teacher_log_prob: torch.Tensor | None
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
     reward: torch.Tensor | None

@@ -66,7 +66,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     activation_offload: bool = False
     """Keep each layer's input, which --gradient-checkpointing saves, in host memory until the backward pass."""
     ref_offload: bool = True
-    """Keep the reference policy in host memory while it is not in use (accelerators only)."""
+    """Keep the reference policy and the teacher in host memory while they are not in use (accelerators only)."""
     max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto: as many as the accelerator's memory
     holds (8,192 with images), or as many as are fastest on a CPU. At least one sequence of full length."""
@@ -102,11 +102,20 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
             )
 
 
-def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name) in fp32, sharded over all ranks; each reads its own part of the weights.
-    Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
+def load_policy(
+    path: str,
+    args: LearnerArgs,
+    ranks: Ranks,
+    offload: bool,
+    trainable: bool,
+    trust_remote_code: bool,
+    frozen_as: Literal["reference", "teacher"] = "reference",
+) -> Policy:
+    """The model at `path` (a directory or a hub name) in fp32, or frozen in --dtype, sharded over all ranks; each reads its own
+    part of the weights. frozen_as: what it is where it is not trained. Raises UserError if they are not whole, or if what is
+    computed with them is not what transformers computes."""
     weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
-    if weights and trainable:
+    if weights and (trainable or frozen_as == "teacher"):
         if not args.compile:
             keep_less(weights.model)
         with weights.by_layer():
@@ -126,11 +135,11 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = Policy(model, Router.of(model, args), logits_kept)
     _compute_as_sampled(policy)
+    if args.dtype == "bfloat16" and not trainable:
+        keep_in_bf16(policy.parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=trainable)
-    if args.dtype == "bfloat16" and not trainable and not sharded:
-        keep_in_bf16(policy.parameters())
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
@@ -199,7 +208,7 @@ class Outgoing:
 
 
 class Learner:
-    """The policy under training, its optimizer and schedule, and the frozen reference policy if there is one."""
+    """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
 
     def __init__(
         self,
@@ -210,7 +219,9 @@ class Learner:
         temperature: float = 1.0,
         with_reference: bool = False,
         trust_remote_code: bool = False,
+        teacher: str | None = None,
     ):
+        """path, teacher: of models, directories or hub names."""
         self.args, self.temperature, self.total_steps = args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
@@ -220,6 +231,10 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        self.teacher = None
+        if teacher:
+            offload = args.ref_offload and is_accelerator(ranks.device)
+            self.teacher = load_policy(teacher, args, ranks, offload, False, trust_remote_code, "teacher")
         # The fp32 weights by name where the policy has them in bf16.
         beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
@@ -261,10 +276,12 @@ class Learner:
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
-    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
+    def log_probs_of(
+        self, which: Literal["policy", "reference", "teacher"], batch: Batch, micros: list[list[MicroBatch]]
+    ) -> torch.Tensor:
         """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch. With
         --router-replay R2 these keep the policy's routes."""
-        model = self.policy if which == "policy" else self.reference
+        model = getattr(self, which)
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             records = which == "policy" and self.args.router_replay == "R2"
@@ -274,6 +291,8 @@ class Learner:
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
+        if which != "policy":
+            model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
         return out
 
     def begin_step(self, step: int) -> None:
