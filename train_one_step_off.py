@@ -85,7 +85,7 @@ def actor_loss(
     policy_loss = losses.POLICY_LOSSES[args.loss_mode]
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
     advantage = t.advantage
-    if args.teacher:
+    if args.teacher_form == "advantage":
         advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
     token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
@@ -101,6 +101,9 @@ def actor_loss(
     loss = terms["pg_loss"]
     if args.entropy_coeff:
         loss = loss - args.entropy_coeff * terms["entropy"]
+    if args.teacher_form == "top_k":
+        terms["teacher_top_kl"] = aggregate(losses.top_k_reverse_kl(*t.micro.top.log_probs, t.mask))
+        loss = loss + args.teacher_coef * terms["teacher_top_kl"]
     if args.use_kl_loss:
         terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type))
         loss = loss + args.kl_loss_coef * terms["kl_loss"]

@@ -131,6 +131,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
+    "teacher_top_k": (_with("teacher", unless=(0,)),),
     "teacher_alone": (_with("teacher", unless=(False,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),

@@ -142,5 +142,5 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its learning rates laid out over the whole run."""
     engines_first("learner")
     teacher = args.teacher and resolve(args.teacher)
-    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher)
+    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k)
     return Learner(job.path, args, ranks, job.total_steps, *what)

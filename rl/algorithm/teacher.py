@@ -5,7 +5,7 @@ Left out: a teacher with another vocabulary, or one behind a network address.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import losses
 from rl.data.image_prompts import takes_images
@@ -22,15 +22,23 @@ class TeacherArgs:
     """Teacher: a Hugging Face directory or hub name, with the policy's vocabulary. It stays as it is."""
     teacher_coef: Annotated[float, Range(above=0)] = 1.0
     """Weight of the KL to the teacher, next to the rewards'."""
+    teacher_top_k: Annotated[int, Range(at_least=0)] = 0
+    """Compare the two distributions at this many of the teacher's most likely tokens, and at all others together. 0: at the
+    sampled token alone, as an advantage."""
     teacher_alone: bool = False
     """Rewards do not count: the policy learns from the teacher alone."""
+
+    @property
+    def teacher_form(self) -> Literal["advantage", "top_k"] | None:
+        """How a teacher enters the loss: as an advantage of each sampled token, or as a term of its own over its likeliest."""
+        return ("top_k" if self.teacher_top_k else "advantage") if self.teacher else None
 
     def check(self) -> None:
         """Raises UserError for flags that a teacher makes meaningless."""
         if not self.teacher:
             return
         loss, estimator = losses.POLICY_LOSSES[self.loss_mode], losses.ADVANTAGES[self.adv_estimator]
-        if loss.one_advantage or loss.chooses:
+        if self.teacher_form == "advantage" and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
             raise UserError(
                 f"--teacher gives each token its own advantage, and --loss-mode {self.loss_mode} {why}. Take another one, "
@@ -62,6 +70,8 @@ def check_teacher(path: str, args, policy: str) -> None:
             f"--teacher {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
             f"{token!r} ({ids}). A teacher reads the policy's tokens: take a model of the same family."
         )
+    if args.teacher_top_k >= len(ours):
+        raise UserError(f"--teacher-top-k {args.teacher_top_k}: the vocabulary has {len(ours):,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):
         raise UserError(f"--teacher {path}: models that take images cannot teach or be taught here.")
     if args.expert_parallel > 1:

@@ -20,6 +20,7 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
+from rl.learning.top_tokens import TopTokens
 from rl.model import vision_sharing
 from rl.model.attention import Packed
 from rl.model.router import UNKNOWN, row_of_routes
@@ -256,6 +257,7 @@ class MicroBatch:
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
+    top: TopTokens | None = None  # of a teacher (rl/learning/top_tokens.py)
 
     @property
     def real_tokens(self) -> int:

@@ -29,6 +29,7 @@ from rl.learning.flops import Computed, train_flops_per_token
 from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import keep_in_bf16, set_apart, take_masters
 from rl.learning.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
+from rl.learning.top_tokens import TopTokens
 from rl.model.attention_kernels import check_kernel
 from rl.model.compiled import compile_layers
 from rl.model.expert_parallel import clip_grad_norm, divide_experts, fetch_ahead, share_experts
@@ -220,8 +221,10 @@ class Learner:
         with_reference: bool = False,
         trust_remote_code: bool = False,
         teacher: str | None = None,
+        teacher_top_k: int = 0,
     ):
-        """path, teacher: of models, directories or hub names."""
+        """path, teacher: of models, directories or hub names. teacher_top_k: tokens of the teacher that are compared at each
+        place, 0 for the sampled one alone."""
         self.args, self.temperature, self.total_steps = args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
@@ -231,7 +234,7 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
-        self.teacher = None
+        self.teacher, self.teacher_top_k = None, teacher_top_k
         if teacher:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.teacher = load_policy(teacher, args, ranks, offload, False, trust_remote_code, "teacher")
@@ -262,16 +265,21 @@ class Learner:
         to be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens)
+            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top)
+        if micro.top:
+            micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
         self.computed.add(micro)
         if ends_here:
             check_no_gradient(*out[: 2 if entropy == "loss" else 1])
         return out
 
-    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_probs(
+        self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0, top: TopTokens | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
-        what = (micro.predict, micro.labels, self.temperature, entropy, routes, observe)
+        labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
@@ -287,13 +295,29 @@ class Learner:
             records = which == "policy" and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            log_prob, _ = self._log_probs(model, micro, "none")
+            if which == "teacher" and self.teacher_top_k:
+                log_prob = self._find_top_tokens(micro)
+            else:
+                log_prob, _ = self._log_probs(model, micro, "none")
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
-        if which != "policy":
+        if model is not self.policy:
             model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
         return out
+
+    def _find_top_tokens(self, micro: MicroBatch) -> torch.Tensor:
+        """Leaves the teacher's most likely tokens in the micro-batch; returns its log-probs [n] of the sampled ones."""
+        progress()
+        count, rows = self.teacher_top_k, self.config.get_text_config().vocab_size
+        what = (micro.predict, micro.labels, self.temperature, "none")
+        sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, rows))
+        if micro.own is not None:
+            every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: tokens' numbers are below 2^24
+            every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
+            sampled, token, log_prob = every.split([1, count, count], 1)
+        micro.top = TopTokens(token.to("cpu", torch.int32), log_prob.cpu())
+        return sampled.view(-1)
 
     def begin_step(self, step: int) -> None:
         """Takes the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and counts

@@ -17,13 +17,14 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n], temperature, with_entropy, elements, kept) ->
-    (log-prob of the labels [n], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many in
-    a lower precision; in addition at most `kept` stay until the backward pass."""
+    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n, m], temperature, with_entropy, elements, kept) ->
+    (log-prob of the labels [n, m], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many
+    in a lower precision; in addition at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
-        log_prob, entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
+        log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)  # [n, m]
+        entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))  # [n] each
         ctx.rows, ctx.temperature = max(1, elements // len(weight)), temperature
         ctx.kept = _memory(hidden, weight, kept // elements * ctx.rows)  # whole chunks: products are the same without
         buffer = _memory(hidden[len(ctx.kept) :], weight, ctx.rows)
@@ -34,8 +35,8 @@ class ChunkedLogProbs(torch.autograd.Function):
             of_chunk = _logits(ctx.kept[chunk] if keep else buffer, hidden[chunk], weight, bias, temperature)  # [c, V]
             for rows, logits in zip(_slices(chunk.start, chunk.stop, few), of_chunk.split(few), strict=True):
                 log_probs = torch.log_softmax(logits, -1, out=scratch[: len(logits)])
-                log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
-                scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the denominator
+                log_prob[rows] = log_probs.gather(1, labels[rows])
+                scale[rows] = logits.gather(1, labels[rows, :1]).squeeze(1) - log_prob[rows, 0]  # log of the denominator
                 if with_entropy:
                     entropy[rows] = -torch.exp(log_probs, out=logits).mul_(log_probs).sum(-1)
                 if keep:
@@ -46,11 +47,11 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        """grad_log_prob, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
+        """grad_log_prob [n, m], grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        grad_log_prob = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
+        grad_log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32) if grad_log_prob is None else grad_log_prob
         kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients take its place: a second backward pass has none
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
@@ -62,13 +63,14 @@ class ChunkedLogProbs(torch.autograd.Function):
             else:
                 grad_logits = _logits(buffer, hidden[chunk], weight, bias, ctx.temperature).sub_(scale[chunk, None])
             for rows, log_probs in zip(_slices(chunk.start, chunk.stop, few), grad_logits.split(few), strict=True):
-                g = grad_log_prob[rows, None]  # [few, 1]
+                of_labels = grad_log_prob[rows]  # [few, m]
+                g = of_labels.sum(1, keepdim=True)
                 if grad_entropy is None:
                     log_probs.exp_().mul_(-g)
                 else:
                     factor = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g)
                     log_probs.exp_().mul_(factor).neg_()
-                log_probs.scatter_add_(1, labels[rows, None], g)
+                log_probs.scatter_add_(1, labels[rows], of_labels)
                 if ctx.temperature != 1:
                     log_probs.div_(ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -80,6 +82,17 @@ class ChunkedLogProbs(torch.autograd.Function):
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def top_tokens(hidden, head, labels, temperature: float, count: int, below: int, elements: int) -> tuple[torch.Tensor, ...]:
+    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` most likely tokens [n, count] of those `below` a
+    number, their log-probs [n, count]). `elements` logits are computed at a time. No gradient."""
+    chunks = []
+    for rows in _slices(0, max(1, len(hidden)), elements // len(head.weight)):
+        log_probs = (head(hidden[rows]).float() / temperature).log_softmax(-1)
+        values, tokens = log_probs[:, :below].topk(count, -1)
+        chunks.append((log_probs.gather(1, labels[rows, None]).squeeze(1), tokens, values))
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def _memory(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:

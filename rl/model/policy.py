@@ -6,7 +6,7 @@ from torch import nn
 
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
-from rl.model.log_probs import ChunkedLogProbs
+from rl.model.log_probs import ChunkedLogProbs, top_tokens
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
@@ -23,21 +23,26 @@ class Policy(nn.Module):
         if self.takes_images:
             vision_forward.embed_by_product(model)
 
-    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
+    def forward(
+        self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0, top=None
+    ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
-        rl/model/router.py.
+        labels may be [n, m], and then the log-probs are. entropy: "none" gives zeros, "metric" the value without gradient, "loss"
+        the value with it. routes, observe: see rl/model/router.py. top: (K, vocabulary), for what `top_tokens` returns instead.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
+        if top:
+            return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
-            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
+            hidden, head.weight, head.bias, labels.view(len(labels), -1), temperature, entropy != "none", LOGITS_AT_ONCE, kept
         )
+        log_prob = log_prob.view(labels.shape)
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def reshard(self) -> None:
@@ -51,8 +56,8 @@ class Policy(nn.Module):
 
     def _log_prob(self, hidden, labels, temperature: float, entropy: str):
         log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
+        log_prob = log_probs.gather(1, labels) if labels.dim() > 1 else -F.nll_loss(log_probs, labels, reduction="none")
         if entropy == "none":
-            return log_prob, torch.zeros_like(log_prob)
+            return log_prob, log_probs.new_zeros(len(log_probs))
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
             return log_prob, -(log_probs.exp() * log_probs).sum(-1)
