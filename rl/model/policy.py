@@ -28,8 +28,8 @@ class Policy(nn.Module):
     ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        labels may be [n, m], and then the log-probs are. entropy: "none" gives zeros, "metric" the value without gradient, "loss"
-        the value with it. routes, observe: see rl/model/router.py. top: (K, vocabulary), for what `top_tokens` returns instead.
+        labels may be [n, m], and then the log-probs are. entropy: "none" gives zeros, "metric" the value without gradient,
+        "loss" the value with it. routes, observe: see rl/model/router.py. top: (K, vocabulary) gives what `top_tokens` returns.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
