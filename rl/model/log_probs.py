@@ -17,13 +17,14 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n, m], temperature, with_entropy, elements, kept) ->
-    (log-prob of the labels [n, m], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many
+    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n] or [n, m], temperature, with_entropy, elements,
+    kept) -> (log-prob of the labels in their shape, entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many
     in a lower precision; in addition at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
-        log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)  # [n, m]
+        given, labels = labels.shape, labels.view(len(labels), -1)  # [n, m], m = 1 for [n]
+        log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)
         entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))  # [n] each
         ctx.rows, ctx.temperature = max(1, elements // len(weight)), temperature
         ctx.kept = _memory(hidden, weight, kept // elements * ctx.rows)  # whole chunks: products are the same without
@@ -43,15 +44,17 @@ class ChunkedLogProbs(torch.autograd.Function):
                     logits.copy_(log_probs)
         ctx.save_for_backward(hidden, weight, bias, labels, scale, entropy)
         ctx.set_materialize_grads(False)
-        return log_prob, entropy
+        return log_prob.view(given), entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        """grad_log_prob [n, m], grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
+        """grad_log_prob [n] or [n, m], grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        grad_log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32) if grad_log_prob is None else grad_log_prob
+        if grad_log_prob is None:
+            grad_log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)
+        grad_log_prob = grad_log_prob.reshape(labels.shape)
         kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients take its place: a second backward pass has none
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)

@@ -40,9 +40,8 @@ class Policy(nn.Module):
             return self._log_prob(hidden, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
-            hidden, head.weight, head.bias, labels.view(len(labels), -1), temperature, entropy != "none", LOGITS_AT_ONCE, kept
+            hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
         )
-        log_prob = log_prob.view(labels.shape)
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def reshard(self) -> None:
