@@ -18,8 +18,8 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 
 class ChunkedLogProbs(torch.autograd.Function):
     """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n] or [n, m], temperature, with_entropy, elements,
-    kept) -> (log-prob of the labels in their shape, entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many
-    in a lower precision; in addition at most `kept` stay until the backward pass."""
+    kept) -> (log-prob of the labels in their shape, entropy [n]) in fp32. `elements` logits at most are computed at a time in
+    fp32, and as many in a lower precision; in addition at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
@@ -48,7 +48,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        """grad_log_prob [n] or [n, m], grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
+        """grad_log_prob as labels, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)

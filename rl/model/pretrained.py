@@ -110,6 +110,8 @@ def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     own, shared_by = args.max_tokens_per_micro_batch, args.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
+    if hasattr(args, "max_length"):
+        sizes = f"--max-length {args.max_length} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if own != "auto" and prompt + response > own * shared_by:

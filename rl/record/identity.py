@@ -59,9 +59,9 @@ class Identity:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
-        if self.args.reward:
+        if getattr(self.args, "reward", None):
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
-        if self.args.teacher:
+        if getattr(self.args, "teacher", None):
             contents["teacher"] = _digest_model(resolve(self.args.teacher))
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
