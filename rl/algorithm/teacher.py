@@ -16,10 +16,10 @@ from rl.ranges import Range
 
 @dataclass
 class TeacherArgs:
-    """A second model whose log-probs of the policy's own samples are a signal for every token."""
+    """Distillation on the policy's own samples, from a second model that stays as it is."""
 
     teacher: str | None = None
-    """Teacher: a Hugging Face directory or hub name, with the policy's vocabulary. It stays as it is."""
+    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name."""
     teacher_coef: Annotated[float, Range(above=0)] = 1.0
     """Weight of the KL to the teacher, next to the rewards'."""
     teacher_top_k: Annotated[int, Range(at_least=0)] = 0

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured
+from rl.data.prompts import is_message
 from rl.data.tables import check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranges import Range
@@ -135,13 +136,15 @@ class Demonstrations(Sequence):
 
     def _read(self, row: int) -> Demonstration:
         """Its tokens, and which are trained."""
+        columns = self._columns(row)
+        messages = self._messages(row, columns)
+        pieces = self._plain(columns) if messages is None else self._pieces(row, messages)
         ids, trained = [], []
-        for piece, is_answer in self._pieces(row):
-            tokens = self.tokenizer(piece, add_special_tokens=not ids and not is_answer and not self._is_chat(row))["input_ids"]
+        for tokens, is_answer in pieces:
             count = self._up_to_end(tokens, row) if is_answer else 0
             ids += tokens
             trained += [True] * count + [False] * (len(tokens) - count)
-        if trained and trained[0]:
+        if trained[0]:
             raise UserError(f"{self._where(row)}: nothing is in front of the response. Give it a prompt.")
         return Demonstration(np.array(ids, np.int32), np.array(trained, bool))
 
@@ -161,29 +164,34 @@ class Demonstrations(Sequence):
         file, number = self._locate(row)
         columns = self.tables[file][number]
         if self.files[file] == "demo":  # its rows have the right sums for graders
-            columns[self.args.response_key] = columns["reward_model"]["ground_truth"]
+            columns = columns | {self.args.response_key: columns["reward_model"]["ground_truth"]}
+        if self.args.messages_key not in columns and not isinstance(columns[self.args.response_key], str):
+            raise UserError(f"{self._where(row)}: the response is no text. Correct the row, or see --response-key.")
         return columns
 
-    def _is_chat(self, row: int) -> bool:
-        columns = self._columns(row)
-        return self.args.messages_key in columns or not isinstance(columns[self.args.prompt_key], str)
-
-    def _pieces(self, row: int) -> Iterator[tuple[str, bool]]:
-        """Texts that make up the conversation, each with whether it is an answer."""
-        columns, args = self._columns(row), self.args
-        if not self._is_chat(row):
-            yield columns[args.prompt_key], False
-            yield columns[args.response_key] + (self.tokenizer.eos_token or ""), True
-            return
+    def _messages(self, row: int, columns: dict) -> list[dict] | None:
+        """The conversation; None of a prompt that is a string."""
+        args = self.args
+        if args.messages_key not in columns and isinstance(columns[args.prompt_key], str):
+            return None
         messages = columns.get(args.messages_key)
         if messages is None:
             messages = [*columns[args.prompt_key], {"role": "assistant", "content": columns[args.response_key]}]
-        if not (
-            isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages)
-        ):
+        if not (isinstance(messages, list) and all(map(is_message, messages))):
             raise UserError(
                 f"{self._where(row)}: a conversation is a list of {{role, content}}, both strings. Correct the row."
             )
+        return messages
+
+    def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
+        """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and of its response."""
+        prompt, bos = columns[self.args.prompt_key], self.tokenizer.bos_token
+        has_bos = bool(bos) and prompt.startswith(bos)
+        yield self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"], False
+        yield self._encode(columns[self.args.response_key] + (self.tokenizer.eos_token or "")), True
+
+    def _pieces(self, row: int, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
+        """Tokens of the pieces that make up the conversation, each with whether it is an answer."""
         whole, done = self._render(row, messages), 0
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -195,11 +203,14 @@ class Demonstrations(Sequence):
                     f"{self._where(row)}: the chat template writes message {turn} differently where others follow, as some "
                     "leave out earlier thoughts. Make a row of each answer."
                 )
-            yield whole[done : len(before)], False
-            yield whole[len(before) : len(after)], True
+            yield self._encode(whole[done : len(before)]), False
+            yield self._encode(whole[len(before) : len(after)]), True
             done = len(after)
         if not done:
             raise UserError(f"{self._where(row)}: no message is the assistant's, so nothing can be learnt. Remove the row.")
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, row: int, messages: list[dict], **more) -> str:
         if not self.tokenizer.chat_template:
