@@ -1,4 +1,4 @@
-"""Whole runs with a supervised start and with a teacher, on the demo: what they learn, and that they resume, replay and divide."""
+"""Whole runs with a supervised start and with a teacher, on the demo: what they learn; they resume, replay and divide."""
 
 import json
 import shutil
