@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, make_group
 
 import losses
 import train_async
 import train_one_step_off
 import train_sync
+from rl.algorithm.fates import Fates
 from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
+from rl.learning.batch import Batch
 from rl.ranges import check
 from rl.ranks import dist
 
@@ -89,6 +91,14 @@ def test_from_itself_the_policy_learns_nothing(fp64):
     policy = Taught(policy, 3, 2)
     policy.teacher.logits = policy.logits.detach().clone()
     assert not unbiased.expected_gradient(train_sync, ALONE, policy, policy, score).any()
+
+
+def test_a_step_whose_scores_are_all_equal_has_a_signal_from_its_teacher():
+    batch = Batch.of([make_group(0, (3, 2), score=1.0)])
+    batch.targets.advantage = torch.zeros(5)
+    assert not Fates.of(batch).has_signal
+    batch.targets.teacher_log_prob = torch.zeros(5)
+    assert Fates.of(batch).has_signal
 
 
 # --------------------------------------------------------------------------------------------------------- the top tokens
