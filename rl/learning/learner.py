@@ -115,8 +115,9 @@ def load_policy(
     """The model at `path` (a directory or a hub name) in fp32, or frozen in --dtype, sharded over all ranks; each reads its own
     part of the weights. frozen_as: what it is where it is not trained. Raises UserError if they are not whole, or if what is
     computed with them is not what transformers computes."""
-    weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
-    if weights and (trainable or frozen_as == "teacher"):
+    is_known = not trainable and frozen_as == "reference"  # the policy has been read and checked from the same files
+    weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
+    if weights and not is_known:
         if not args.compile:
             keep_less(weights.model)
         with weights.by_layer():
@@ -140,7 +141,7 @@ def load_policy(
         keep_in_bf16(policy.parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, say=trainable)
+    fill(model, weights, path, ranks, say=not is_known)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy

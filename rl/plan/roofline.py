@@ -44,7 +44,7 @@ def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes:
     passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
     of_teacher = (0.0, 0.0)
     if args.teacher:
-        of_teacher = forward_flops(load_config(resolve(args.teacher), args.trust_remote_code))
+        of_teacher = forward_flops(load_config(resolve(args.teacher), args.trust_remote_code, "--teacher"))
     train = device.flops * TRAIN_SHARE
     flops = roles.per_engine * device.flops
     bandwidth = roles.per_engine * device.bandwidth * BANDWIDTH_SHARE
