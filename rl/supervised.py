@@ -42,6 +42,8 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     total_rollout_steps: ClassVar = None
     log_val_generations: ClassVar = 0
     record_samples: ClassVar = None
+    reward: ClassVar = None
+    teacher: ClassVar = None
 
     @property
     def prompts_per_step(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rl.ranks.device import is_accelerator
 
@@ -17,15 +19,13 @@ IN_CACHE = 2**19  # logits that a CPU works on element by element at once: one p
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n] or [n, m], temperature, with_entropy, elements,
-    kept) -> (log-prob of the labels in their shape, entropy [n]) in fp32. `elements` logits at most are computed at a time in
-    fp32, and as many in a lower precision; in addition at most `kept` stay until the backward pass."""
+    """(hidden [n, d] with n > 0, weight [V, d], bias [V] or None, labels [n], temperature, with_entropy, elements, kept) ->
+    (log-prob of the labels [n], entropy [n]) in fp32. `elements` logits at most are computed at a time in fp32, and as many in
+    a lower precision; in addition at most `kept` stay until the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
-        given, labels = labels.shape, labels.view(len(labels), -1)  # [n, m], m = 1 for [n]
-        log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)
-        entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))  # [n] each
+        log_prob, entropy, scale = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
         ctx.rows, ctx.temperature = max(1, elements // len(weight)), temperature
         ctx.kept = _memory(hidden, weight, kept // elements * ctx.rows)  # whole chunks: products are the same without
         buffer = _memory(hidden[len(ctx.kept) :], weight, ctx.rows)
@@ -36,25 +36,23 @@ class ChunkedLogProbs(torch.autograd.Function):
             of_chunk = _logits(ctx.kept[chunk] if keep else buffer, hidden[chunk], weight, bias, temperature)  # [c, V]
             for rows, logits in zip(_slices(chunk.start, chunk.stop, few), of_chunk.split(few), strict=True):
                 log_probs = torch.log_softmax(logits, -1, out=scratch[: len(logits)])
-                log_prob[rows] = log_probs.gather(1, labels[rows])
-                scale[rows] = logits.gather(1, labels[rows, :1]).squeeze(1) - log_prob[rows, 0]  # log of the denominator
+                log_prob[rows] = log_probs.gather(1, labels[rows, None]).squeeze(1)
+                scale[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - log_prob[rows]  # log of the denominator
                 if with_entropy:
                     entropy[rows] = -torch.exp(log_probs, out=logits).mul_(log_probs).sum(-1)
                 if keep:
                     logits.copy_(log_probs)
         ctx.save_for_backward(hidden, weight, bias, labels, scale, entropy)
         ctx.set_materialize_grads(False)
-        return log_prob.view(given), entropy
+        return log_prob, entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        """grad_log_prob as labels, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p (log p + H)."""
+        """grad_log_prob, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        if grad_log_prob is None:
-            grad_log_prob = hidden.new_zeros(labels.shape, dtype=torch.float32)
-        grad_log_prob = grad_log_prob.reshape(labels.shape)
+        grad_log_prob = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
         kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients take its place: a second backward pass has none
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
@@ -66,14 +64,13 @@ class ChunkedLogProbs(torch.autograd.Function):
             else:
                 grad_logits = _logits(buffer, hidden[chunk], weight, bias, ctx.temperature).sub_(scale[chunk, None])
             for rows, log_probs in zip(_slices(chunk.start, chunk.stop, few), grad_logits.split(few), strict=True):
-                of_labels = grad_log_prob[rows]  # [few, m]
-                g = of_labels.sum(1, keepdim=True)
+                g = grad_log_prob[rows, None]  # [few, 1]
                 if grad_entropy is None:
                     log_probs.exp_().mul_(-g)
                 else:
                     factor = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g)
                     log_probs.exp_().mul_(factor).neg_()
-                log_probs.scatter_add_(1, labels[rows], of_labels)
+                log_probs.scatter_add_(1, labels[rows, None], g)
                 if ctx.temperature != 1:
                     log_probs.div_(ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -85,17 +82,6 @@ class ChunkedLogProbs(torch.autograd.Function):
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def top_tokens(hidden, head, labels, temperature: float, count: int, below: int, elements: int) -> tuple[torch.Tensor, ...]:
-    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` most likely tokens [n, count] of those `below` a
-    number, their log-probs [n, count]). `elements` logits are computed at a time. No gradient."""
-    chunks = []
-    for rows in _slices(0, max(1, len(hidden)), elements // len(head.weight)):
-        log_probs = (head(hidden[rows]).float() / temperature).log_softmax(-1)
-        values, tokens = log_probs[:, :below].topk(count, -1)
-        chunks.append((log_probs.gather(1, labels[rows, None]).squeeze(1), tokens, values))
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def _memory(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -121,3 +107,52 @@ def _logits(memory: torch.Tensor, hidden: torch.Tensor, weight, bias, temperatur
 
 def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(first, min(stop, first + size)) for first in range(start, stop, max(1, size)))
+
+
+# ------------------------------------------------------------------------- several tokens at each place (--teacher-top-k)
+
+
+def top_tokens(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] of those with numbers
+    `below` this, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
+    found = []
+    for part, its_labels in _chunks(hidden, head, labels, elements):
+        log_probs = _log_softmax(part, head, temperature)
+        values, tokens = log_probs[:, :below].topk(count, -1)
+        found.append((log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values))
+    sampled, tokens, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return sampled, tokens, values
+
+
+def log_probs_at(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [n, d], labels [n, m] -> (log-prob of the labels [n, m], entropy [n] as rl/model/policy.py has it), fp32. More logits
+    than `elements` are computed in chunks, and once more in the backward pass."""
+
+    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = _log_softmax(part, head, temperature)
+        chosen = log_probs.gather(1, its_labels)
+        if entropy == "none":
+            return chosen, chosen.new_zeros(len(chosen))
+        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
+            return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+    chunks = _chunks(hidden, head, labels, elements)
+    if len(chunks) == 1:
+        return of_part(hidden, labels)
+    log_prob, entropies = zip(*(checkpoint(of_part, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+    return torch.cat(log_prob), torch.cat(entropies)
+
+
+def _chunks(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rows = max(1, elements // len(head.weight))
+    return list(zip(hidden.split(rows), labels.split(rows), strict=True))
+
+
+def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> torch.Tensor:
+    return (head(hidden).float() / temperature).log_softmax(-1)

@@ -6,7 +6,7 @@ from torch import nn
 
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
-from rl.model.log_probs import ChunkedLogProbs, top_tokens
+from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
@@ -28,14 +28,17 @@ class Policy(nn.Module):
     ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        labels may be [n, m], and then the log-probs are. entropy: "none" gives zeros, "metric" the value without gradient,
-        "loss" the value with it. routes, observe: see rl/model/router.py. top: (K, vocabulary) gives what `top_tokens` returns.
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
+        rl/model/router.py. Of a teacher's top tokens: labels may be [n, m], and then the log-probs are; top = (K, vocabulary)
+        gives what `top_tokens` returns.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
+        if labels.dim() > 1:
+            return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0
@@ -55,8 +58,8 @@ class Policy(nn.Module):
 
     def _log_prob(self, hidden, labels, temperature: float, entropy: str):
         log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = log_probs.gather(1, labels) if labels.dim() > 1 else -F.nll_loss(log_probs, labels, reduction="none")
+        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
         if entropy == "none":
-            return log_prob, log_probs.new_zeros(len(log_probs))
+            return log_prob, torch.zeros_like(log_prob)
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
             return log_prob, -(log_probs.exp() * log_probs).sum(-1)

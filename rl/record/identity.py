@@ -59,9 +59,9 @@ class Identity:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
-        if getattr(self.args, "reward", None):
+        if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
-        if getattr(self.args, "teacher", None):
+        if self.args.teacher:
             contents["teacher"] = _digest_model(resolve(self.args.teacher))
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
