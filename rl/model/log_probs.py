@@ -129,8 +129,8 @@ def top_tokens(
 def log_probs_at(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n, m] -> (log-prob of the labels [n, m], entropy [n] as rl/model/policy.py has it), fp32. More logits
-    than `elements` are computed in chunks, and once more in the backward pass."""
+    """hidden [n, d], labels [n, m] -> (log-prob of the labels [n, m], entropy [n] as rl/model/policy.py has it), fp32. More
+    logits than `elements` are computed in chunks, and once more in the backward pass."""
 
     def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = _log_softmax(part, head, temperature)

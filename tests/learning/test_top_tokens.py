@@ -73,7 +73,7 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, monkeyp
         assert log_prob.shape == t.mask.shape and int(micro.top.token.max()) < SMALL["vocab_size"]
         loss = losses.top_k_reverse_kl(*micro.top.log_probs, t.mask).sum()
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     kl, gradient, sampled = by_transformers(models, batch)
     own = torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double()
     assert len(micros) > 1 and total == pytest.approx(float(kl), rel=1e-5)
