@@ -132,7 +132,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
-    "teacher_alone": (_with("teacher", unless=(False,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
     "rollout_rs_threshold": (REJECTION,),

@@ -38,6 +38,7 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     entropy_coeff: ClassVar = 0.0
     ppo_epochs: ClassVar = 1
     ref_offload: ClassVar = True
+    freeze_vision_tower: ClassVar = False
     router_replay: ClassVar = "off"
     total_rollout_steps: ClassVar = None
     log_val_generations: ClassVar = 0

@@ -35,6 +35,8 @@ class TeacherArgs:
 
     def check(self) -> None:
         """Raises UserError for flags that a teacher makes meaningless."""
+        if self.teacher_alone and not self.teacher:
+            raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
         if not self.teacher:
             return
         loss, estimator = losses.POLICY_LOSSES[self.loss_mode], losses.ADVANTAGES[self.adv_estimator]

@@ -160,11 +160,12 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_alone": True, "filter_groups": True}, "do not count with --teacher-alone"),
         ({"teacher_alone": True, "adv_estimator": "remax"}, "--adv-estimator remax compares scores with baseline"),
         ({"adv_estimator": "rloo", "rollout_n": 1}, "nothing is learnt"),
+        ({"teacher_alone": True, "teacher": None}, "--teacher-alone: without --teacher"),
     ],
 )
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
     with pytest.raises(UserError, match=said):
-        check(train_sync.Args(teacher="some model", **flags))
+        check(train_sync.Args(**{"teacher": "some model"} | flags))
 
 
 @pytest.mark.parametrize(
