@@ -987,6 +987,38 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
 
 
+def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """-(lp - lt), detached, [N]; 0 where the mask is: an advantage by which a policy gradient lowers KL(policy || teacher), one
+    token at a time. lp is of the policy that the update computes, also where older weights sampled the token: the ratio weighs
+    it. With the old lp instead, nothing would keep the policy from one token, that of the largest lt - old lp.
+
+    On-policy distillation (Lu et al., Thinking Machines, 2025; they take the sampler's lp, which on policy is the same). Each
+    token counts with its own gap alone, those behind it do not (a discount of 0). As a loss, k2 has the same gradient.
+    """
+    return -log_ratio(log_prob.detach(), teacher_log_prob, mask)
+
+
+def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """KL(policy || teacher) per token, [N], over K tokens of the vocabulary and one bucket for all others: log_prob and
+    teacher_log_prob [N, K], at the teacher's most likely tokens. 0 where the mask [N] is. Whoever sampled a token, the value is
+    exact where it stands: no ratio has to weigh it.
+
+    sum_j p_j gap_j, gap = lp - lt, j over the K and the bucket, of at least 1e-6. The gradient is that of
+    sum_k sg(p_k (gap_k - gap of the bucket)) lp_k, exactly 0 where the two agree. The reverse KL is GKD's (arXiv 2306.13649),
+    the bucket TRL's: without it, mass outside the K would be free.
+    """
+    if log_prob.shape != teacher_log_prob.shape or log_prob.shape[:1] != mask.shape or log_prob.dim() != 2:
+        found = f"log_prob {tuple(log_prob.shape)}, teacher_log_prob {tuple(teacher_log_prob.shape)}, mask {tuple(mask.shape)}"
+        raise ValueError(f"top_k_reverse_kl: found {found}. The first two have to be [N, K], the mask [N].")
+    lp, lt = (torch.where(mask[:, None], x, -1.0) for x in (log_prob, teacher_log_prob))
+    p, rest = lp.detach().exp(), [(1 - x.detach().exp().sum(1, keepdim=True)).clamp(min=1e-6) for x in (lp, lt)]
+    gap = lp.detach() - lt  # [N, K]
+    gap_of_rest = rest[0].log() - rest[1].log()  # [N, 1]
+    value = (p * gap).sum(1) + (rest[0] * gap_of_rest)[:, 0]
+    slope = (p * (gap - gap_of_rest) * lp).sum(1)
+    return torch.where(mask, value + slope - slope.detach(), 0.0)
+
+
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 

@@ -82,7 +82,10 @@ def actor_loss(
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
-    token_loss, stats = policy_loss(log_prob, old, t.advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
+    advantage = t.advantage
+    if args.teacher_form == "advantage":
+        advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
+    token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
@@ -96,6 +99,9 @@ def actor_loss(
     loss = terms["pg_loss"]
     if args.entropy_coeff:
         loss = loss - args.entropy_coeff * terms["entropy"]
+    if args.teacher_form == "top_k":
+        terms["teacher_top_kl"] = aggregate(losses.top_k_reverse_kl(*t.micro.top.log_probs, t.mask))
+        loss = loss + args.teacher_coef * terms["teacher_top_kl"]
     if args.use_kl_loss:
         terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type, old))
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
@@ -118,12 +124,17 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     if args.needs_reference:
         with timer("ref"):
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
+    if args.teacher:
+        with timer("teacher"):
+            targets.teacher_log_prob = learner.log_probs_of("teacher", batch, micros)
 
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
         targets.is_weight, targets.rejected = correct_rollout(args, batch)
         targets.reward = batch.token_reward()
+        if args.teacher_alone:
+            targets.reward = 0.0 * targets.reward
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl

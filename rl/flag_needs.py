@@ -99,7 +99,9 @@ KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
 ADAPTIVE = Need("without --kl-ctrl-type adaptive", lambda args: args.kl_ctrl_type == "adaptive")
 WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
-REFERENCE = Need("without --use-kl-loss or --use-kl-in-reward", lambda args: args.needs_reference, (False,))
+REFERENCE = Need(
+    "without --use-kl-loss, --use-kl-in-reward or --teacher", lambda args: bool(args.needs_reference or args.teacher), (False,)
+)
 NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)
 VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
@@ -128,6 +130,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "target_kl": (KL_REWARD, ADAPTIVE),
     "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
+    "teacher_coef": (_with("teacher"),),
+    "teacher_top_k": (_with("teacher", unless=(0,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
     "rollout_rs_threshold": (REJECTION,),

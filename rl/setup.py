@@ -12,6 +12,7 @@ import torch
 
 from rl import flag_needs
 from rl.algorithm.args import AlgorithmArgs
+from rl.algorithm.teacher import check_teacher
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
@@ -119,6 +120,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
+    if args.teacher:
+        check_teacher(resolve(args.teacher), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
     prep = ImagePrep.of(path, config, args)
@@ -147,4 +150,6 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its learning rates laid out over the whole run."""
     engines_first("learner")
-    return Learner(job.path, args, ranks, job.total_steps, args.temperature, args.needs_reference, args.trust_remote_code)
+    teacher = args.teacher and resolve(args.teacher)
+    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k)
+    return Learner(job.path, args, ranks, job.total_steps, *what)

@@ -82,10 +82,7 @@ class TrainingRun:
         self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         if samples and self.done:
             self._skip_recorded_validations()
-        self.health = Health(args, job, self.record, learner.skipped)
-        self.health.at_start()
-        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        self._warn_of_prompts()
+        self._look_at_start()
         self._note_start()
 
     def _restore(self, resumed: Resumed) -> None:
@@ -128,8 +125,13 @@ class TrainingRun:
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
         self.samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
 
-    def _warn_of_prompts(self) -> None:
-        if self.args.reward:  # one's own function may look for anything
+    def _look_at_start(self) -> None:
+        """Prepares what is looked at in each step, and warns of what shows before the first."""
+        args, job = self.args, self.job
+        self.health = Health(args, job, self.record, self.learner.skipped)
+        self.health.at_start()
+        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
+        if args.reward:  # one's own function may look for anything
             return
         for text in unasked(self.job.prompts):
             self.record.say(f"warning: {text}")
@@ -237,13 +239,19 @@ class TrainingRun:
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
-        fates = Fates.of(batch)
-        metrics |= self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
+        metrics |= self._look_at_step(step, batch, metrics, gone)
         metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
         self.record.log_tickets(step, batch.tickets, **(gone or {}))
         self.record.log(step, metrics)
         if "moe/load/max" in metrics:
             self.record.log_experts(step, self.learner.policy.router.load)
+
+    def _look_at_step(
+        self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None
+    ) -> dict[str, float]:
+        """Warns of what the step shows; returns metrics of what became of its samples. A collective."""
+        fates = Fates.of(batch)
+        return self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
 
     def save_if_due(self, step: int) -> None:
         """Saves a checkpoint after the last step and every --save-freq. A collective."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import losses
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
+from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import Range, Unavailable
@@ -16,7 +17,7 @@ ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "val
 
 
 @dataclass
-class AlgorithmArgs(RolloutCorrectionArgs):
+class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Annotated[Literal[ESTIMATORS], Unavailable("gae", NO_CRITIC)] = "grpo"
@@ -133,7 +134,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
     def skips_backward(self) -> bool:
         """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        trains_all = self.use_kl_loss or self.entropy_coeff or loss.chooses or loss.trains_all
+        trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
         return not (trains_all or self.backward_without_advantage)
 
     @property
@@ -162,7 +163,7 @@ class AlgorithmArgs(RolloutCorrectionArgs):
         estimator = losses.ADVANTAGES[self.adv_estimator]
         if "value" in estimator.inputs:
             raise UserError(f"--adv-estimator {self.adv_estimator} {NO_CRITIC}")
-        if estimator.group_of_one == "zero" and self.rollout_n == 1:
+        if estimator.group_of_one == "zero" and self.rollout_n == 1 and not self.teacher_alone:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
                 "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."

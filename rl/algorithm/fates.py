@@ -22,14 +22,15 @@ class Fates:
 
     before: torch.Tensor  # [B] its tokens that are in the mask
     after: torch.Tensor  # [B] those of them that the rollout correction leaves, with a weight above 0
-    has_signal: bool  # one of these tokens has an advantage
+    has_signal: bool  # one of these tokens has an advantage, or a teacher
 
     @staticmethod
     def of(batch: Batch) -> "Fates":
         """A collective of the learners."""
         weight = batch.targets.is_weight
         after = batch.trained if weight is None else batch.trained & (weight != 0)
-        signal = torch.tensor([float((after & (batch.targets.advantage != 0)).any())])
+        signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
+        signal = torch.tensor([float(signals.any())])
         counts = torch.stack([batch.by_response(batch.mask), batch.by_response(after)])
         return Fates(*batch.sum_over_ranks(counts), has_signal=bool(batch.sum_over_ranks(signal) > 0))
 

@@ -66,7 +66,7 @@ class Health:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             detail += " Leave both flags out if that matters."
             self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
-        is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score"
+        is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score" and not args.teacher_alone
         if is_raw and (alone := whole_batch.groups_of_one(batch)):
             detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"
             detail += "." if args.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."

@@ -308,7 +308,7 @@ class PromptDataset(Sequence):
         prompt = row[key]
         is_chat = not (isinstance(prompt, str) and key == self.args.prompt_key)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
             raise UserError(
                 f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
                 "Name the right column with --prompt-key."
@@ -341,5 +341,5 @@ def _leading(ids: list[int], token: int) -> int:
     return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
 
 
-def _is_message(message: Any) -> bool:
+def is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

@@ -194,6 +194,28 @@ def kl_in_reward(run: Run) -> dict[str, object]:
     return flags
 
 
+def distillation(run: Run) -> dict[str, object]:
+    loss, model = "distillation.distillation_loss.", "distillation.teacher_models.teacher_model.model_path"
+    if not run["distillation.enabled"]:
+        names = ("use_task_rewards", "distillation_loss_coef", "loss_mode", "topk", "use_policy_gradient")
+        run.skips(" ".join([model, *(loss + name for name in names)]), "distillation is off")
+        return {}
+    mode, by_gradient = run[loss + "loss_mode"], run[loss + "use_policy_gradient"]
+    flags = {"--teacher": run[model]}
+    if run[loss + "use_task_rewards"]:
+        flags["--teacher-coef"] = run[loss + "distillation_loss_coef"]
+    else:
+        flags["--teacher-alone"] = True
+    if mode == "forward_kl_topk":
+        run.note(
+            "verl's forward_kl_topk is KL(teacher || policy) over the teacher's top tokens, here it is KL(policy || teacher)."
+        )
+        return flags | {"--teacher-top-k": run[loss + "topk"]}
+    if mode != ("k1" if by_gradient else "k2"):
+        run.note(f"verl's distillation loss {mode} becomes the advantage of k1, whose gradient is the KL's.")
+    return flags
+
+
 PRESETS = {  # verl's constructors of a correction -> their words
     "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
     "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",

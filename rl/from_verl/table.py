@@ -210,8 +210,20 @@ TABLE: dict[str, list[Row]] = {
            "A.actor.policy_loss.dro_beta=null", "--loss-args", "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in "
            "verl, the paper's 1 here); `sapo`: tau_pos, tau_neg; `dro`: beta", m.loss_args),
         missing("A.actor.loss_scale_factor=null", "`seq-mean-token-sum-norm` divides by the response budget"),
-        missing("critic.* distillation.*", "no critic, no distillation"),
-        unneeded("distillation.enabled=False critic.enable", "there is none"),
+        to("distillation.enabled=False distillation.teacher_models.teacher_model.model_path=null "
+           "distillation.distillation_loss.use_task_rewards=True distillation.distillation_loss.distillation_loss_coef=1.0 "
+           "distillation.distillation_loss.loss_mode=k3 distillation.distillation_loss.topk=128 "
+           "distillation.distillation_loss.use_policy_gradient=True", "--teacher, --teacher-alone, --teacher-coef, "
+           "--teacher-top-k", "the teacher is on the learners. `k1` by policy gradient and `k2` as a loss are the same here; "
+           "`forward_kl_topk` becomes the reverse KL", m.distillation),
+        missing("distillation.distillation_loss.kd_temperature=1.0", "the teacher's temperature is `--temperature`, too"),
+        missing("distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.log_prob_min_clamp=-10.0",
+                "no clamp"),
+        missing("distillation.*", "one teacher, on the learners, without an engine of its own"),
+        missing("critic.*", "no critic"),
+        unneeded("critic.enable", "there is none"),
+        unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.teacher_model.inference.*",
+                 "the teacher is on the learners"),
         unneeded("A.actor.calculate_entropy A.actor.calculate_sum_pi_squared", "the entropy is always measured"),
     ],
     "Reward": [

@@ -20,6 +20,7 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
+from rl.learning.top_tokens import TopTokens
 from rl.model import vision_sharing
 from rl.model.attention import Packed
 from rl.model.router import UNKNOWN, row_of_routes
@@ -47,6 +48,7 @@ class Targets:
     actor_log_prob: torch.Tensor | None = None  # float32, of the policy that starts the step; NaN where it is not known
     old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
+    teacher_log_prob: torch.Tensor | None = None  # float32
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
@@ -270,6 +272,7 @@ class MicroBatch:
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
+    top: TopTokens | None = None  # of a teacher (rl/learning/top_tokens.py)
 
     @property
     def real_tokens(self) -> int:
@@ -322,6 +325,7 @@ class Tokens:
     actor_log_prob: torch.Tensor | None
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
+    teacher_log_prob: torch.Tensor | None
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
     reward: torch.Tensor | None

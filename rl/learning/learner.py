@@ -29,6 +29,7 @@ from rl.learning.flops import Computed, head_flops, train_flops_per_token
 from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import keep_in_bf16, set_apart, take_masters
 from rl.learning.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
+from rl.learning.top_tokens import TopTokens
 from rl.model.attention_kernels import check_kernel
 from rl.model.compiled import compile_layers
 from rl.model.expert_parallel import clip_grad_norm, divide_experts, fetch_ahead, share_experts
@@ -66,7 +67,7 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
     activation_offload: bool = False
     """Keep each layer's input, which --gradient-checkpointing saves, in host memory until the backward pass."""
     ref_offload: bool = True
-    """Keep the reference policy in host memory while it is not in use (accelerators only)."""
+    """Keep the reference policy and the teacher in host memory while they are not in use (accelerators only)."""
     max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto: as many as the accelerator's memory
     holds (8,192 with images), or as many as are fastest on a CPU. At least one sequence of full length."""
@@ -102,11 +103,21 @@ class LearnerArgs(OptimizerArgs, RouterArgs):
             )
 
 
-def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool, trust_remote_code: bool) -> Policy:
-    """The model at `path` (a directory or a hub name) in fp32, sharded over all ranks; each reads its own part of the weights.
-    Raises UserError if they are not whole, or if what is computed with them is not what transformers computes."""
-    weights = open_weights(path, trust_remote_code, say=trainable) if ranks.is_main else None
-    if weights and trainable:
+def load_policy(
+    path: str,
+    args: LearnerArgs,
+    ranks: Ranks,
+    offload: bool,
+    trainable: bool,
+    trust_remote_code: bool,
+    frozen_as: Literal["reference", "teacher"] = "reference",
+) -> Policy:
+    """The model at `path` (a directory or a hub name) in fp32, or frozen in --dtype, sharded over all ranks; each reads its own
+    part of the weights. frozen_as: what it is where it is not trained. Raises UserError if they are not whole, or if what is
+    computed with them is not what transformers computes."""
+    is_known = not trainable and frozen_as == "reference"  # the policy has been read and checked from the same files
+    weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
+    if weights and not is_known:
         if not args.compile:
             keep_less(weights.model)
         with weights.by_layer():
@@ -126,11 +137,11 @@ def load_policy(path: str, args: LearnerArgs, ranks: Ranks, offload: bool, train
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = Policy(model, Router.of(model, args), logits_kept)
     _compute_as_sampled(policy)
+    if args.dtype == "bfloat16" and not trainable:
+        keep_in_bf16(policy.parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, say=trainable)
-    if args.dtype == "bfloat16" and not trainable and not sharded:
-        keep_in_bf16(policy.parameters())
+    fill(model, weights, path, ranks, say=not is_known)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
@@ -199,7 +210,7 @@ class Outgoing:
 
 
 class Learner:
-    """The policy under training, its optimizer and schedule, and the frozen reference policy if there is one."""
+    """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
 
     def __init__(
         self,
@@ -210,7 +221,11 @@ class Learner:
         temperature: float = 1.0,
         with_reference: bool = False,
         trust_remote_code: bool = False,
+        teacher: str | None = None,
+        teacher_top_k: int = 0,
     ):
+        """path, teacher: of models, directories or hub names. teacher_top_k: tokens of the teacher that are compared at each
+        place, 0 for the sampled one alone."""
         self.args, self.temperature, self.total_steps = args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
@@ -220,6 +235,10 @@ class Learner:
         if with_reference:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+        self.teacher, self.teacher_top_k = None, teacher_top_k
+        if teacher:
+            offload = args.ref_offload and is_accelerator(ranks.device)
+            self.teacher = load_policy(teacher, args, ranks, offload, False, trust_remote_code, "teacher")
         # The fp32 weights by name where the policy has them in bf16.
         beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
@@ -246,34 +265,59 @@ class Learner:
         is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has to be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens)
+            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top)
+        if micro.top:
+            micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
         self.computed.add(micro)
         if ends_here:
             check_no_gradient(*out[: 2 if entropy == "loss" else 1])
         return out
 
-    def _log_probs(self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_probs(
+        self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0, top: TopTokens | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
-        what = (micro.predict, micro.labels, self.temperature, entropy, routes, observe)
+        labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
-    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
+    def log_probs_of(
+        self, which: Literal["policy", "reference", "teacher"], batch: Batch, micros: list[list[MicroBatch]]
+    ) -> torch.Tensor:
         """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0 of those
         outside the mask. With --router-replay R2 these keep the policy's routes."""
-        model = self.policy if which == "policy" else self.reference
+        model = getattr(self, which)
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             records = which == "policy" and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            log_prob, _ = self._log_probs(model, micro, "none")
+            if which == "teacher" and self.teacher_top_k:
+                log_prob = self._find_top_tokens(micro)
+            else:
+                log_prob, _ = self._log_probs(model, micro, "none")
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
+        if model is not self.policy:
+            model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
         return out
+
+    def _find_top_tokens(self, micro: MicroBatch) -> torch.Tensor:
+        """Leaves the teacher's most likely tokens in the micro-batch; returns its log-probs [n] of the sampled ones."""
+        progress()
+        count, rows = self.teacher_top_k, self.config.get_text_config().vocab_size
+        what = (micro.predict, micro.labels, self.temperature, "none")
+        sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, rows))
+        if micro.own is not None:
+            every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: tokens' numbers are below 2^24
+            every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
+            sampled, token, log_prob = every.split([1, count, count], 1)
+        micro.top = TopTokens(token.to("cpu", torch.int32), log_prob.cpu())
+        return sampled.view(-1)
 
     def begin_step(self, step: int) -> None:
         """Takes the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and counts

@@ -22,6 +22,8 @@ class LossMeans:
         """Takes a micro-batch's log-probs [n]; terms: name -> scalar, its share; stats: name -> [n]. Every rank adds the same
         names."""
         self.tokens = self.tokens + t.mask.sum()
+        if t.teacher_log_prob is not None:
+            stats = stats | {"teacher_kl": log_prob - t.teacher_log_prob}
         for name, value in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
         for name, value in stats.items():

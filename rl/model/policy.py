@@ -8,6 +8,7 @@ from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.log_probs import ChunkedLogProbs
 from rl.model.router import Router
+from rl.model.top_log_probs import log_probs_at, top_tokens
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
 LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; those of further tokens are made twice
@@ -23,15 +24,22 @@ class Policy(nn.Module):
         if self.takes_images:
             vision_forward.embed_by_product(model)
 
-    def forward(self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0):
+    def forward(
+        self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0, top=None
+    ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
         entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
-        rl/model/router.py.
+        rl/model/router.py. Of a teacher's top tokens: labels may be [n, m], and then the log-probs are; top = (K, vocabulary)
+        gives what `top_tokens` returns.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
+        if top:
+            return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
+        if labels.dim() > 1:
+            return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return self._log_prob(hidden, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0

@@ -55,25 +55,27 @@ def resolve(model: str) -> str:
     return model
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(path: str, trust_remote_code: bool = False, name: str = "--model") -> PretrainedConfig:
+    """name: of the flag, for a message."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # no such place, not JSON, values that the model's own class refuses
         custom = "trust_remote_code" in str(error)
         remedy = "If you trust that code, add --trust-remote-code." if custom else "Give a directory or a hub name."
-        raise UserError(f"--model {path}: no model can be read there ({reason_of(error)}). {remedy}") from None
+        raise UserError(f"{name} {path}: no model can be read there ({reason_of(error)}). {remedy}") from None
 
 
 @functools.cache
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, trust_remote_code: bool = False, name: str = "--model") -> PreTrainedTokenizerBase:
+    """name: of the flag, for a message."""
     remedy = "Save one next to the weights (tokenizer.save_pretrained)."
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
         # transformers would make an empty one of the model's class, silently
-        raise UserError(f"--model {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
+        raise UserError(f"{name} {path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}). {remedy}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, TypeError, KeyError
-        raise UserError(f"--model {path}: no tokenizer can be read there ({reason_of(error)}). {remedy}") from None
+        raise UserError(f"{name} {path}: no tokenizer can be read there ({reason_of(error)}). {remedy}") from None
 
 
 # ------------------------------------------------------------------------------------- checks before the weights
@@ -89,9 +91,10 @@ class ModelFlags(Protocol):
     trust_remote_code: bool
 
 
-def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags) -> None:
-    """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
-    config, where = load_config(path, args.trust_remote_code), f"--model {path}"
+def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags, name: str = "--model") -> None:
+    """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
+    that gave the model."""
+    config, where = load_config(path, args.trust_remote_code), f"{name} {path}"
     _check_modules(config, where, args.trust_remote_code)
     text = config.get_text_config()
     check_lengths(text, args)
@@ -107,6 +110,8 @@ def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
     own, shared_by = args.max_tokens_per_micro_batch, args.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
+    if hasattr(args, "max_length"):
+        sizes = f"--max-length {args.max_length} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if own != "auto" and prompt + response > own * shared_by:

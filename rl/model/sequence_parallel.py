@@ -73,14 +73,16 @@ class Piece:
 
 def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs and entropies of a rank's own tokens -> those of all n of the micro-batch, [n] each, with gradient where
-    they had one."""
+    they had one. log_prob may be [own tokens, m], then it becomes [n, m]."""
     group = ranks.sequence_mesh.get_group("sequence")
-    both = _Gather.apply(torch.stack([log_prob, entropy]), micro.own, len(micro.index), group)
-    return both[0], both[1] if entropy.requires_grad else both[1].detach()
+    rows = log_prob.view(len(log_prob), -1).t()  # [m, own tokens]
+    every = _Gather.apply(torch.cat([rows, entropy[None]]), micro.own, len(micro.index), group)
+    of_all, entropies = every[:-1].t().reshape(-1, *log_prob.shape[1:]), every[-1]
+    return of_all, entropies if entropy.requires_grad else entropies.detach()
 
 
 class _Gather(torch.autograd.Function):
-    """(values [2, own tokens], their places among n, n, group) -> [2, n]. The backward pass keeps the own tokens' gradient: the
+    """(values [k, own tokens], their places among n, n, group) -> [k, n]. The backward pass keeps the own tokens' gradient: the
     others' is taken by the ranks that computed them."""
 
     @staticmethod

@@ -5,7 +5,7 @@ shares that good implementations reach. Left out: preemption, imbalance between 
 """
 
 from rl.learning.flops import train_flops_per_token
-from rl.model.pretrained import empty_model
+from rl.model.pretrained import empty_model, load_config, resolve
 from rl.plan.devices import Device
 from rl.plan.machine import Roles
 from rl.plan.simulation import Times
@@ -30,13 +30,21 @@ def count_parameters(config, trust_remote_code: bool = False) -> int:
     return sum(p.numel() for p in empty_model(config, trust_remote_code).parameters())
 
 
+def forward_flops(config) -> tuple[float, float]:
+    """FLOP of a token in a forward pass, attention aside, and what each token before it adds."""
+    forward = train_flops_per_token(config, 0) / 3
+    return forward, train_flops_per_token(config, 1) / 3 - forward
+
+
 def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes: int = 1) -> Times:
     """config: a transformers config; parameters: all of them, of every expert."""
     updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
-    forward = train_flops_per_token(config, 0) / 3  # FLOP of a token, attention aside
-    attention = train_flops_per_token(config, 1) / 3 - forward  # more for each token before it
+    forward, attention = forward_flops(config)
     passes = (4 if args.gradient_checkpointing else 3) * args.ppo_epochs  # forward passes, a backward pass counted as two
     passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
+    of_teacher = (0.0, 0.0)
+    if args.teacher:
+        of_teacher = forward_flops(load_config(resolve(args.teacher), args.trust_remote_code, "--teacher"))
     train = device.flops * TRAIN_SHARE
     flops = roles.per_engine * device.flops
     bandwidth = roles.per_engine * device.bandwidth * BANDWIDTH_SHARE
@@ -55,7 +63,7 @@ def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes:
         prefill=forward / (flops * PREFILL_SHARE),
         receive=precision * parameters / min(HOST_LINK, device.network),
         learn=updates * (shards + optimizer),
-        token=passes * forward / train,
-        square=passes * attention / train,
+        token=(passes * forward + of_teacher[0]) / train,
+        square=(passes * attention + of_teacher[1]) / train,
         publish=2 * parameters / HOST_LINK,
     )

@@ -19,6 +19,7 @@ PHASE_OF = {  # by timer
     "update_weights": "publish",
     "old_log_prob": "train",
     "ref": "train",
+    "teacher": "train",
     "adv": "train",
     "update_actor": "train",
 }

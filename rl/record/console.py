@@ -40,6 +40,7 @@ class ConsoleLog:
             self.accuracy = sum(validation) / len(validation)
         accuracy = self.accuracy if validation or self.bar else None  # once in plain lines
         parts = [("reward {:.3f}", metrics.get("critic/score/mean")), ("validation accuracy {:.3f}", accuracy)]
+        parts += [("nll {:.3f}", metrics.get("actor/nll")), ("validation nll {:.3f}", metrics.get("val/nll"))]
         parts += [("{:,.0f} tokens/s", _rate(metrics))]
         parts += [("learners wait {:.0%}", metrics.get("fully_async/trainer/idle_ratio"))]
         parts += [("generators wait {:.0%}", metrics.get("fully_async/rollouter/idle_ratio"))]
@@ -50,7 +51,9 @@ class ConsoleLog:
         first_step, started = self.first = self.first or (step, now)
         if self.bar and validation:
             self.bar.console.print(f"step {metrics.get(validations.STEP, step)}: validation accuracy {self.accuracy:.3f}")
-        elif not self.bar and (validation or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY):
+        elif not self.bar and (
+            validation or "val/nll" in metrics or step == self.total_steps or now - self.last_line > PLAIN_LINE_EVERY
+        ):
             done, steps = step - first_step, self.total_steps - first_step
             left = f"  {(now - started) / done * (self.total_steps - step):.0f} s left" if 0 < done < steps else ""
             print(f"step {step}/{self.total_steps}  {text}{left}", flush=True)

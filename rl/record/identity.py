@@ -16,6 +16,7 @@ from rl import flag_words
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import _sample
+from rl.model.pretrained import resolve
 from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
@@ -60,6 +61,8 @@ class Identity:
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
+        if self.args.teacher:
+            contents["teacher"] = _digest_model(resolve(self.args.teacher))
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:

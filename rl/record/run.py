@@ -190,8 +190,9 @@ class Run:
         last = f"The last: {errors[-1]}" if errors else ""
         self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
 
-    def finish(self, checkpoint: Path | None) -> None:
-        """Draws the reward plot, closes everything, and says where things are. checkpoint: None if nothing was trained."""
+    def finish(self, checkpoint: Path | None, plot: str = "reward") -> None:
+        """Draws the plot of that name, closes everything, and says where things are. checkpoint: None if nothing was
+        trained."""
         if not self.enabled:
             return
         self._console.close()
@@ -203,9 +204,9 @@ class Run:
             print(f"checkpoint  {checkpoint}", flush=True)
         print(f"metrics     {self.dir / METRICS}", flush=True)
         try:
-            print(f"reward plot {plot_reward(self.dir / METRICS, self.dir / 'reward.png')}", flush=True)
+            print(f"{plot} plot {plot_reward(self.dir / METRICS, self.dir / f'{plot}.png')}", flush=True)
         except (OSError, ValueError) as error:
-            print(f"warning: no reward plot: {error}", file=sys.stderr, flush=True)
+            print(f"warning: no {plot} plot: {error}", file=sys.stderr, flush=True)
 
 
 def _lock(directory: Path):
@@ -311,7 +312,7 @@ def _strict(value):
 
 def plot_reward(metrics: Path, target: Path) -> Path:
     """Draws reward (of training) and accuracy (of validation) against steps, from metrics.jsonl and the validations next to it,
-    as a PNG."""
+    as a PNG; of a supervised run the negative log-likelihood."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -319,9 +320,12 @@ def plot_reward(metrics: Path, target: Path) -> Path:
     figure = Figure(figsize=(7, 4), dpi=110)
     axes = figure.subplots()
     _plot(axes, rows, "critic/score/mean", label="training reward", lw=1)
+    _plot(axes, rows, "actor/nll", label="training nll", lw=1)  # of a supervised run, which has no reward
+    _plot(axes, rows, "val/nll", label="validation nll", lw=2)
     for name in sorted({name for row in validated for name in row if name.startswith("val-core/")}):
         _plot(axes, validated, name, label=name.removeprefix("val-core/"), lw=2)
-    axes.set(xlabel="step", ylabel="reward, accuracy", title=metrics.parent.name)
+    is_supervised = any("actor/nll" in row for row in rows)
+    axes.set(xlabel="step", ylabel="nll, nats a token" if is_supervised else "reward, accuracy", title=metrics.parent.name)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -332,6 +332,13 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.torchtitan.optimizer_offload=True A.actor.torchtitan.expert_parallel_size=2",
          {"optimizer-offload": True, "expert-parallel": 2}),
         ("trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=0.5", {"over-sample": 0.5}),
+        ("distillation.enabled=True distillation.teacher_models.teacher_model.model_path=a/b "
+         "distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.distillation_loss_coef=0.5",
+         {"teacher": "a/b", "teacher-coef": 0.5, "teacher-alone": None, "teacher-top-k": None}),
+        ("distillation.enabled=True distillation.teacher_models.teacher_model.model_path=a/b "
+         "distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.use_task_rewards=False",
+         {"teacher": "a/b", "teacher-coef": None, "teacher-alone": True, "teacher-top-k": 128}),
+        ("distillation.enabled=False distillation.distillation_loss.topk=64", {"teacher": None, "teacher-top-k": None}),
     ],
 )  # fmt: skip
 def test_values_keep_their_meaning(words, flags_):

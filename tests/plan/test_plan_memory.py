@@ -118,11 +118,18 @@ def flags(model: str, **more) -> train_async.Args:
 
 
 def test_shards_by_arithmetic(model):
-    args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, use_kl_loss=True)
+    args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, use_kl_loss=True, teacher=model)
     memory = dry_run("train_async", args, 4, "cuda", lengths_like("budget", 4, 100, 20))
     own = parameters() / 4
     assert memory.parameters == parameters()
-    wanted = {"weights": 4, "optimizer": 8, "reference": 4, "checkpoint": 12, "publish": 4 * 2}  # bytes a parameter
+    wanted = {
+        "weights": 4,
+        "optimizer": 8,
+        "reference": 2,
+        "teacher": 2,
+        "checkpoint": 12,
+        "publish": 4 * 2,
+    }  # bytes a parameter
     for cause, bytes in wanted.items():
         size = (memory.kept if cause in ("weights", "optimizer") else memory.host_kept)[cause]
         assert size == pytest.approx(bytes * own, rel=0.01), cause

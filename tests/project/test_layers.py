@@ -26,6 +26,7 @@ LAYERS = [
     ["checkpoint", "replay"],
     ["setup"],
     ["training_run", "generator_loop"],
+    ["supervised"],
     ["report"],
     ["plan"],
     ["from_verl", "doctor"],

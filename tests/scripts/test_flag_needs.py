@@ -54,6 +54,8 @@ CASES = [
     ("--target-kl 0.2", "--use-kl-in-reward", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--kl-horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--max-num-gen-batches 3", "", "--filter-groups"),
+    ("--teacher-coef 2", "", "--teacher demo"),
+    ("--teacher-top-k 4", "--use-kl-loss", "--teacher demo"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),
     ("--rollout-is-threshold 3", "--rollout-rs seq_mean_k1 --rollout-rs-threshold 2", "--rollout-is token"),
     ("--rollout-is-batch-normalize", "--rollout-rs seq_mean_k1 --rollout-rs-threshold 2", "--rollout-is sequence"),
@@ -110,6 +112,7 @@ BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
+    "TeacherArgs": "teacher teacher_alone",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",

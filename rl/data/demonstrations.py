@@ -1,0 +1,226 @@
+"""Conversations to imitate: verl's column `messages`, or a prompt and a response; every answer of the assistant is trained.
+
+The model's chat template renders a conversation. What it adds for an answer, beyond its call for one, is trained up to the end
+token; what follows, such as Qwen's line break, a policy never samples. Each part is tokenised for itself, so that a prompt has
+the tokens that it has in training by reward. Left out: images.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.measured import Measured
+from rl.data.prompts import is_message
+from rl.data.tables import check_as_written, check_text, read_table
+from rl.errors import UserError
+from rl.ranges import Range
+from rl.ranks import launch
+from rl.ranks.divided_work import Division
+from rl.ranks.progress import track
+
+
+@dataclass
+class DemonstrationArgs:
+    """Conversations to train and to validate on."""
+
+    train_files: tuple[str, ...] = ("demo",)
+    """Conversations: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
+    concatenated."""
+    val_files: tuple[str, ...] = ()
+    """Conversations to validate on, in the same forms. Default: those of the demo, or none."""
+    messages_key: str = "messages"
+    """Column that holds a conversation: chat messages, of which each of the assistant's is trained."""
+    prompt_key: str = "prompt"
+    """Column of the prompt where there are no messages: chat messages, or a string that is used as it is."""
+    response_key: str = "response"
+    """Column of the response to the prompt."""
+    max_length: Annotated[int, Range(at_least=2)] = 512
+    """Longest conversation, in tokens."""
+    filter_overlong_prompts: bool = False
+    """Leave out longer conversations, which are an error otherwise."""
+    shuffle: bool = True
+    """Draw conversations in a new random order each epoch, instead of the order of the files."""
+    train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of training conversations to use, from the first one on; -1 uses all."""
+    val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
+    """Number of validation conversations to use, from the first one on; -1 uses all."""
+
+
+class Demonstration(NamedTuple):
+    ids: np.ndarray  # [n] int32
+    trained: np.ndarray  # [n] bool; never the first token, which nothing predicts
+
+
+class Demonstrations(Sequence):
+    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+
+    prep = None  # of images, which these have none of
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        split: Literal["train", "val"],
+        tokenizer: PreTrainedTokenizerBase,
+        args: DemonstrationArgs,
+        end_tokens: set[int],
+    ):
+        """end_tokens: those that end a response of the model."""
+        self.tokenizer, self.args, self.end_tokens, self.files = tokenizer, args, end_tokens, list(files)
+        if not self.files:
+            raise UserError(f"--{split}-files names no file.")
+        limit = args.train_max_samples if split == "train" else args.val_max_samples
+        self.tables = []
+        for file in self.files:
+            table = read_table(file, split)
+            self._check_columns(file, table.column_names)
+            check_text(file, table)
+            check_as_written(file, table)
+            self.tables.append(table)
+        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
+        self.rows = self._measure(self.ends[-1] if limit < 0 else min(limit, self.ends[-1]), split)
+        if not len(self.rows):
+            raise UserError(
+                f"{', '.join(self.files)}: no conversation has at most --max-length {args.max_length} tokens. Raise it."
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        return self._read(self.rows[index])
+
+    def _check_columns(self, file: str, columns: Sequence[str]) -> None:
+        args, wanted = self.args, {self.args.prompt_key, self.args.response_key}
+        if args.messages_key in columns or wanted <= {*columns} or file == "demo":
+            return
+        raise UserError(
+            f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
+            f"columns are {', '.join(sorted(columns))}. See --messages-key, --prompt-key and --response-key."
+        )
+
+    def _measure(self, rows: int, split: str) -> Sequence[int]:
+        """The rows that are used. Each rank of a node reads a part of them: what cannot be used is an error now."""
+        work, own = Division(), Measured()
+        part = track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0)
+        try:
+            for row in part:
+                length = len(self._read(row).ids)
+                if length <= self.args.max_length:
+                    own.kept.append(row)
+                elif not self.args.filter_overlong_prompts:
+                    raise UserError(
+                        f"{self._where(row)}: the conversation has {length} tokens, more than --max-length "
+                        f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
+                    )
+                if not work.advance(1):
+                    break
+        except UserError as error:
+            own.error = str(error)
+            work.fail()
+        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes()))).kept
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row number in it) of a row number over all files."""
+        file = bisect.bisect_right(self.ends, row)
+        return file, row - (self.ends[file - 1] if file else 0)
+
+    def _where(self, row: int) -> str:
+        file, number = self._locate(row)
+        return f"{self.files[file]} row {number}"
+
+    def _read(self, row: int) -> Demonstration:
+        """Its tokens, and which are trained."""
+        columns = self._columns(row)
+        messages = self._messages(row, columns)
+        pieces = self._plain(columns) if messages is None else self._pieces(row, messages)
+        ids, trained = [], []
+        for tokens, is_answer in pieces:
+            count = self._up_to_end(tokens, row) if is_answer else 0
+            ids += tokens
+            trained += [True] * count + [False] * (len(tokens) - count)
+        if trained[0]:
+            raise UserError(f"{self._where(row)}: nothing is in front of the response. Give it a prompt.")
+        return Demonstration(np.array(ids, np.int32), np.array(trained, bool))
+
+    def _up_to_end(self, tokens: list[int], row: int) -> int:
+        """How many tokens of an answer are trained: up to the last end token."""
+        ends = [place for place, token in enumerate(tokens) if token in self.end_tokens]
+        if ends:
+            return ends[-1] + 1
+        named = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(sorted(self.end_tokens))))
+        last = self.tokenizer.convert_ids_to_tokens(tokens[-1:])
+        raise UserError(
+            f"{self._where(row)}: the chat template ends an answer with {last}, and the model's end tokens are {named}: "
+            "responses would not end there. Name the template's token, too, as eos_token_id in generation_config.json."
+        )
+
+    def _columns(self, row: int) -> dict:
+        file, number = self._locate(row)
+        columns = self.tables[file][number]
+        if self.files[file] == "demo":  # its rows have the right sums for graders
+            columns = columns | {self.args.response_key: columns["reward_model"]["ground_truth"]}
+        if self.args.messages_key not in columns and not isinstance(columns[self.args.response_key], str):
+            raise UserError(f"{self._where(row)}: the response is no text. Correct the row, or see --response-key.")
+        return columns
+
+    def _messages(self, row: int, columns: dict) -> list[dict] | None:
+        """The conversation; None of a prompt that is a string."""
+        args = self.args
+        if args.messages_key not in columns and isinstance(columns[args.prompt_key], str):
+            return None
+        messages = columns.get(args.messages_key)
+        if messages is None:
+            messages = [*columns[args.prompt_key], {"role": "assistant", "content": columns[args.response_key]}]
+        if not (isinstance(messages, list) and all(map(is_message, messages))):
+            raise UserError(
+                f"{self._where(row)}: a conversation is a list of {{role, content}}, both strings. Correct the row."
+            )
+        return messages
+
+    def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
+        """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and of its response."""
+        prompt, bos = columns[self.args.prompt_key], self.tokenizer.bos_token
+        has_bos = bool(bos) and prompt.startswith(bos)
+        yield self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"], False
+        yield self._encode(columns[self.args.response_key] + (self.tokenizer.eos_token or "")), True
+
+    def _pieces(self, row: int, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
+        """Tokens of the pieces that make up the conversation, each with whether it is an answer."""
+        whole, done = self._render(row, messages), 0
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(row, messages[:turn], add_generation_prompt=True)
+            after = self._render(row, messages[: turn + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError(
+                    f"{self._where(row)}: the chat template writes message {turn} differently where others follow, as some "
+                    "leave out earlier thoughts. Make a row of each answer."
+                )
+            yield self._encode(whole[done : len(before)]), False
+            yield self._encode(whole[len(before) : len(after)]), True
+            done = len(after)
+        if not done:
+            raise UserError(f"{self._where(row)}: no message is the assistant's, so nothing can be learnt. Remove the row.")
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _render(self, row: int, messages: list[dict], **more) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"{self._where(row)}: a chat, but the model's tokenizer has no chat template. Save one with the tokenizer, or "
+                "give prompts as plain strings."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **more)
+        except TemplateError as error:
+            raise UserError(
+                f"{self._where(row)}: the model's chat template refuses the messages ({error}). Fix the roles."
+            ) from None

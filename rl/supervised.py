@@ -1,0 +1,115 @@
+"""What train_sft.py needs beyond its algorithm: its flags, the start, and a run without samples and rewards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+
+from rl.checkpoint.resume import CheckpointArgs
+from rl.data.demonstrations import DemonstrationArgs, Demonstrations
+from rl.data.image_prompts import takes_images
+from rl.data.job import Job
+from rl.data.prompts import PromptOrder
+from rl.errors import UserError
+from rl.learning.batch import Batch
+from rl.learning.learner import LearnerArgs
+from rl.model.pretrained import check_model, end_token_ids, load_config, load_tokenizer, resolve
+from rl.ranges import Range
+from rl.ranks.watchdog import WatchdogArgs
+from rl.record.run import LogArgs
+from rl.samples.group import Group, Response
+from rl.setup import RunArgs
+from rl.training_run import TrainingRun
+
+
+@dataclass
+class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+    """Flags bear verl's names where it has one; each group stands with its component in rl/."""
+
+    train_batch_size: Annotated[int, Range(at_least=1)] = 64
+    """Conversations of a step, over all ranks."""
+
+    # Fields that the parts look at, and that are no flags of a supervised run
+    packs_flat_apart: ClassVar = False
+    rollout_n: ClassVar = 1
+    entropy_coeff: ClassVar = 0.0
+    ppo_epochs: ClassVar = 1
+    ref_offload: ClassVar = True
+    freeze_vision_tower: ClassVar = False
+    router_replay: ClassVar = "off"
+    total_rollout_steps: ClassVar = None
+    log_val_generations: ClassVar = 0
+    record_samples: ClassVar = None
+    reward: ClassVar = None
+    teacher: ClassVar = None
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self.max_length // 2
+
+    @property
+    def max_response_length(self) -> int:
+        return self.max_length - self.max_prompt_length
+
+
+def set_up(args: SupervisedArgs, file: str) -> Job:
+    """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
+    be used."""
+    torch.manual_seed(args.seed)
+    path = resolve(args.model)
+    if takes_images(load_config(path, args.trust_remote_code)):
+        raise UserError(f"--model {path}: it takes images, and a supervised start is of text alone. Train it by reward.")
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_model(path, tokenizer, args)
+    ends = end_token_ids(path, tokenizer, args.trust_remote_code)
+    rows = Demonstrations(args.train_files, "train", tokenizer, args, ends)
+    val_files = args.val_files or (("demo",) if args.train_files == ("demo",) else ())
+    val_rows = Demonstrations(val_files, "val", tokenizer, args, ends) if val_files and args.test_freq > 0 else None
+    order = PromptOrder(len(rows), args.seed, args.shuffle)
+    return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
+
+
+def to_groups(rows: Demonstrations, indices: Mapping[int, int]) -> list[Group]:
+    """Rows as records that a learner takes: what comes before the first trained token is the prompt. indices: ticket -> row."""
+    return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
+
+
+def _to_group(ticket: int, rows: Demonstrations, index: int) -> Group:
+    ids, trained = rows[index]
+    first = int(trained.argmax())
+    unknown = np.zeros(len(ids) - first, np.int32)
+    response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
+    return Group(ticket, ids[:first], "sft", [response])
+
+
+class SupervisedRun(TrainingRun):
+    """A run whose batches are demonstrations."""
+
+    def batch(self, step: int) -> Batch:
+        """Begins the step: its conversations. A collective of the learners."""
+        size = self.args.train_batch_size
+        tickets = range((step - 1) * size, step * size)
+        return self.begin(to_groups(self.job.prompts, {ticket: self.job.order(ticket)[1] for ticket in tickets}))
+
+    def finish(self) -> None:
+        """Waits for the last checkpoint and closes the record."""
+        self.record.finish(self.saver.finish(self.job.total_steps), plot="nll")
+
+    def _look_at_start(self) -> None:
+        self._skipped = self.learner.skipped
+
+    def _look_at_step(self, step: int, batch: Batch, metrics: dict[str, float], gone) -> dict[str, float]:
+        new, self._skipped = metrics["actor/skipped_steps"] - self._skipped, metrics["actor/skipped_steps"]
+        self.record.warn("optimizer steps skipped", new, "Their gradient was not finite: training diverges. Try a lower --lr.")
+        return {}

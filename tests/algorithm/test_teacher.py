@@ -1,0 +1,195 @@
+"""A teacher: both forms have the gradient of KL(policy || teacher), also of stale samples, and what cannot teach is refused."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, make_group
+
+import losses
+import train_async
+import train_one_step_off
+import train_sync
+from rl.algorithm.fates import Fates
+from rl.algorithm.teacher import check_teacher
+from rl.errors import UserError
+from rl.learning.batch import Batch
+from rl.ranges import check
+from rl.ranks import dist
+
+sys.path.append(str(ROOT / "benchmarks"))
+from learning import unbiased
+
+ALONE = {"teacher": "some model", "teacher_alone": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks():
+    yield dist.init()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def fp64():
+    with unbiased.in_fp64():
+        yield
+
+
+class Taught(unbiased.Tabular):
+    """A policy in the learner's place, with a teacher of the same shape."""
+
+    def __init__(self, policy: unbiased.Tabular, words: int, length: int):
+        super().__init__(words, length, policy.logits.detach())
+        self.teacher = unbiased.Tabular(
+            words, length, torch.randn(policy.logits.shape, generator=torch.Generator().manual_seed(9))
+        )
+
+    def log_probs_of(self, which: str, *_) -> torch.Tensor:
+        if which != "teacher":
+            return super().log_probs_of(which)
+        self.teacher.batch = self.batch
+        return self.teacher.log_probs_of(which)
+
+    def kl_gradient(self, sampler: unbiased.Tabular) -> torch.Tensor:
+        """Of the KL to the teacher behind every prefix, by whole distributions, weighed by how often `sampler` comes there."""
+        reached = torch.zeros(len(self.logits))
+        for sequence in sampler.sequences:
+            log_prob = sampler.of(sequence).detach()
+            for place in range(len(sequence)):
+                reached[sampler.row[sequence[:place]]] += log_prob.sum().exp()  # summed over all that may follow
+        log_p, log_t = self.logits.log_softmax(-1), self.teacher.logits.detach().log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_t)).sum(-1)
+        return torch.autograd.grad((reached * kl).sum(), self.logits)[0]
+
+
+@pytest.mark.parametrize("case", [(3, 1, 1.0), (3, 2, 0.7)], ids=["1 token", "2 tokens"])
+@pytest.mark.parametrize("script", [train_one_step_off, train_async])
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo"])
+def test_the_gradient_of_stale_samples_is_that_of_the_kl(fp64, case, script, loss):
+    """The expectation over all pairs of responses that another policy draws. With that policy's log-probs in the advantage it
+    would be another one."""
+    policy, sampler, score = unbiased.make_case(*case)
+    policy = Taught(policy, *case[:2])
+    found = unbiased.expected_gradient(script, ALONE | {"loss_mode": loss, "teacher_coef": 0.5}, policy, sampler, score)
+    torch.testing.assert_close(found, -0.5 * policy.kl_gradient(sampler), atol=1e-12, rtol=0)
+
+
+def test_next_to_a_reward_both_gradients_add_up(fp64):
+    policy, sampler, score = unbiased.make_case(3, 1, 1.0)
+    policy = Taught(policy, 3, 1)
+    both = unbiased.expected_gradient(train_async, {"teacher": "some model", "teacher_coef": 2}, policy, sampler, score)
+    of_reward = unbiased.exact_gradients(policy, sampler, score)["dJ"]
+    torch.testing.assert_close(both, of_reward - 2 * policy.kl_gradient(sampler), atol=1e-12, rtol=0)
+
+
+def test_from_itself_the_policy_learns_nothing(fp64):
+    policy, _, score = unbiased.make_case(3, 2, 0.0)
+    policy = Taught(policy, 3, 2)
+    policy.teacher.logits = policy.logits.detach().clone()
+    assert not unbiased.expected_gradient(train_sync, ALONE, policy, policy, score).any()
+
+
+def test_a_step_whose_scores_are_all_equal_has_a_signal_from_its_teacher():
+    batch = Batch.of([make_group(0, (3, 2), score=1.0)])
+    batch.targets.advantage = torch.zeros(5)
+    assert not Fates.of(batch).has_signal
+    batch.targets.teacher_log_prob = torch.zeros(5)
+    assert Fates.of(batch).has_signal
+
+
+# --------------------------------------------------------------------------------------------------------- the top tokens
+
+
+def coarse_kl(logits: torch.Tensor, teacher: torch.Tensor, k: int) -> torch.Tensor:
+    """KL of two whole distributions [n, V], all but the teacher's k likeliest tokens taken as one."""
+    out = []
+    for p, t in zip(logits.softmax(-1), teacher.softmax(-1), strict=True):
+        order = t.argsort(descending=True)
+        parts = [(p[i], t[i]) for i in order[:k]] + [(p[order[k:]].sum(), t[order[k:]].sum())]
+        out.append(sum(a * (a / b).log() for a, b in parts))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_the_top_tokens_give_the_kl_of_the_coarser_distributions(fp64, k):
+    rng = torch.Generator().manual_seed(k)
+    logits, teacher = (torch.randn(5, 8, generator=rng) * 2 for _ in range(2))
+    weight, mask = torch.randn(5, generator=rng), torch.tensor([True, True, False, True, True])
+    mine, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    values, tokens = teacher.log_softmax(-1).topk(k, -1)
+    log_prob = mine.log_softmax(-1).gather(1, tokens)
+    with torch.no_grad():
+        log_prob[2] = -torch.inf
+        values[2] = torch.nan
+    loss = losses.top_k_reverse_kl(log_prob, values, mask)
+    (loss * weight).sum().backward()
+    kl = coarse_kl(exact, teacher, k)
+    (kl * weight * mask).sum().backward()
+    torch.testing.assert_close(loss.detach(), kl.detach() * mask, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(mine.grad[mask], exact.grad[mask], atol=1e-12, rtol=1e-10)
+    assert not mine.grad[2].any()
+
+
+def test_the_top_tokens_of_itself_give_exactly_nothing():
+    """In fp32, and where hardly any mass is left for the other tokens."""
+    logits = (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 8).requires_grad_()
+    log_prob = logits.log_softmax(-1).topk(4, -1).values
+    loss = losses.top_k_reverse_kl(log_prob, log_prob.detach().clone(), torch.ones(64, dtype=torch.bool))
+    loss.sum().backward()
+    assert not loss.any() and not logits.grad.any()
+
+
+def test_the_top_tokens_have_a_shape():
+    one, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"have to be \[N, K\]"):
+        losses.top_k_reverse_kl(one, one, mask)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"loss_mode": "gmpo"}, "--loss-mode gmpo averages it over the response"),
+        ({"loss_mode": "kl_cov"}, "--loss-mode kl_cov chooses tokens before it is known"),
+        ({"teacher_alone": True, "filter_groups": True}, "do not count with --teacher-alone"),
+        ({"teacher_alone": True, "adv_estimator": "remax"}, "--adv-estimator remax compares scores with baseline"),
+        ({"adv_estimator": "rloo", "rollout_n": 1}, "nothing is learnt"),
+        ({"teacher_alone": True, "teacher": None}, "--teacher-alone: without --teacher"),
+    ],
+)
+def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
+    with pytest.raises(UserError, match=said):
+        check(train_sync.Args(**{"teacher": "some model"} | flags))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"loss_mode": "gmpo", "teacher_top_k": 4}, {"adv_estimator": "rloo", "rollout_n": 1, "teacher_alone": True}]
+)
+def test_others_are_not(flags):
+    check(train_sync.Args(teacher="some model", **flags))
+
+
+def test_a_teacher_needs_the_policys_vocabulary(demo_model, tmp_path):
+    """Two tokens have changed places: sizes are the same. Rows behind the vocabulary, as Qwen2.5's larger models have, do not
+    matter."""
+    other, args = Path(shutil.copytree(demo_model, tmp_path / "other")), train_sync.Args(teacher="other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 8}))
+    check_teacher(str(other), args, demo_model)
+    with pytest.raises(UserError, match="Take fewer"):
+        check_teacher(str(other), dataclasses.replace(args, teacher_top_k=10_000), demo_model)
+    swapped = Path(shutil.copytree(demo_model, tmp_path / "swapped"))
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"--teacher .*: its tokenizer is not that of --model .*: 2 tokens differ, such as '3'"):
+        check_teacher(str(swapped), args, demo_model)
+    with pytest.raises(UserError, match=r"--teacher .*nowhere: no model can be read there"):
+        check_teacher(str(tmp_path / "nowhere"), args, demo_model)

@@ -1,0 +1,87 @@
+"""A supervised start: the model learns to write given answers, before it is trained by reward.
+
+    python train_sft.py                                                     # the demo's sums
+    torchrun --standalone --nproc-per-node 2 train_sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files sft.parquet \\
+        --val-files sft_val.parquet --lr 1e-5 --total-epochs 2
+
+The algorithm is in `learn`: the mean of -log p over the tokens of all answers of a step. What is saved is a directory that
+--model of the other scripts takes. Left out: training by reward (train_sync.py and the others).
+"""
+
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+    from rl.ranks import signals, startup
+
+    signals.install_handlers()
+    startup.begin()
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import losses
+from rl import flags
+from rl.algorithm import whole_batch
+from rl.data.job import Job
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.learning.loss_means import LossMeans
+from rl.ranks import dist, process
+from rl.ranks.timers import Timers
+from rl.supervised import SupervisedArgs, SupervisedRun, set_up, to_groups
+
+
+@dataclass
+class Args(SupervisedArgs):
+    """Flags bear verl's names where it has one; each group stands with its component in rl/."""
+
+
+def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
+    """Trains on the batch, one optimizer step. Returns metrics."""
+    with timer("update_actor"):
+        means, every = LossMeans(batch, learner.ranks), torch.arange(len(batch.lengths))
+        denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
+        for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
+            t = batch.at(micro)
+            log_prob, _ = learner.log_probs(micro)  # [n]
+            loss = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
+            loss.backward()
+            means.add(t, log_prob, {"loss": loss}, {"nll": -log_prob})
+        means.end_update(learner.step())
+    return means.metrics()
+
+
+def validate(args: Args, learner: Learner, job: Job) -> float:
+    """-log p of a token of the validation's answers, the mean over all. A collective."""
+    total = torch.zeros(2, dtype=torch.float64)  # of the negative log-probs, and how many
+    for first in range(0, len(job.val_prompts), args.train_batch_size):
+        rows = range(first, min(first + args.train_batch_size, len(job.val_prompts)))
+        batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
+        micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, learner.ranks)
+        nll = -learner.log_probs_of("policy", batch, [micros])
+        total += batch.sum_over_ranks(torch.stack([nll[batch.mask].double().sum(), batch.mask.sum()]))
+    return float(total[0] / total[1])
+
+
+def main(args: Args, ranks: dist.Ranks) -> None:
+    job = set_up(args, __file__)
+    learner = Learner(job.path, args, ranks, job.total_steps, trust_remote_code=args.trust_remote_code)
+    run = SupervisedRun(args, job, learner, ranks.world_size)
+    if job.val_prompts and args.validates(0, job.total_steps) and not run.done:
+        run.record.log(0, {"val/nll": validate(args, learner, job)})
+    for step in run.steps():
+        run.stop_if_asked(step - 1)
+        batch = run.batch(step)
+        metrics = learn(learner, batch, run.timer)
+        if job.val_prompts and args.validates(step, job.total_steps):
+            with run.timer("testing"):
+                metrics["val/nll"] = validate(args, learner, job)
+        run.log(step, batch, metrics)
+        run.save_if_due(step)
+    run.finish()
+
+
+if __name__ == "__main__":
+    args = flags.parse(Args, __doc__)
+    process.run(partial(main, args), join=partial(dist.join, args))
