@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 
 from rl import flag_needs
+from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.image_prompts import ImagePrep
@@ -112,6 +113,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     check_model(path, tokenizer, args)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
+    if args.adapted:
+        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
@@ -132,10 +135,12 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
     given = flag_needs.given(type(args), sys.argv[1:])
     idle, said = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `said` by rl/flags.py
     flag_needs.warn(line for name, line in idle.items() if name not in said)
+    flag_needs.warn(lora.rate_warnings(args, given))
     return {"flags_without_effect": list(idle.values())} if idle else {}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its learning rates laid out over the whole run."""
     engines_first("learner")
-    return Learner(job.path, args, ranks, job.total_steps, args.temperature, args.needs_reference, args.trust_remote_code)
+    with_reference, trusts = args.needs_reference, args.trust_remote_code
+    return Learner(job.path, args, ranks, job.total_steps, args.temperature, with_reference, trusts, args.seed)

@@ -48,7 +48,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):
         """grad_log_prob, grad_entropy [n]. d log p_y / d logits = onehot(y) - p; d H / d logits = -p * (log p + H)."""
         hidden, weight, bias, labels, scale, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_log_prob = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
         kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients take its place: a second backward pass has none
@@ -73,7 +73,9 @@ class ChunkedLogProbs(torch.autograd.Function):
                     log_probs.div_(ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if chunk.start:
+            if grad_weight is None:  # the model is frozen
+                pass
+            elif chunk.start:
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
             else:
                 torch.mm(grad_logits.t(), hidden[chunk], out=grad_weight)
