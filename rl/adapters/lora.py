@@ -33,8 +33,8 @@ class AdapterArgs:
     """Adapters (LoRA): the model stays as it is, and thin matrices next to its linear layers are trained."""
 
     lora_rank: Annotated[int, Range(at_least=0)] = 0
-    """Rank of the adapters; 0 trains all weights. Adapters want about ten times the --lr that all weights want: 1e-3 for the demo,
-    1e-5 to 1e-4 for billions of parameters."""
+    """Rank of the adapters; 0 trains all weights. Adapters want about ten times the --lr of all weights: 1e-3 for the demo, and
+    from 1e-5 for billions of parameters."""
     lora_alpha: Annotated[float, Range(above=0)] = 32.0
     """The adapters' product counts alpha / rank times."""
     lora_target: tuple[str, ...] = ALL

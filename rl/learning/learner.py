@@ -322,7 +322,7 @@ class Learner:
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
         if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
+            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)), frozen=bool(self.adapters))
             flops *= batch.distinct_tokens()
             if self.policy.takes_images:
                 patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
@@ -366,8 +366,8 @@ class Learner:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
-        weights, and AdamW's moments are a set each. Made where an optimizer has not stepped yet; a checkpoint is read into them in
-        place."""
+        weights, and AdamW's moments are a set each. Made where an optimizer has not stepped yet; a checkpoint is read into them
+        in place."""
         self.policy.reshard()
         out, weights = {}, "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
