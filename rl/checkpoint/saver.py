@@ -58,7 +58,7 @@ class Saver:
     ):
         """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
         self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
-        self._identity, self._base = identity.record if learner.ranks.is_main else None, identity.path
+        self._identity = identity.record if learner.ranks.is_main else None
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         self._own_disk = self._find_own_disk()  # the node's name, if it does not share the first one's
         # The learner that makes, renames and removes directories here.
@@ -326,8 +326,8 @@ class Saver:
         if self._prep:
             self._prep.save(work)
         if adapters := self.learner.adapters:
-            base, model = self._base, self.learner.policy.model
-            adapter_files.write_config(work / adapter_files.DIRECTORY, adapters.setting, adapters.names, model, base)
+            directory, model = work / adapter_files.DIRECTORY, self.learner.policy.model
+            adapter_files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
         write_manifest(work, written)

@@ -222,7 +222,7 @@ class Learner:
         trust_remote_code: bool = False,
         seed: int = 0,
     ):
-        self.args, self.temperature, self.total_steps = args, temperature, total_steps
+        self.path, self.args, self.temperature, self.total_steps = path, args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
         self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code, seed)
