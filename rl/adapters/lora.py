@@ -48,11 +48,9 @@ class AdapterArgs:
         return self.lora_rank > 0 or self.lora_model is not None
 
     def check(self) -> None:
-        """Raises UserError for an adapter that cannot be read, or that flags contradict."""
+        """Raises UserError for adapters of nothing."""
         if not self.lora_target:
             raise UserError("--lora-target names no layer. Give all-linear, or names such as q_proj v_proj.")
-        if self.lora_model is not None:
-            AdapterFiles(self.lora_model).check(self)
 
 
 class AdaptedLinear(nn.Linear):
@@ -166,7 +164,10 @@ def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
 
 
 def check_model(model: PreTrainedModel, args: AdapterArgs, where: str) -> None:
-    """Raises UserError for a model that cannot have these adapters. model: one without weights."""
+    """Raises UserError for a model that cannot have these adapters, or flags that contradict --lora-model. model: without
+    weights."""
+    if args.lora_model is not None:
+        AdapterFiles(args.lora_model).check(args)
     if hasattr(model.model, "visual") and not args.freeze_vision_tower:
         raise UserError(
             f"--lora-rank: only the decoder has adapters, and {where} also has a vision tower, which stays as it is. Add "

@@ -204,17 +204,27 @@ def test_training_starts_from_an_adapter(models, ranks, tmp_path):
     learner = Learner(models["qwen3"], LearnerArgs(lora_model=path), ranks, 10)
     assert learner.adapters.scale == 4 and own.keys() == own_tensors(learner).keys()
     assert all(torch.equal(value, own[name]) for name, value in own_tensors(learner).items())
-    check(CommonArgs(lora_model=path, lora_rank=4, lora_alpha=16, lora_target=("v_proj", "q_proj")))
-    with pytest.raises(UserError, match=r"--lora-rank: the adapter in .* has 4"):
-        check(CommonArgs(lora_model=path, lora_rank=8))
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.lora_A is .* should be .* another model's"):
         own["model.layers.0.self_attn.q_proj.lora_A"] = torch.zeros(4, 5)
         Learner(models["qwen3"], LearnerArgs(lora_model=write_peft(tmp_path / "b", own)), ranks, 10)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models, tmp_path):
+    def look(path, model: str = models["qwen3"], **flags) -> None:
+        lora.check_model(empty_model(load_config(model)), CommonArgs(lora_model=str(path), **flags), "--model X")
+
+    own = {f"model.layers.0.self_attn.{name}.lora_{part}": torch.zeros(4, 4) for name in ("q_proj", "v_proj") for part in "AB"}
+    path = write_peft(tmp_path / "a", own)
+    look(path, lora_rank=4, lora_alpha=16, lora_target=("v_proj", "q_proj"))
+    with pytest.raises(UserError, match=r"--lora-rank: the adapter in .* has 4"):
+        look(path, lora_rank=8)
     for number, (change, words) in enumerate([({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "not LORA")]):
         with pytest.raises(UserError, match=words):
-            check(CommonArgs(lora_model=write_peft(tmp_path / f"c{number}", own, **change)))
+            look(write_peft(tmp_path / f"c{number}", own, **change))
     with pytest.raises(UserError, match="no adapter can be read there"):
-        check(CommonArgs(lora_model=str(tmp_path)))
+        look(tmp_path)
+    with pytest.raises(UserError, match=r"model.layers.0.mlp.experts.lora is no linear layer"):
+        look(write_peft(tmp_path / "d", {"model.layers.0.mlp.experts.lora.lora_A": torch.zeros(4, 4)}), models["moe"])
 
 
 # ---------------------------------------------------------------------------------------- refusals and warnings
