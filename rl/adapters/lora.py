@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rl.adapters.files import AdapterFiles, Setting
 from rl.errors import UserError
+from rl.model import lean_layers
 from rl.model.pretrained import decoder_layers
 from rl.model.shards import Block, Shards, local
 from rl.ranges import Range
@@ -149,9 +150,12 @@ class WithoutAdapters:
 
 def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
     """Freezes the model and gives layers of its decoder adapters, without values. Raises UserError for what can have none."""
+    from rl.adapters import lean  # late: a run without adapters does not need it
+
     files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
     setting = files.setting if files else Setting(args.lora_rank, args.lora_alpha, args.lora_target)
     names = _chosen(model, setting, files, where)
+    lean_layers.KINDS[AdaptedLinear] = lean.KIND
     adapters = Adapters(setting, names, files)
     model.requires_grad_(False)
     for name in names:
