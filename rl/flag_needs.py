@@ -166,7 +166,12 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("on ranks that only generate", lambda args: not hasattr(args, "generators"), (False,)),
     ),
     # the learner
-    "ref_offload": (REFERENCE, ALREADY_THERE),
+    **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
+    "ref_offload": (
+        REFERENCE,
+        Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
+        ALREADY_THERE,
+    ),
     **dict.fromkeys(("param_offload", "activation_offload", "optimizer_offload"), (ALREADY_THERE,)),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "moe_router_dtype": (EXPERTS,),

@@ -85,7 +85,9 @@ HERE = EARLIER | {  # unknown flag -> what it is here
     "--vllm-tensor-parallel-size": "--rollout-tp",
     "--vllm-importance-sampling-correction": "--rollout-is token or sequence",
     "--vllm-enable-sleep-mode": "--free-cache-engine",
-    "--use-peft": "not here: adapters are not trained",
+    "--use-peft": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--lora-target-modules": "--lora-target",
 }
 
 

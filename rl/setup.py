@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 
 from rl import flag_needs
+from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.teacher import check_teacher
 from rl.checkpoint.resume import CheckpointArgs
@@ -124,6 +125,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
         check_teacher(resolve(args.teacher), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
+    if args.adapted:
+        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
@@ -144,6 +147,7 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
     given = flag_needs.given(type(args), sys.argv[1:])
     idle, said = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `said` by rl/flags.py
     flag_needs.warn(line for name, line in idle.items() if name not in said)
+    flag_needs.warn(lora.rate_warnings(args, given))
     return {"flags_without_effect": list(idle.values())} if idle else {}
 
 
@@ -151,5 +155,5 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """The learner of this rank, with its learning rates laid out over the whole run."""
     engines_first("learner")
     teacher = args.teacher and resolve(args.teacher)
-    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k)
+    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     return Learner(job.path, args, ranks, job.total_steps, *what)

@@ -116,6 +116,8 @@ class TrainingRun:
         record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
         if words := in_words(held):
             record.say(words)
+        if self.learner.adapters:
+            record.say(self.learner.adapters.in_words(self.learner.policy.model))
         if args.max_tokens_per_micro_batch == "auto":
             record.say(f"micro-batches of up to {tokens:,} tokens (--max-tokens-per-micro-batch auto)")
         return record

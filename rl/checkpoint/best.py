@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl.adapters.files import DIRECTORY
 from rl.checkpoint.manifest import MANIFEST, remove
 from rl.record import validations
 
@@ -96,9 +97,11 @@ class Best:
         shutil.rmtree(work, ignore_errors=True)
         try:
             work.mkdir()
-            for file in self._source(record["step"]).iterdir():
+            source = self._source(record["step"])
+            for file in (*source.iterdir(), *(source / DIRECTORY).glob("*")):
                 if file.is_file() and file.name != MANIFEST:
-                    _link_or_copy(file, work / file.name)
+                    (work / file.relative_to(source)).parent.mkdir(exist_ok=True)
+                    _link_or_copy(file, work / file.relative_to(source))
             (work / "best.json").write_text(json.dumps(record))
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)

@@ -79,7 +79,7 @@ def make_anew(work: Path) -> None:
 
 def rename(work: Path, target: Path) -> None:
     """Gives a checkpoint that is on disk its name."""
-    for directory in (work / TRAINING, work):
+    for directory in (*(path for path in work.iterdir() if path.is_dir()), work):
         sync_directory(directory)
     if target.exists():  # of a run that resumed from an older checkpoint
         remove(target)

@@ -1,9 +1,13 @@
 """Checkpoints: everything a run needs to continue as if it had never stopped, and the model as a Hugging Face directory.
 
     runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
+    runs/<name>/step_000020/adapter/    with --lora-rank: the adapter by itself, as peft has it
     runs/<name>/step_000020/training/   master weights and optimizer moments, a file a learner; state.json; groups
     runs/<name>/step_000020/manifest.json   every file's size and checksum
     runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
+
+The files of a learner hold its parts of what training changes, by `<set>.<parameter>`: `model` or, with --lora-rank, `adapter`
+alone, for the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. Other sets have a place there.
 
 Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest; they are read
 on any number of learners (rl/checkpoint/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is
@@ -126,7 +130,12 @@ def _load_tensors(path: Path, learner: Learner) -> None:
 
 def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
     """Return the message for a checkpoint whose tensors are not the learner's. different: their names."""
-    weights = [name.partition(".")[2] for name in different if name.startswith("model.")]
+    weights = [name.partition(".")[2] for name in different if name.startswith(("model.", "adapter."))]
+    if different[0].startswith("adapter.") or args.adapted:
+        return (
+            f"{path} was written with other adapters ({shapes}). Give the --lora-rank and --lora-target of its run, or start "
+            "from the first step."
+        )
     if not weights:  # the moments alone
         other = "adamw" if args.optim == "adamw_8bit" else "adamw_8bit"
         return (

@@ -15,25 +15,24 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed
-from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedTokenizerBase
 
+from rl.adapters import files as adapter_files
 from rl.checkpoint.best import Best
+from rl.checkpoint.exports import Export, exports_of
 from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_anew, remove, rename, write_manifest
 from rl.checkpoint.resume import CheckpointArgs
 from rl.checkpoint.shard_files import Files, header
 from rl.data.image_prompts import ImagePrep
 from rl.errors import Stopped, UserError
-from rl.hub.names import hub_names
-from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces, write_model
+from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
-from rl.model.shards import blocks_of_all_ranks, local
+from rl.model.shards import Block, as_it_is, blocks_of_all_ranks, local
 from rl.ranks import dist, host, launch, signals, watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
@@ -66,17 +65,15 @@ class Saver:
         self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
         # A group of its own: what the thread sends must not meet what training sends.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
-        self._blocks = blocks_of_all_ranks(learner.parameters)
-        config = learner.config
-        self._dtype = config.dtype or config.get_text_config().dtype or torch.float32
-        # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
+        self._exports = exports_of(learner)
         learner.policy.reshard()
-        self._frozen = {f"model.{name}": local(parameter.data) for name, parameter in learner.frozen.items()}
+        named = {f"{of.of}.{name}": learner.policy.model.get_parameter(name) for of in self._exports for name in of.names}
+        self._blocks = blocks_of_all_ranks(named)
+        # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
+        self._frozen = {key: local(parameter.data) for key, parameter in named.items() if not parameter.requires_grad}
         self._prep = prep
-        self._plan = split_torch_state_dict_into_shards(  # the export, in files of 5 GB
-            {name: torch.empty(shape, dtype=self._dtype, device="meta") for name, shape in learner.outgoing().shapes.items()}
-        )
-        self._parts = hub_names(learner.policy.model) if learner.ranks.is_main else {}
+        self._places: dict[str, Block] = {}  # this learner's part of each tensor that training changes
+        self._change = as_it_is  # gives the weights their adapters
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
         self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
@@ -130,15 +127,19 @@ class Saver:
         """The part of `save` that reads the weights, if it has not been done: copies them and the moments when the checkpoint
         before is complete, where that is needed and memory allows. A collective of the learners."""
         self.wait()
-        live = {name: local(tensor) for name, tensor in self.learner.state_tensors().items()}
-        self._state = live
-        if self._is_last(step) or not self._has_room(live):
-            return
-        for name, tensor in live.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._copies[name].copy_(tensor)
-        self._state = self._copies
+        sharded = self.learner.state_tensors()
+        self._places = self._places or {name: Block.of(tensor) for name, tensor in sharded.items()}
+        self._state = live = {name: local(tensor) for name, tensor in sharded.items()}
+        if not self._is_last(step) and self._has_room(live):
+            for name, tensor in live.items():
+                if name not in self._copies:
+                    self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._copies[name].copy_(tensor)
+            self._state = self._copies
+        if adapters := self.learner.adapters:
+            held, own = ({name: of[f"adapter.{name}"] for name in adapters.tensors} for of in (sharded, self._state))
+            a = adapters.whole_a(held, self.learner.ranks.device)
+            self._change = adapters.merge({name: tensor.cpu() for name, tensor in a.items()}, own)
 
     def wait(self) -> None:
         """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
@@ -226,11 +227,12 @@ class Saver:
         reports = [json.loads(of) for of in self._gather(json.dumps([written, self._own_disk, error]).encode())]
         if error := next((error for *_, error in reports if error), ""):
             return error
-        stream = self._stream_model(tensors)
-        if ranks.is_main:
-            error = _attempt(lambda: written.update(write_model(work, self._plan, self._parts, self._dtype, stream)))
-        for _ in stream:
-            pass  # where writing failed, too: the others still send
+        for export in self._exports:
+            stream = self._stream(export, tensors | self._frozen)
+            if ranks.is_main and not error:
+                error = _attempt(lambda export=export, stream=stream: written.update(export.write(work, stream)))
+            for _ in stream:
+                pass  # where writing failed, too: the others still send
         if ranks.is_main and not error:
             error = _attempt(lambda: self._complete_files(work, files, written, reports))
         if error := self._gather(error.encode())[0].decode():
@@ -275,35 +277,35 @@ class Saver:
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
         """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
         checksum)."""
-        blocks = {key: self._blocks[self.learner.ranks.rank][key.partition(".")[2]] for key in tensors}
-        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(blocks))
+        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(self._places))
         for tensor in tensors.values():
             for piece in pieces(tensor, tensor.dtype):
                 file.write(piece)
                 self._moved += 1
         return file.close()
 
-    def _stream_model(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The whole model's weights in the plan's order and the model's own precision, on the first learner, a piece at a time:
-        the others send their shards. A collective."""
-        tensors = tensors | self._frozen
-        for name in chain.from_iterable(self._plan.filename_to_tensors.values()):
-            for rank in sorted(range(len(self._blocks)), key=lambda rank, name=name: self._blocks[rank][name].offset):
-                yield from self._stream_shard(rank, name, tensors)
+    def _stream(self, export: Export, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """An export's whole tensors in its order and precision, on the first learner, a piece at a time: the others send their
+        shards. A collective."""
+        for name in export.names:
+            key = f"{export.of}.{name}"
+            for rank in sorted(range(len(self._blocks)), key=lambda rank, key=key: self._blocks[rank][key].offset):
+                own = self._change(name, tensors[key]) if rank == self.learner.ranks.rank else None
+                yield from self._stream_shard(rank, key, own, export.dtype)
 
-    def _stream_shard(self, rank: int, name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """That learner's part of a tensor, on the first learner; the others send theirs."""
+    def _stream_shard(self, rank: int, key: str, own: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """That learner's part of a tensor, on the first learner; the others send theirs, `own`."""
         ranks = self.learner.ranks
         if rank == ranks.rank:
-            for piece in pieces(tensors[f"model.{name}"], self._dtype):
+            for piece in pieces(own, dtype):
                 self._moved += 1
                 if ranks.is_main:
                     yield piece
                 else:
                     torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
         elif ranks.is_main:
-            for size in piece_sizes(math.prod(self._blocks[rank][name].shape), self._dtype):
-                piece = torch.empty(size, dtype=self._dtype)
+            for size in piece_sizes(math.prod(self._blocks[rank][key].shape), dtype):
+                piece = torch.empty(size, dtype=dtype)
                 torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
                 self._moved += 1
                 yield piece
@@ -323,6 +325,9 @@ class Saver:
         self.tokenizer.save_pretrained(work)
         if self._prep:
             self._prep.save(work)
+        if adapters := self.learner.adapters:
+            directory, model = work / adapter_files.DIRECTORY, self.learner.policy.model
+            adapter_files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
         write_manifest(work, written)

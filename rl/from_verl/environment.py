@@ -38,7 +38,7 @@ VARIABLES = [
     Variable("VLLM_USE_V1", NOT_NEEDED, "vLLM has only this engine now"),
     Variable("VLLM_ATTENTION_BACKEND", NOT_NEEDED, "vLLM chooses by the device, and does not read it any more"),
     Variable("VLLM_ENABLE_V1_MULTIPROCESSING VLLM_WORKER_MULTIPROC_METHOD", NOT_NEEDED, "the engine runs within its ranks"),
-    Variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING", NOT_NEEDED, "there is no LoRA"),
+    Variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING", NOT_NEEDED, "the learners send the weights with their adapters in them"),
     Variable("TOKENIZERS_PARALLELISM", NOT_NEEDED, "prompts are tokenised at the start"),
     Variable("PYTHONUNBUFFERED", NOT_NEEDED, "every line is flushed"),
     Variable("RUST_BACKTRACE PYTHONFAULTHANDLER", NOT_NEEDED, "it only changes what a crash prints"),

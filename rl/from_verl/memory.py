@@ -59,3 +59,17 @@ def optimizer(run: Run) -> dict[str, object]:
     if ours is None:
         run.lacks("A.actor.optim.optimizer", f"{name}; here AdamW and AdamW8bit alone")
     return {"--optim": ours}
+
+
+def adapters(run: Run) -> dict[str, object]:
+    of = "A.model."
+    if not run[of + "lora_rank"]:
+        run.skips(f"{of}lora_alpha {of}target_modules {of}lora_adapter_path", "of use with lora_rank alone")
+        return {}
+    target, named = run[of + "target_modules"], None
+    if isinstance(target, list):
+        named = target
+    elif target != "all-linear":
+        run.lacks(of + "target_modules", "layers are named one by one, not by an expression")
+    flags = {"--lora-rank": run[of + "lora_rank"], "--lora-alpha": run[of + "lora_alpha"]}
+    return flags | {"--lora-target": named, "--lora-model": run[of + "lora_adapter_path"]}

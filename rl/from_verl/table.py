@@ -94,7 +94,11 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size "
                  "A.ref.megatron.expert_model_parallel_size A.ref.*.expert_parallel_size A.ref.*.ulysses_parallel_size",
                  "`--sequence-parallel` and `--expert-parallel` also hold for the reference policy"),
-        missing("A.model.lora_rank=0 A.model.lora.rank=0 A.model.lora_adapter_path=null", "LoRA"),
+        to("A.model.lora_rank=0 A.model.lora_alpha=16 A.model.target_modules=all-linear A.model.lora_adapter_path=null",
+           "--lora-rank, --lora-alpha, --lora-target, --lora-model", "alpha is 16 in verl, 32 here by default; `all-linear` "
+           "are those of the decoder", memory.adapters),
+        missing("A.model.exclude_modules=null", "name the layers that have adapters: `--lora-target`"),
+        missing("A.model.lora.rank=0", "Megatron's adapters; `lora_rank` is here"),
         to("A.model.enable_activation_offload=False", "--activation-offload", "with `--gradient-checkpointing`",
            memory.activation_offload),
         missing("A.model.tiled_mlp.enabled=False", "not for activations within a layer"),
@@ -139,9 +143,8 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
-        unneeded("A.model.use_shm A.model.exclude_modules A.model.target_modules A.model.lora_alpha A.model.lora.* "
-                 "A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* A.*.fsdp_config.turbo_config.* "
-                 "A.*.router_replay.*", "of use with what is missing here alone"),
+        unneeded("A.model.use_shm A.model.lora.* A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
+                 "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "of use with what is missing here alone"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
         unneeded("A.*.fsdp_config.*", "sharded over all learners, layer by layer"),
         unneeded("A.*.use_torch_compile", "`--compile` compiles the learner's layers"),

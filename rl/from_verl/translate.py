@@ -221,7 +221,7 @@ def _wrong(row: Row, name: str, value: object, default: object) -> str:
         whole = name in NUMBERS or isinstance(default, int)
         fits = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     else:
-        fits = isinstance(default, list) or name.endswith("_files") or not isinstance(value, list | None)
+        fits = isinstance(default, list) or name.endswith(("_files", "target_modules")) or not isinstance(value, list | None)
     return "" if fits else f"verl's default counts instead: expected {_expected(name, default)}"
 
 

@@ -58,14 +58,15 @@ def head_flops(config: PretrainedConfig) -> int:
     return 6 * text.hidden_size * text.vocab_size
 
 
-def train_flops_per_token(config, mean_length: float) -> float:
+def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> float:
     """FLOP of forward and backward per token of a Hugging Face causal LM (PaLM, arXiv 2204.02311, appendix B).
 
     6 per active matrix parameter (the vocabulary projection included, the embedding look-up not), and for attention
     6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products.
     Mixture-of-experts layers count the experts a token is routed to and the shared one. Recomputation is not counted: this is
     MFU, not HFU. An estimate where layers differ or have no gate: all are taken as gated, and as mixtures if any is.
-    Of a vision-language model this is the language model's part.
+    Of a vision-language model this is the language model's part. frozen: the backward pass computes no gradient of the
+    matrices, because small adapters are trained, which are not counted.
     """
     config = config.get_text_config()
     heads, hidden, layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
@@ -81,4 +82,4 @@ def train_flops_per_token(config, mean_length: float) -> float:
     else:
         mlp = 3 * hidden * width
     matrices = layers * (attention + mlp) + hidden * config.vocab_size
-    return 6 * matrices + 6 * layers * heads * dim * mean_length
+    return (4 if frozen else 6) * matrices + 6 * layers * heads * dim * mean_length

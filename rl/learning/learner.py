@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl.adapters.lora import AdapterArgs, Adapters, WithoutAdapters, adapt
 from rl.data.image_prompts import image_sizes, tower_flops
 from rl.errors import UserError
 from rl.learning.activation_offload import keep_inputs_on_host
@@ -40,7 +41,7 @@ from rl.model.policy import LOGITS_KEPT, Policy
 from rl.model.pretrained import empty_model, layers, load_config
 from rl.model.router import Router, RouterArgs, routes_for
 from rl.model.sequence_parallel import gather_log_probs, share_sequences
-from rl.model.shards import Shards, local
+from rl.model.shards import Shards, as_it_is, local
 from rl.ranges import Range
 from rl.ranks.device import default_dtype, is_accelerator, memory_gb, peak_flops
 from rl.ranks.dist import Ranks
@@ -50,7 +51,7 @@ UNMEASURED_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-micro-batch
 
 
 @dataclass
-class LearnerArgs(OptimizerArgs, RouterArgs):
+class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     """Precision, memory and layout of the learners."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -108,14 +109,15 @@ def load_policy(
     args: LearnerArgs,
     ranks: Ranks,
     offload: bool,
-    trainable: bool,
+    role: Literal["policy", "reference", "teacher"],
     trust_remote_code: bool,
-    frozen_as: Literal["reference", "teacher"] = "reference",
+    seed: int = 0,
 ) -> Policy:
-    """The model at `path` (a directory or a hub name) in fp32, or frozen in --dtype, sharded over all ranks; each reads its own
-    part of the weights. frozen_as: what it is where it is not trained. Raises UserError if they are not whole, or if what is
+    """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
+    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what is
     computed with them is not what transformers computes."""
-    is_known = not trainable and frozen_as == "reference"  # the policy has been read and checked from the same files
+    trainable = role == "policy"
+    is_known = role == "reference"  # the policy has been read and checked from the same files
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
         if not args.compile:
@@ -126,6 +128,9 @@ def load_policy(
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
         model.model.visual.requires_grad_(False)
+    adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
+    if adapters and args.dtype == "bfloat16":
+        keep_in_bf16(parameter for parameter in model.parameters() if not parameter.requires_grad)
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if args.activation_offload:
@@ -136,12 +141,15 @@ def load_policy(
         keep_less(model)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = Policy(model, Router.of(model, args), logits_kept)
+    policy.adapters = adapters
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:
         keep_in_bf16(policy.parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=not is_known)
+    if adapters:
+        adapters.begin(model, seed)
     if ranks.expert_parallel > 1:
         fetch_ahead(layers(model))
     return policy
@@ -223,29 +231,33 @@ class Learner:
         trust_remote_code: bool = False,
         teacher: str | None = None,
         teacher_top_k: int = 0,
+        seed: int = 0,
     ):
         """path, teacher: of models, directories or hub names. teacher_top_k: tokens of the teacher that are compared at each
-        place, 0 for the sampled one alone."""
-        self.args, self.temperature, self.total_steps = args, temperature, total_steps
+        place, 0 for the sampled one alone. seed: of adapters."""
+        self.path, self.args, self.temperature, self.total_steps = path, args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
-        self.policy = load_policy(path, args, ranks, args.param_offload, True, trust_remote_code)
+        self.policy = load_policy(path, args, ranks, args.param_offload, "policy", trust_remote_code, seed)
+        self.adapters: Adapters | None = self.policy.adapters
         check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
-        self.reference = None
-        if with_reference:
+        self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
+        if with_reference and not self.adapters:
             offload = args.ref_offload and is_accelerator(ranks.device)
-            self.reference = load_policy(path, args, ranks, offload, False, trust_remote_code)
+            self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code)
         self.teacher, self.teacher_top_k = None, teacher_top_k
         if teacher:
             offload = args.ref_offload and is_accelerator(ranks.device)
-            self.teacher = load_policy(teacher, args, ranks, offload, False, trust_remote_code, "teacher")
+            self.teacher = load_policy(teacher, args, ranks, offload, "teacher", trust_remote_code)
         # The fp32 weights by name where the policy has them in bf16.
         beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
         named = dict(self.policy.model.named_parameters())
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
-        self.parameters = self._trained | self.frozen
+        changed = self.adapters.weights if self.adapters else self._trained
+        self._changed = {name: parameter for name, parameter in named.items() if name in changed}  # perhaps by an adapter
+        self.frozen = {n: p for n, p in named.items() if not (n in changed or p.requires_grad)}
+        self.parameters = self._changed | self.frozen
         masters = {named[name]: master for name, master in self.masters.items()}
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
         self.begin_step(1)
@@ -351,7 +363,7 @@ class Learner:
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
         if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
+            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)), frozen=bool(self.adapters))
             flops *= batch.distinct_tokens()
             flops -= head_flops(self.config) * int((batch.lengths - batch.sampled_lengths).sum())
             if self.policy.takes_images:
@@ -378,14 +390,15 @@ class Learner:
         which come first. A bucket at a time, so that there never are two copies of the model; a collective, which all ranks
         walk through in step. What has to travel is cast to `dtype` before. to: the ranks that get them, by default all."""
         self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
-        held = self.parameters if frozen else self._trained
-        if dtype != torch.bfloat16:
+        held = self.parameters if frozen else self._changed
+        if dtype != torch.bfloat16 and not self.adapters:
             held = held | self.masters
+        merged = self.adapters.merger(self._trained | self.masters, self.ranks.device) if self.adapters else as_it_is
         if self.ranks.world_size > 1:
-            yield from self._shards.whole(held, self.ranks.device, dtype, to)
+            yield from self._shards.whole(held, self.ranks.device, dtype, to, merged)
             return
         for name, parameter in held.items():
-            yield name, local(parameter.data).to(self.ranks.device)
+            yield name, merged(name, local(parameter.data).to(self.ranks.device))
 
     @cached_property
     def _shards(self) -> Shards:
@@ -394,12 +407,13 @@ class Learner:
     # -- what a checkpoint holds in addition to the reference policy, which is the model that training began with
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The sharded tensors that training changes: master weights and AdamW's moments, by name. Made where an optimizer has
-        not stepped yet; a checkpoint is read into them in place."""
+        """The sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
+        weights, and AdamW's moments are a set each. Made where an optimizer has not stepped yet; a checkpoint is read into them
+        in place."""
         self.policy.reshard()
-        out = {}
+        out, weights = {}, "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
-            out[f"model.{name}"] = self.masters.get(name, parameter.data)
+            out[f"{weights}.{name}"] = self.masters.get(name, parameter.data)
             out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
         return out
 

@@ -3,13 +3,15 @@
 The forward pass is transformers', bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate; here a
 layer keeps what it was given, the scales of its norms, what attention takes and gives, and the outputs of gate and up. The rest
 is one or two passes over memory and is computed again, by the same operations in the same order: gradients are autograd's, to
-the bit, too. Modules within a layer are read, not called: where one has a hook, or a projection is not nn.Linear (LoRA), the
-layer is as it was.
+the bit, too. Modules within a layer are read, not called: where one has a hook, or a projection is of a class that KINDS does
+not have, the layer is as it was.
 Left out: layers of other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by
 itself.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +54,10 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
-    """Whether reading its weights does what calling it would: the projections of it that are read are nn.Linear, and neither it
+    """Whether reading its weights does what calling it would: the projections of it that are read are in KINDS, and neither it
     nor a part of it has hooks. Asked in each pass, because a fork may change a model that is loaded."""
     hooked = any(getattr(part, hooks) for part in (module, *module.children()) for hooks in HOOKS)
-    return not hooked and all(type(projection) is nn.Linear for projection in projections)
+    return not hooked and all(type(projection) in KINDS for projection in projections)
 
 
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
@@ -66,7 +68,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     if layout is None or not (_may_be_read(attention, *projections) and all(map(_may_be_read, norms))):
         others |= {} if layout is None else {"layout": layout}
         return plain(x, position_embeddings=position_embeddings, **others)
-    products = _normed_products(x, layer.input_layernorm, *projections[:3])
+    products = _kind(*projections[:3]).products(x, layer.input_layernorm, *projections[:3])
     q, k, v = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)  # [B, L, heads, D]
     if hasattr(attention, "q_norm"):
         q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
@@ -76,10 +78,11 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     window = getattr(attention, "sliding_window", None)
     out, _ = attention_forward(attention, *by_head, None, attention.scaling, layout, sliding_window=window)
     x = attention.o_proj(out.flatten(2)).add_(x)
-    if not (gated and _may_be_read(mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation, LoRA
+    if not (gated and _may_be_read(mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
-    gate, up = _normed_products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
-    return _down(gate, up, mlp.down_proj.weight) + x
+    kind = _kind(mlp.gate_proj, mlp.up_proj)
+    gate, up = kind.products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
+    return _kind(mlp.down_proj).down(gate, up, mlp.down_proj) + x
 
 
 def _mixed(of_angle: Tensor, attention: nn.Module) -> Tensor:
@@ -95,13 +98,21 @@ def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:
     """x [..., hidden] -> [..., hidden]"""
     if not _may_be_read(module, module.down_proj):
         return plain(x)
-    return _down(module.gate_proj(x), module.up_proj(x), module.down_proj.weight)
+    return _kind(module.down_proj).down(module.gate_proj(x), module.up_proj(x), module.down_proj)
 
 
-def _down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+def plain_down(gate: Tensor, up: Tensor, projection: nn.Linear) -> Tensor:
+    """gate, up [..., I] -> [..., hidden]"""
     if gate.numel() < WORTH_IT and torch.is_grad_enabled():
-        return F.linear(F.silu(gate) * up, weight)
-    return GatedDown.apply(gate, up, weight)
+        return F.linear(F.silu(gate) * up, projection.weight)
+    return GatedDown.apply(gate, up, projection.weight)
+
+
+class Kind(NamedTuple):
+    """How projections of a class are computed."""
+
+    products: Callable[..., tuple[Tensor, ...]]  # as plain_products
+    down: Callable[[Tensor, Tensor, nn.Linear], Tensor]  # as plain_down
 
 
 class GatedDown(torch.autograd.Function):
@@ -120,7 +131,7 @@ class GatedDown(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_up = of_product * silu
         if ctx.needs_input_grad[2]:
-            of_weight = _rows(grad).t().mm(_rows(silu.mul_(up)))
+            of_weight = rows(grad).t().mm(rows(silu.mul_(up)))
         if ctx.needs_input_grad[0]:
             of_gate = of_product.mul_(up)
             torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
@@ -137,7 +148,8 @@ def _norm(x: Tensor, norm: nn.Module) -> Tensor:
     return Norm.apply(x, x, norm.weight, norm.variance_epsilon)
 
 
-def _normed_products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
+def plain_products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
+    """x [..., n] -> what each of the projections makes of its norm [..., m_i]"""
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     return NormedProducts.apply(x, x, norm.weight, norm.variance_epsilon, *weights, *biases)
 
@@ -147,14 +159,14 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, _, weight, epsilon):
-        scale = _scale(x, epsilon)
+        scale = scale_of(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return weight * _unit(x, scale)
+        return weight * unit_of(x, scale)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        return *_norm_backward(grad, x, _unit(x, scale), weight, scale), None
+        return *norm_backward(grad, x, unit_of(x, scale), weight, scale), None
 
 
 class NormedProducts(torch.autograd.Function):
@@ -165,37 +177,35 @@ class NormedProducts(torch.autograd.Function):
     def forward(ctx, x, _, norm_weight, epsilon, *weights_biases):
         half = len(weights_biases) // 2
         weights, biases = weights_biases[:half], weights_biases[half:]
-        scale = _scale(x, epsilon)
+        scale = scale_of(x, epsilon)
         ctx.save_for_backward(x, norm_weight, scale, *weights)
-        ctx.biased = [bias is not None for bias in biases]
-        return tuple(map(functools.partial(F.linear, norm_weight * _unit(x, scale)), weights, biases))
+        return tuple(map(functools.partial(F.linear, norm_weight * unit_of(x, scale)), weights, biases))
 
     @staticmethod
     def backward(ctx, *grads):
         x, norm_weight, scale, *weights = ctx.saved_tensors
-        grads, unit = [_rows(grad) for grad in grads], _unit(x, scale)
-        normed = _rows(norm_weight * unit)
-        of_weights = [grad.t().mm(normed) for grad in grads]
-        of_biases = [grad.sum(0) if biased else None for grad, biased in zip(grads, ctx.biased, strict=True)]
+        grads, unit = [rows(grad) for grad in grads], unit_of(x, scale)
+        normed = rows(norm_weight * unit)
+        needed = ctx.needs_input_grad[4:]  # not of a frozen model, and not without a bias
+        of_weights = [grad.t().mm(normed) if asked else None for grad, asked in zip(grads, needed, strict=False)]
+        of_biases = [grad.sum(0) if asked else None for grad, asked in zip(grads, needed[len(grads) :], strict=True)]
         del normed
         of_normed = functools.reduce(Tensor.add_, (grad.mm(w) for grad, w in zip(grads[::-1], weights[::-1], strict=True)))
-        of_x = _norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
+        of_x = norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
         return *of_x, None, *of_weights, *of_biases
 
 
-def _scale(x: Tensor, epsilon: float) -> Tensor:
+def scale_of(x: Tensor, epsilon: float) -> Tensor:
     """[..., n] -> [..., 1] fp32: what brings the mean square to 1"""
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 
 
-def _unit(x: Tensor, scale: Tensor) -> Tensor:
+def unit_of(x: Tensor, scale: Tensor) -> Tensor:
     """[..., n]: what the norm's weight weighs"""
     return (x.float() * scale).to(x.dtype)
 
 
-def _norm_backward(
-    grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def norm_backward(grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """From the gradient of the norm's output: those of x, by its product with the scale and by the scale itself, and of the
     weight. In half precision the former are one sum, rounded once."""
     products = grad * unit
@@ -235,6 +245,14 @@ class Rotation(torch.autograd.Function):
         return out, None, None
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """[..., n] -> [rows, n]"""
     return x.flatten(0, -2)
+
+
+KINDS = {nn.Linear: Kind(plain_products, plain_down)}  # by class; rl/adapters adds its own
+
+
+def _kind(*projections: nn.Linear) -> Kind:
+    """Of projections that are computed together: plain ones may be among those of another kind."""
+    return next((KINDS[type(of)] for of in projections if type(of) is not nn.Linear), KINDS[nn.Linear])

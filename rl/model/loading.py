@@ -256,6 +256,8 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
     files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
     with contextlib.closing(Reader(files or {})) as reader:
         for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
+            if name not in known["dtypes"]:
+                continue  # an adapter's
             own, block = local(parameter.data), Block.of(parameter)
             if files and name in runs and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
                 first = block.offset[0] * parameter.shape[1:].numel() if block.shape else 0

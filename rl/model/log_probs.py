@@ -49,7 +49,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):
         """grad_log_prob, grad_entropy [n], either may be None."""
         hidden, weight, bias, labels, log_prob, log_sum, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad = (torch.zeros_like(log_sum) if grad_log_prob is None else grad_log_prob) / ctx.temperature
         # Where only log-probs have one, the gradient is made without its sign: |grad| p is a power, shifted by log |grad|.
@@ -71,7 +71,9 @@ class ChunkedLogProbs(torch.autograd.Function):
                     _gradient(shifts, powers, logits, log_sum[rows], *label, *of_entropy, ctx.temperature)
             signed = sign[chunk, None].to(hidden.dtype)
             torch.mm(of_chunk, weight, out=grad_hidden[chunk]).mul_(signed)
-            if chunk.start:
+            if grad_weight is None:  # the model is frozen
+                pass
+            elif chunk.start:
                 grad_weight.addmm_(of_chunk.t(), hidden[chunk] * signed)
             else:
                 torch.mm(of_chunk.t(), hidden[chunk] * signed, out=grad_weight)

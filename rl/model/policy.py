@@ -21,6 +21,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.router, self.takes_images = model, router, takes_images(model.config)
         self.logits_kept = logits_kept
+        self.adapters = None  # of rl/adapters/lora.py, where the model has some
         if self.takes_images:
             vision_forward.embed_by_product(model)
 

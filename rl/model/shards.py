@@ -9,7 +9,7 @@ bf16 need.
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 
@@ -40,6 +40,10 @@ def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: PinnedBlocks) 
     own = local(made)
     own.set_(pinned.zeros(own.numel(), dtype).view(own.shape))
     return made
+
+
+def as_it_is(name: str, shard: torch.Tensor) -> torch.Tensor:
+    return shard
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,21 @@ class Shards:
         self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> of each rank: its shard
 
     def whole(
-        self, held: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, to: Sequence[int] | None = None
+        self,
+        held: dict[str, torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        to: Sequence[int] | None = None,
+        change: Callable[[str, torch.Tensor], torch.Tensor] = as_it_is,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
-        parameters, or tensors sharded alike in their stead. A collective, which all ranks walk through in step."""
+        parameters, or tensors sharded alike in their stead. change: makes what is sent of a name and this rank's shard.
+        A collective, which all ranks walk through in step."""
         receives, under_way = to is None or dist.get_rank() in to, deque()
         for names in _buckets(held, dtype):
             sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
-            shards = [held[name].to_local().flatten() for name in names]
+            shards = (change(name, held[name].to_local()).flatten() for name in names)
             torch.cat([shard.to(device, dtype) for shard in shards], out=mine[: sizes[dist.get_rank()]])
             to_all = to is None or not gathers_to_one(device)
             received = [torch.empty_like(mine) for _ in sizes] if receives or to_all else None

@@ -106,6 +106,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     args = script.Args(**flags | {"compile": False})  # which computes the same
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
+    exported = config.dtype or torch.float32  # `empty_model` changes it
     check_heads(config, args.sequence_parallel)
     check_lengths(config.get_text_config(), args)
     if args.teacher:
@@ -140,7 +141,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
             host=max(read, +count.host.at_peak, key=Counter.total),
             host_kept=+count.host.live,
             parameters=parameters,
-            saved=state + parameters * (config.dtype or torch.float32).itemsize,
+            saved=state + parameters * exported.itemsize,
             tokens=tokens,
             samples=sum(len(group.to_bytes()) for group in groups) // len(groups),
         )

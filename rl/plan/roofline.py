@@ -40,7 +40,8 @@ def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes:
     """config: a transformers config; parameters: all of them, of every expert."""
     updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
     forward, attention = forward_flops(config)
-    passes = (4 if args.gradient_checkpointing else 3) * args.ppo_epochs  # forward passes, a backward pass counted as two
+    backward = 1 if args.adapted else 2  # in forward passes: the inputs' gradients, and those of the weights
+    passes = (backward + (2 if args.gradient_checkpointing else 1)) * args.ppo_epochs
     passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
     of_teacher = (0.0, 0.0)
     if args.teacher:
@@ -51,8 +52,9 @@ def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes:
     precision = args.weights_dtype(args.dtype).itemsize
     reduces = 2 * config.get_text_config().num_hidden_layers if roles.per_engine > 1 else 0
     link = device.link if nodes == 1 else device.network
-    shards = 3 * 2 * parameters / link if roles.learners > 1 else 0.0  # gathered twice and reduced once, in bf16
-    optimizer = 32 * parameters / roles.learners / device.bandwidth  # weights, moments and gradients, read and written
+    trained = 0 if args.adapted else parameters  # adapters hardly count
+    shards = 2 * (2 * parameters + trained) / link if roles.learners > 1 else 0.0  # gathered twice and reduced once, in bf16
+    optimizer = 32 * trained / roles.learners / device.bandwidth  # weights, moments and gradients, read and written
     return Times(
         source=f"the data sheet of {device.name}: rough",
         step=STEP_OVERHEAD + reduces * REDUCE_SECONDS,

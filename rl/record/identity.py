@@ -20,11 +20,11 @@ from rl.model.pretrained import resolve
 from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
-MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower"}
+MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 MAY_CHANGE = {
     # names; what they name is compared by content
-    *("model", "train_files", "trust_remote_code"),
+    *("model", "lora_model", "train_files", "trust_remote_code"),
     # where the record goes
     *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record_samples"),
     # how long the run is, how often it saves and validates, when it is given up
@@ -59,6 +59,8 @@ class Identity:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
+        if self.args.lora_model:
+            contents["lora_model"] = _digest_model(self.args.lora_model)
         if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
         if self.args.teacher:

@@ -218,12 +218,12 @@ def test_a_key_is_not_here_only_if_its_value_needs_a_missing_feature(script):
     module = {"train_sync.py": "main_ppo", "train_async.py": "fully_async_main"}.get(script, "one_step_off_policy.main_ppo")
     of = "actor_rollout_ref."
     asking = [
-        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora_rank=32",
+        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora.rank=32",
         "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "ref.router_replay.mode=R2",
         "rollout.name=sglang", "rollout.val_kwargs.top_k=20", "rollout.dtype=float16", "actor.optim.lr_scheduler_type=wsd",
     ]  # fmt: skip
     harmless = [
-        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora_rank=0",
+        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora.rank=0",
         "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "ref.router_replay.mode=disabled",
     ]  # fmt: skip
     assert {why[0] for why in ours(*(of + key for key in asking), script=module).verdicts.values()} == {"not here"}
@@ -301,6 +301,9 @@ def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused()
         ("A.actor.router_replay.mode=R2", {"router-replay": "R2"}),
         ("+A.actor.megatron.override_transformer_config.moe_router_dtype=fp32", {"moe-router-dtype": "float32"}),
         ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
+        ("A.model.lora_rank=32", {"lora-rank": 32, "lora-alpha": 16}),
+        ("A.model.lora_rank=8 A.model.lora_alpha=32 A.model.target_modules=[q_proj,v_proj] A.model.lora_adapter_path=a/b",
+         {"lora-rank": 8, "lora-target": ["q_proj", "v_proj"], "lora-model": "a/b"}),
         ("A.actor.fsdp_config.dtype=fp32", {"rollout-dtype": "bfloat16"}),
         ("algorithm.rollout_correction.bypass_mode=True", {"use-rollout-log-probs": True}),
         ("A.actor.fsdp_config.optimizer_offload=True", {"optimizer-offload": True, "param-offload": None}),

@@ -30,6 +30,7 @@ FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 10
 OTHERS = [
     {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
     {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1},
+    {"dtype": "bfloat16", "lora_rank": 4},
 ]
 
 

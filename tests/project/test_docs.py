@@ -26,7 +26,8 @@ FIRST_QUESTIONS = {  # page -> the words with which it answers
     "docs/checkpoints.md": "--experiment-name",  # How do I resume?
     "docs/serving.md": "vllm serve",  # How do I serve the result?
     "docs/loggers.md": "--logger wandb",  # How do I log to W&B or TensorBoard?
-    "docs/not-here.md": "LoRA",  # What is not supported?
+    "docs/adapters.md": "--lora-rank",  # How do I train adapters?
+    "docs/not-here.md": "multi-turn",  # What is not supported?
 }
 
 

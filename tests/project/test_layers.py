@@ -19,6 +19,7 @@ LAYERS = [
     ["flag_needs"],
     ["flags"],
     ["model"],
+    ["adapters"],
     ["record"],
     ["samples"],
     ["generation", "learning"],

@@ -94,6 +94,9 @@ CASES = [
     ("--free-cache-engine", VLLM_ON_CPU, VLLM),
     ("--ref-offload", "", "--use-kl-in-reward"),
     ("--ref-offload --use-kl-loss", CPU, DEVICE),
+    ("--ref-offload", "--lora-rank 8 --use-kl-loss", "--use-kl-loss"),
+    ("--lora-alpha 16", "", "--lora-rank 8"),
+    ("--lora-target q_proj", "--lora-rank 0", "--lora-rank 8"),
     ("--param-offload", CPU, DEVICE),
     ("--activation-offload --gradient-checkpointing", CPU, DEVICE),
     ("--optimizer-offload", CPU, DEVICE),
@@ -122,6 +125,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "rollout_dtype rollout_tp rollout_seeds",
     "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
+    "AdapterArgs": "lora_rank lora_model",
     "OptimizerArgs": "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
     "RouterArgs": "router_replay",
     "LogArgs": "experiment_name output_dir logger record_samples",

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): a frozen model with a few trained numbers next to its linear layers."""

@@ -1,0 +1,132 @@
+"""Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
+
+A layer's two matrices are `base_model.model.<layer>.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank] there. peft
+itself is not needed. Left out: its variants, which compute something else (DoRA, rsLoRA, ranks by layer, trained biases).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from rl.errors import UserError
+from rl.ranges import flag
+
+CONFIG, TENSORS, DIRECTORY = "adapter_config.json", "adapter_model.safetensors", "adapter"
+PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, as huggingface_hub takes it
+PREFIX, SUFFIX = "base_model.model.", ".weight"
+# Keys of peft's config under which an adapter computes something else, and the values under which it does not.
+VARIANTS = {
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "lora_bias": (False, None),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides an adapter's shape and scale."""
+
+    rank: int
+    alpha: float
+    target: tuple[str, ...]
+
+
+class AdapterFiles:
+    """An adapter to start from. Raises UserError if there is none, or one of another kind."""
+
+    def __init__(self, directory: str):
+        self.directory, self._where = Path(directory), f"--lora-model {directory}"
+        try:
+            self._config = json.loads((self.directory / CONFIG).read_text())
+            if not isinstance(self._config, dict) or self._config.get("peft_type") != "LORA":
+                raise ValueError("its peft_type is not LORA")
+            rank, alpha = int(self._config["r"]), float(self._config["lora_alpha"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{self._where}: no adapter can be read there ({reason}). Give a directory that peft wrote."
+            ) from None
+        for key, plain in VARIANTS.items():
+            if key in self._config and self._config[key] not in plain:
+                raise UserError(f"{self._where}: {CONFIG} has {key} {self._config[key]!r}, which is not supported here.")
+        target = self._config.get("target_modules") or ()
+        self.setting = Setting(rank, alpha, (target,) if isinstance(target, str) else tuple(sorted(target)))
+
+    def check(self, args) -> None:
+        """Raises UserError if a flag says something else than the files. args: AdapterArgs."""
+        own = {"lora_rank": self.setting.rank, "lora_alpha": self.setting.alpha, "lora_target": self.setting.target}
+        for name, value in own.items():
+            asked, default = getattr(args, name), type(args).__dataclass_fields__[name].default
+            asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
+            if asked not in (default, value):
+                shown = " ".join(value) if isinstance(value, tuple) else value
+                raise UserError(f"{flag(name)}: the adapter in {self.directory} has {shown}. Leave the flag out.")
+        self.layers  # noqa: B018  (reads the header)
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Each parameter's name -> that of its tensor in the file."""
+        try:
+            with safe_open(self.directory / TENSORS, "pt") as file:
+                keys = list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self._where}: {TENSORS} cannot be read ({error}). Save the adapter again with peft.") from None
+        return {key.removeprefix(PREFIX).removesuffix(SUFFIX): key for key in keys}
+
+    @cached_property
+    def layers(self) -> set[str]:
+        """The names of the layers with an adapter."""
+        return {name.rpartition(".")[0] for name in self._stored}
+
+    def tensors(self, model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Parameters of the model by name, whole, on the CPU. Raises UserError if the file lacks one or has another shape."""
+        out = {}
+        with safe_open(self.directory / TENSORS, "pt") as file:
+            for name in names:
+                shape = tuple(model.get_parameter(name).shape)
+                out[name] = file.get_tensor(self._stored[name]) if name in self._stored else torch.empty(0)
+                if out[name].shape != shape:
+                    found = list(out[name].shape) if name in self._stored else "not there"
+                    raise UserError(f"{self._where}: {name} is {found} and should be {list(shape)}. It is another model's.")
+        return out
+
+
+def stored_name(name: str) -> str:
+    """Of the parameter `name`, in peft's file."""
+    return f"{PREFIX}{name}{SUFFIX}"
+
+
+def write_config(directory: Path, setting: Setting, layers: Sequence[str], model: nn.Module, base: str) -> None:
+    """Writes adapter_config.json. layers: names of those with an adapter. model: the one that has them. base: the directory or
+    hub name of the model without them."""
+    ends = {name.rpartition(".")[2] for name in layers}
+    others = {name.rpartition(".")[2] for name, module in model.named_modules() if name not in {*layers}}
+    record = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": setting.rank,
+        "lora_alpha": setting.alpha,
+        "target_modules": sorted(layers if ends & others else ends),  # names that only these layers have
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (directory / CONFIG).write_text(json.dumps(record, indent=2))

@@ -1,0 +1,59 @@
+"""What a checkpoint holds for other programs: whole tensors, in Hugging Face's formats and under its names.
+
+An export is written out of the very tensors that the learners keep, a set of them: "model" is the model's weights, "adapter"
+those of its adapters (rl/adapters), as peft has them. Left out: what the directory holds besides tensors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+
+from rl.adapters import files
+from rl.hub.names import Parts, hub_names
+from rl.hub.tensor_writer import write_model
+from rl.learning.learner import Learner
+
+
+@dataclass(frozen=True)
+class Export:
+    """One set of tensors."""
+
+    of: str  # the set
+    directory: str  # in the checkpoint
+    plan: StateDictSplit
+    parts: dict[str, Parts]  # on the first learner: what the files call each tensor
+    dtype: torch.dtype
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which `write` takes them."""
+        return [name for of_file in self.plan.filename_to_tensors.values() for name in of_file]
+
+    def write(self, work: Path, stream: Iterator[torch.Tensor]) -> dict[str, tuple[int, str]]:
+        """Writes what comes out of the stream, a piece at a time. Returns (size, checksum) of each file."""
+        (work / self.directory).mkdir(exist_ok=True)
+        written = write_model(work / self.directory, self.plan, self.parts, self.dtype, stream)
+        return {str(Path(self.directory) / name): of for name, of in written.items()}
+
+
+def exports_of(learner: Learner) -> list[Export]:
+    """Those of a learner's checkpoints: its model with the adapters in it, and these by themselves."""
+    config, model = learner.config, learner.policy.model
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    parts = hub_names(model) if learner.ranks.is_main else {}
+    plan = _split({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in learner.outgoing().shapes.items()})
+    out = [Export("model", "", plan, parts, dtype)]
+    if learner.adapters:
+        shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}
+        whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        plan = _split(whole, filename_pattern=files.PATTERN, max_shard_size="1TB")  # peft reads one file
+        named = {name: [(files.stored_name(name), shape)] for name, shape in shapes.items()}
+        out.append(Export("adapter", files.DIRECTORY, plan, named, torch.float32))
+    return out
+
+
+def _split(whole: dict[str, torch.Tensor], **how) -> StateDictSplit:
+    return split_torch_state_dict_into_shards(whole, **how)  # in files of 5 GB where `how` does not say otherwise

@@ -1,0 +1,335 @@
+"""Adapters compute and learn what a twin does that has W + s B A for a weight, and peft where it is installed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_group, run_script
+from safetensors.torch import load_file, save_file
+from tiny_vlm import save_vlm
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from rl.adapters import lora
+from rl.adapters.lora import AdaptedLinear
+from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner, LearnerArgs
+from rl.model.pretrained import empty_model, load_config
+from rl.model.shards import local
+from rl.ranges import check
+from rl.setup import CommonArgs
+from rl.weights.local import LocalWeights
+
+PROGRAM = "tests/programs/adapters.py"
+TEMPERATURE = 0.7
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+CASES = [  # model, rank, target
+    ("qwen2-tied", 1, ("all-linear",)),
+    ("qwen2-untied", 8, ("q_proj", "v_proj")),
+    ("qwen3", 8, ("all-linear",)),
+    ("moe", 4, ATTENTION),
+]
+
+
+def sequences(count: int = 4) -> Batch:
+    return Batch.of([make_group(t, [5 + 3 * t], prompt=3 + t) for t in range(count)])
+
+
+def learner_of(model: str, ranks, draw_b: bool = True, **flags) -> Learner:
+    """A learner whose adapters do something: B is drawn, too."""
+    args = LearnerArgs(**{"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2, "lr_warmup_steps": 0} | flags)
+    learner = Learner(model, args, ranks, 10, TEMPERATURE, with_reference=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in learner.adapters.tensors if draw_b else ():
+            if name.endswith("lora_B"):
+                parameter = local(learner.policy.model.get_parameter(name))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return learner
+
+
+def own_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: local(learner.policy.model.get_parameter(name).data).clone() for name in learner.adapters.tensors}
+
+
+def loss_of(log_probs: list[torch.Tensor]) -> torch.Tensor:
+    """An uneven sum of all tokens' log-probs."""
+    return sum((log_prob * torch.linspace(-1, 1, len(log_prob))).sum() for log_prob in log_probs)
+
+
+def plain_log_probs(compute, batch: Batch) -> list[torch.Tensor]:
+    """Each response's log-probs by transformers, one at a time. compute: ids [1, T] -> logits."""
+    out = []
+    for response, prompt in enumerate(batch.prompts):
+        tokens = batch.token[batch.seq == response].long()
+        ids = torch.cat([torch.from_numpy(prompt).long(), tokens])[None]
+        logits = compute(ids)[0, len(prompt) - 1 : -1] / TEMPERATURE
+        out.append(logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+    return out
+
+
+def gradients(learner: Learner, batch: Batch, ranks) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The learner's log-probs, response by response, and its adapters' gradients."""
+    by_response = [None] * len(batch.lengths)
+    for micro in micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks):
+        log_prob, _ = learner.log_probs(micro)
+        responses = batch.seq[micro.index]
+        own = {int(number): log_prob[responses == number] for number in responses.unique()}
+        loss_of(list(own.values())).backward()
+        for number, values in own.items():
+            by_response[number] = values.detach()
+    grads = {name: learner.policy.model.get_parameter(name).grad.clone() for name in learner.adapters.tensors}
+    learner.optimizer.zero_grad()
+    return by_response, grads
+
+
+@pytest.mark.parametrize(("kind", "rank", "target"), CASES)
+def test_values_and_gradients_are_those_of_merged_weights(models, ranks, kind, rank, target):
+    """The twin is transformers' model with W + s B A for each weight, differentiated by autograd through that sum. What the
+    learner publishes are these weights, and the embedded engine has them."""
+    learner, batch = learner_of(models[kind], ranks, lora_rank=rank, lora_target=target), sequences()
+    own = {name: tensor.requires_grad_() for name, tensor in own_tensors(learner).items()}
+    twin = AutoModelForCausalLM.from_pretrained(models[kind], attn_implementation="eager")
+    merged = {name: tensor.detach() for name, tensor in twin.named_parameters()}
+    for name in {name.rpartition(".")[0] for name in own}:
+        merged[f"{name}.weight"] = merged[f"{name}.weight"] + 16.0 / rank * own[f"{name}.lora_B"] @ own[f"{name}.lora_A"]
+    expected = plain_log_probs(lambda ids: functional_call(twin, merged, (ids,)).logits, batch)
+    loss_of(expected).backward()
+
+    got, grads = gradients(learner, batch, ranks)
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected).detach(), atol=1e-5, rtol=1e-5)
+    assert len(grads) == len(own) == 2 * len(learner.adapters.names) > 0
+    for name, tensor in own.items():
+        torch.testing.assert_close(grads[name], tensor.grad, atol=1e-5 * float(tensor.grad.abs().max()), rtol=1e-4)
+
+    engine = TransformersEngine(models[kind], max_length=64)
+    LocalWeights(learner, engine, torch.float32).publish(0)
+    for name, weight in merged.items():
+        torch.testing.assert_close(engine.read_back(name), weight.detach(), atol=1e-6, rtol=1e-5)
+    untouched = {name for name in merged if not merged[name].requires_grad}
+    assert learner.outgoing().frozen == untouched and set(learner.outgoing().shapes) == set(merged)
+
+
+def test_gradients_are_pefts(models, ranks):
+    """To the bit, in fp32, for the same values."""
+    peft = pytest.importorskip("peft")
+    for kind, rank, target in CASES[:3]:
+        learner, batch = learner_of(models[kind], ranks, lora_rank=rank, lora_target=target), sequences(1)
+        names = "all-linear" if target == ("all-linear",) else list(target)
+        theirs = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(models[kind], attn_implementation="sdpa"),
+            peft.LoraConfig(r=rank, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM"),
+        )
+        named = dict(theirs.named_parameters())
+        of_peft = {name: named[f"base_model.model.{name}.default.weight"] for name in learner.adapters.tensors}
+        assert {id(p) for p in named.values() if p.requires_grad} == {id(p) for p in of_peft.values()}
+        for name, value in own_tensors(learner).items():
+            of_peft[name].data.copy_(value)
+        expected = plain_log_probs(lambda ids, model=theirs: model(ids).logits, batch)
+        loss_of(expected).backward()
+        _, grads = gradients(learner, batch, ranks)
+        for name, parameter in of_peft.items():
+            torch.testing.assert_close(grads[name], parameter.grad, atol=2e-6 * float(parameter.grad.abs().max()), rtol=1e-5)
+        merged = theirs.merge_and_unload().state_dict()
+        for name, weight in learner.weights():
+            torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_reference_is_the_policy_without_adapters(models, ranks):
+    """Before the first update both are the same to the bit, so that the KL is 0. Later the reference is still the model that
+    training began with, and no second one is held."""
+    learner, batch = learner_of(models["qwen3"], ranks, draw_b=False), sequences()
+    before = Learner(models["qwen3"], LearnerArgs(), ranks, 10, TEMPERATURE)
+    micros = micro_batches(batch, torch.arange(4), 100, ranks)
+    for _ in range(2):
+        reference, policy = (learner.log_probs_of(which, batch, [micros]) for which in ("reference", "policy"))
+        assert torch.equal(reference, before.log_probs_of("policy", batch, [micros]))
+        assert torch.equal(reference, policy) == (not learner.optimizer.state)  # before the update
+        for micro in micros:
+            learner.log_probs(micro)[0].sum().backward()
+        learner.step()
+    assert not isinstance(learner.reference, torch.nn.Module)
+
+
+def test_first_values_depend_on_the_seed_alone(models, ranks):
+    args = LearnerArgs(lora_rank=4)
+    first, again, other = (own_tensors(Learner(models["qwen3"], args, ranks, 10, seed=seed)) for seed in (1, 1, 2))
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+        if name.endswith("lora_B"):
+            assert not value.any()
+            continue
+        bound = value.shape[1] ** -0.5  # as peft's: kaiming_uniform_(a=sqrt(5))
+        assert not torch.equal(value, other[name]) and value.abs().max() <= bound and value.std() > bound / 2
+
+
+def test_a_frozen_head_has_no_gradient_computed(models, ranks, monkeypatch):
+    """Where logits are computed in chunks, too."""
+    from rl.model import log_probs, policy
+
+    monkeypatch.setattr(policy, "LOGITS_AT_ONCE", 300)
+    learner, batch = learner_of(models["qwen2-untied"], ranks), sequences()
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(log_probs.torch, "empty_like", lambda like, **how: made.append(like.shape) or empty_like(like, **how))
+    chunked, grads = gradients(learner, batch, ranks)
+    monkeypatch.undo()
+    head = learner.policy.model.lm_head.weight
+    assert made and head.shape not in made and head.grad is None
+    whole, expected = gradients(learner, batch, ranks)
+    torch.testing.assert_close(torch.cat(chunked), torch.cat(whole))
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- peft's files
+
+
+def write_peft(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> str:
+    """An adapter as peft writes one."""
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "use_dora": False}
+    (directory / "adapter_config.json").write_text(json.dumps(config | changes))
+    stored = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, directory / "adapter_model.safetensors")
+    return str(directory)
+
+
+def test_training_starts_from_an_adapter(models, ranks, tmp_path):
+    own = own_tensors(learner_of(models["qwen3"], ranks, lora_target=("q_proj", "v_proj")))
+    path = write_peft(tmp_path / "a", own)
+    learner = Learner(models["qwen3"], LearnerArgs(lora_model=path), ranks, 10)
+    assert learner.adapters.scale == 4 and own.keys() == own_tensors(learner).keys()
+    assert all(torch.equal(value, own[name]) for name, value in own_tensors(learner).items())
+    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.lora_A is .* should be .* another model's"):
+        own["model.layers.0.self_attn.q_proj.lora_A"] = torch.zeros(4, 5)
+        Learner(models["qwen3"], LearnerArgs(lora_model=write_peft(tmp_path / "b", own)), ranks, 10)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models, tmp_path):
+    def look(path, model: str = models["qwen3"], **flags) -> None:
+        lora.check_model(empty_model(load_config(model)), CommonArgs(lora_model=str(path), **flags), "--model X")
+
+    own = {f"model.layers.0.self_attn.{name}.lora_{part}": torch.zeros(4, 4) for name in ("q_proj", "v_proj") for part in "AB"}
+    path = write_peft(tmp_path / "a", own)
+    look(path, lora_rank=4, lora_alpha=16, lora_target=("v_proj", "q_proj"))
+    with pytest.raises(UserError, match=r"--lora-rank: the adapter in .* has 4"):
+        look(path, lora_rank=8)
+    for number, (change, words) in enumerate([({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "not LORA")]):
+        with pytest.raises(UserError, match=words):
+            look(write_peft(tmp_path / f"c{number}", own, **change))
+    with pytest.raises(UserError, match="no adapter can be read there"):
+        look(tmp_path)
+    with pytest.raises(UserError, match=r"model.layers.0.mlp.experts.lora is no linear layer"):
+        look(write_peft(tmp_path / "d", {"model.layers.0.mlp.experts.lora.lora_A": torch.zeros(4, 4)}), models["moe"])
+
+
+# ---------------------------------------------------------------------------------------- refusals and warnings
+
+
+def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
+    def refuse(model: str, *words: str, **flags) -> None:
+        args = CommonArgs(**{"lora_rank": 4} | flags)
+        with pytest.raises(UserError) as error:
+            lora.check_model(empty_model(load_config(model)), args, "--model X")
+        assert all(word in str(error.value) for word in words)
+
+    refuse(models["qwen3"], "--lora-target query", "q_proj", lora_target=("q_proj", "query"))
+    refuse(models["qwen3"], "--lora-target lm_head", "output layer", lora_target=("lm_head",))
+    refuse(models["moe"], "experts", "--lora-target k_proj o_proj q_proj v_proj")
+    refuse(models["moe"], "experts", lora_target=("gate_up_proj",))
+    vlm = save_vlm("qwen2.5-vl", tmp_path / "vlm")
+    refuse(vlm, "vision tower", "--freeze-vision-tower")
+    refuse(vlm, "--lora-target qkv", lora_target=("qkv",), freeze_vision_tower=True)  # of the tower alone
+    with pytest.raises(UserError, match="names no layer"):
+        check(CommonArgs(lora_rank=4, lora_target=()))
+    learner = Learner(vlm, LearnerArgs(lora_rank=4, freeze_vision_tower=True), ranks, 10)
+    adapted = {name for name, module in learner.policy.model.named_modules() if isinstance(module, AdaptedLinear)}
+    assert len(adapted) == 14 and all(".language_model.layers." in name for name in adapted)
+    assert not any(parameter.requires_grad for parameter in learner.policy.model.model.visual.parameters())
+
+
+def test_a_rate_for_all_weights_is_warned_of():
+    def said(given: set, **flags) -> str:
+        return " ".join(lora.rate_warnings(CommonArgs(**flags), given))
+
+    assert "--lr 1e-06 is low" in said({"lr"}, lora_rank=8, lr=1e-6)
+    assert "the default" in said(set(), lora_rank=8)
+    assert not said({"lr"}, lora_rank=8, lr=1e-4) and not said(set()) and not said({"lr"}, lr=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- real runs
+
+
+@pytest.mark.slow
+def test_two_learners_learn_as_one_does(models, tmp_path):
+    """Plain, with gradient checkpointing, offloaded, with sequence parallelism, and in bf16, where the frozen model is in bf16:
+    adapters begin with the same values, and what is published, the gradient and what twelve updates make of it are the same."""
+    out = {}
+    for ranks in (1, 2):
+        run_script(PROGRAM, models["qwen3"], tmp_path / f"{ranks}.pt", ranks=ranks, timeout=240)
+        out[ranks] = torch.load(tmp_path / f"{ranks}.pt")
+    one = out[1]
+    for ranks, cases in out.items():
+        for case, got in cases.items():
+            plain, is_bf16 = one["bf16" if "bf16" in case else "plain"], "bf16" in case
+            assert torch.equal(got["start"], plain["start"]), case
+            assert relative(got["gradient"], one["plain"]["gradient"]) < (5e-2 if is_bf16 else 1e-6), case
+            assert relative(got["published"], plain["published"]) < 1e-7, case
+            assert relative(got["learned"], plain["learned"]) < (2e-3 if is_bf16 else 1e-6), case
+            if ranks == 1:
+                assert all(torch.equal(got[what], plain[what]) for what in got), case
+            assert relative(got["learned"], got["published"]) > 1e-2, case
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+FLAGS = ["--lora-rank", 8, "--lr", 1e-3, "--use-kl-loss", "--total-training-steps", 4, "--save-freq", 2, "--test-freq", 0]
+
+
+def read_adapter(directory: Path, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The base with the adapter added, by the description of peft's format."""
+    config, out = json.loads((directory / "adapter_config.json").read_text()), dict(base)
+    tensors = load_file(directory / "adapter_model.safetensors")
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert name.rpartition(".")[2] in config["target_modules"] and len(a) == config["r"]
+        out[f"{name}.weight"] = out[f"{name}.weight"] + config["lora_alpha"] / config["r"] * (b @ a)
+    assert len(tensors) == 2 * sum(not torch.equal(out[name], base[name]) for name in base) > 0
+    return out
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_bit_and_async_is_sync_at_staleness_0(demo_model, tmp_path):
+    """With adapters. The checkpoint has no weights of the model besides its export; that and the adapter are the same model,
+    and the KL with the reference is exactly 0 at the first step."""
+
+    def run(script: str, name: str, *flags: str, ranks: int | None = None) -> Path:
+        run_script(script, *FLAGS, "--output-dir", tmp_path, "--experiment-name", name, *flags, ranks=ranks)
+        return tmp_path / name
+
+    sync = run("train_sync.py", "sync")
+    kl = [json.loads(line).get("actor/kl_loss") for line in (sync / "metrics.jsonl").read_text().splitlines()]
+    kl = [value for value in kl if value is not None]
+    assert kl[0] == 0 and all(value > 0 for value in kl[1:]) and len(kl) == 4
+    whole = {path.relative_to(sync): path.read_bytes() for path in (sync / "step_000004").glob("**/*.safetensors")}
+    shutil.copytree(sync, tmp_path / "resumed", ignore=shutil.ignore_patterns("step_000004"))
+    for other in (run("train_sync.py", "resumed"), run("train_async.py", "async", "--staleness-threshold", "0", ranks=2)):
+        for path, content in whole.items():
+            assert (other / path).read_bytes() == content, path
+    (shard,) = (sync / "step_000004" / "training").glob("*.safetensors")
+    keys = load_file(shard)
+    assert {key.partition(".")[0] for key in keys} == {"adapter", "exp_avg", "exp_avg_sq"}
+    assert all(key.endswith((".lora_A", ".lora_B")) for key in keys)
+    export = load_file(sync / "step_000004" / "model.safetensors")
+    base = dict(AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).named_parameters())
+    for name, weight in read_adapter(sync / "step_000004" / "adapter", {n: p.detach() for n, p in base.items()}).items():
+        torch.testing.assert_close(export[name].float(), weight, atol=1e-6, rtol=1e-5)
+    done = run_script("train_sync.py", "--resume-mode", sync / "step_000002", "--lora-rank", "4", "--lr", "1e-3", check=False)
+    assert done.returncode and "was written with --lora-rank 8" in done.stderr
