@@ -114,8 +114,8 @@ def load_policy(
     seed: int = 0,
 ) -> Policy:
     """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
-    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what is
-    computed with them is not what transformers computes."""
+    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what
+    is computed with them is not what transformers computes."""
     trainable = role == "policy"
     is_known = role == "reference"  # the policy has been read and checked from the same files
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
