@@ -12,6 +12,7 @@ Images are divided among the ranks of a group, too (rl/model/vision_sharing.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.distributed
@@ -75,9 +76,9 @@ def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch
     """The log-probs and entropies of a rank's own tokens -> those of all n of the micro-batch, [n] each, with gradient where
     they had one. log_prob may be [own tokens, m], then it becomes [n, m]."""
     group = ranks.sequence_mesh.get_group("sequence")
-    rows = log_prob.view(len(log_prob), -1).t()  # [m, own tokens]
+    rows = log_prob.view(len(log_prob), math.prod(log_prob.shape[1:])).t()  # [m, own tokens], of which there may be none
     every = _Gather.apply(torch.cat([rows, entropy[None]]), micro.own, len(micro.index), group)
-    of_all, entropies = every[:-1].t().reshape(-1, *log_prob.shape[1:]), every[-1]
+    of_all, entropies = every[:-1].t().reshape(len(micro.index), *log_prob.shape[1:]), every[-1]
     return of_all, entropies if entropy.requires_grad else entropies.detach()
 
 
