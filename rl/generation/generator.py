@@ -212,7 +212,8 @@ class Generator:
 
     def take_rows(self) -> list[dict]:
         """The validation's rows since the last call, one a response: index, data_source, prompt, response,
-        ground_truth, score, acc, error; without score and acc (None) where there is an error."""
+        ground_truth, score, acc, extra (the reward function's other numbers), error; without score and acc (None) where
+        there is an error."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -257,6 +258,7 @@ class Generator:
             "ground_truth": str(work.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
+            "extra": {name: value for name, value in score.extra.items() if name != "acc"},
             "error": score.error,
         }
 
