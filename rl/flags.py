@@ -2,9 +2,9 @@
 
 A flag is a field of a dataclass. Each component has a dataclass of its own, and a script's Args inherits them all. A number's
 range is in its type, and a method `check` of the dataclass refuses what does not go together (rl/ranges.py). A method `hint`
-may know what an unknown flag was meant to be. All flags are
-checked before anything is loaded. A flag that can have no effect is a warning (rl/flag_needs.py). Names that are explained or
-renamed are in rl/flag_words.py. A boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+may know what an unknown flag was meant to be. All flags are checked before anything is loaded. A flag that can have no effect
+is a warning (rl/flag_needs.py). Names that are explained or renamed are in rl/flag_words.py. A boolean flag can be written
+--shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast

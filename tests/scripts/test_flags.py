@@ -408,7 +408,7 @@ def test_a_word_of_trls_is_answered_with_ours(script, word, said):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "answer"),
     [
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=2."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=1.2."),
@@ -416,6 +416,6 @@ def test_a_word_of_trls_is_answered_with_ours(script, word, said):
         ("--lam 0.9", "--lam is a number of --adv-estimator gae, whose default in losses.py holds."),
     ],
 )
-def test_a_number_of_a_loss_is_no_flag_of_its_own(words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_a_number_of_a_loss_is_no_flag_of_its_own(words, answer):
+    with pytest.raises(UserError, match=re.escape(answer)):
         flags.read(train_sync.Args, args=words.split())
