@@ -131,6 +131,41 @@ def _checked(function: Callable) -> Callable:
     return checked
 
 
+def _returns_loss(function: Callable) -> Callable:
+    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
+
+    @functools.wraps(function)
+    def checked(log_prob: Tensor, *args, **keywords):
+        made = function(log_prob, *args, **keywords)
+        has_two = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+        if has_two and all(isinstance(x, Tensor) and x.shape == log_prob.shape for x in (made[0], *made[1].values())):
+            return made
+        parts = (made[0], *made[1].values()) if has_two else made if isinstance(made, tuple) else (made,)
+        found = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        raise ValueError(
+            f"{function.__name__} returned {found}. A policy loss returns (token_loss [n], stats): the loss of each token, not "
+            f"aggregated, and a dict of statistics, each [n] or the dict empty; here n is {len(log_prob)}."
+        )
+
+    return checked
+
+
+def _check_parentheses(decorator: str, verl_names: tuple) -> None:
+    if verl_names and callable(verl_names[0]):
+        raise ValueError(f"{verl_names[0].__name__}: write @{decorator}() above it, with parentheses.")
+
+
+def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
+    """Raises ValueError unless the arguments before the `*` are those wanted."""
+    parameters = inspect.signature(function).parameters.values()
+    found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
+    if found != wanted:
+        raise ValueError(
+            f"{function.__name__} takes ({', '.join(found)}). It has to take ({', '.join(wanted)}); numbers of its own, with "
+            "their defaults, and further tensors stand behind a `*`."
+        )
+
+
 def _check_tokens(caller: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
     are not looked at: that would wait for the device."""
@@ -323,7 +358,10 @@ def advantage_estimator(
 ) -> Callable:
     """Enters a function into ADVANTAGES, by its name and verl's. The keywords are those of `Estimator`."""
 
+    _check_parentheses("advantage_estimator", verl_names)
+
     def declare(function: Callable) -> Callable:
+        _check_declared(function, ("reward", "mask", "seq", "group"))
         function = _checked_and_documented(function)
         declared = Estimator(function, group_of_one, aggregation, by_token, looks_at, *_keywords(function))
         ADVANTAGES.update(dict.fromkeys((function.__name__, *verl_names), declared))
@@ -529,8 +567,17 @@ def policy_loss(
 ) -> Callable:
     """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
 
+    _check_parentheses("policy_loss", verl_names)
+
     def declare(function: Callable) -> Callable:
-        function = _checked_and_documented(function)
+        _check_declared(function, ("log_prob", "old_log_prob", "advantage", "mask", "seq"))
+        if "chosen" in _keywords(function)[0] and chooses is None:
+            raise ValueError(
+                f"{function.__name__} takes `chosen`: its decorator needs chooses=, the function that chooses tokens."
+            )
+        if (by_response or one_advantage) and aggregation is None:
+            raise ValueError(f"{function.__name__} is by response: its decorator needs aggregation=, that of its paper.")
+        function = _returns_loss(_checked_and_documented(function))
         of_choice = _keywords(chooses) if chooses else ((), {})
         kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
         declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)

@@ -1,9 +1,10 @@
 """The command line: tyro reads the flags, which have ranges and groups, and what cannot work is one message.
 
 A flag is a field of a dataclass. Each component has a dataclass of its own, and a script's Args inherits them all. A number's
-range is in its type, and a method `check` of the dataclass refuses what does not go together (rl/ranges.py). All flags are
-checked before anything is loaded. A flag that can have no effect is a warning (rl/flag_needs.py). Names that are explained or
-renamed are in rl/flag_words.py. A boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+range is in its type, and a method `check` of the dataclass refuses what does not go together (rl/ranges.py). A method `hint`
+may know what an unknown flag was meant to be. All flags are checked before anything is loaded. A flag that can have no effect
+is a warning (rl/flag_needs.py). Names that are explained or renamed are in rl/flag_words.py. A boolean flag can be written
+--shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast
@@ -104,7 +105,8 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     known = [flag(field.name) for field in dataclasses.fields(flags)]
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
-    hint = flag_words.hint(names) or (f" Similar: {', '.join(similar)}." if similar else "")
+    own = "".join(vars(part)["hint"](found, unknown) for part in type(found).__mro__ if "hint" in vars(part))
+    hint = flag_words.hint(names) or own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 
 

@@ -1,6 +1,8 @@
 """The flags of the algorithm and what follows from them. The algorithm itself is in the scripts, the formulas in losses.py."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +15,7 @@ from rl.learning.batch import Batch
 from rl.ranges import Range, Unavailable
 
 NO_CRITIC = "needs a critic, which these scripts do not train. losses.gae is there for one."
+CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's word
 ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "value" not in estimator.inputs)
 
 
@@ -154,6 +157,28 @@ class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
         discount = {"gamma": self.gamma} if "gamma" in estimator.knobs else {}
         return discount | {name: getattr(batch, name) for name in estimator.inputs}
 
+    def hint(self, unknown: Sequence[str]) -> str:
+        """A sentence for each unknown flag that is a number of a loss, of the chosen one if it has it, or of an estimator."""
+        said = ""
+        for word, following in itertools.pairwise([*unknown, "--"]):
+            word, _, value = word.partition("=")
+            name, value = (
+                word.removeprefix("--").replace("-", "_"),
+                value or ("VALUE" if following.startswith("--") else following),
+            )
+            modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
+            estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
+            if not word.startswith("--") or not (modes or estimators):
+                continue
+            mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
+            if name in CLIPS:
+                said += f" {word}: here {CLIPS[name]}."
+            elif modes:
+                said += f" {word} is a number of --loss-mode {mode}: --loss-args {name}={value}."
+            else:
+                said += f" {word} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
+        return said
+
     def check(self) -> None:
         """Raises UserError, with the reason, for flags that contradict each other."""
         try:
@@ -198,12 +223,11 @@ class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
     def _check_loss_args(self) -> None:
         """Each word of --loss-args has to name a number that the loss takes."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        clips = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}
-        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in clips}
+        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in CLIPS}
         for word in self.loss_args:
             name, _, value = word.partition("=")
-            if name in clips:
-                raise UserError(f"--loss-args {word}: this number has a flag of its own, {clips[name]}.")
+            if name in CLIPS:
+                raise UserError(f"--loss-args {word}: this number has a flag of its own, {CLIPS[name]}.")
             if name not in known:
                 takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
                 raise UserError(

@@ -62,10 +62,15 @@ class Health:
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
         """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""
         args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
-        if args.top_p < 1 or args.top_k > 0:
+        if args.sampling.truncates:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
-            detail += " Leave both flags out if that matters."
-            self._warn("truncated_sampling", "responses sampled with --top-p or --top-k", responses, detail)
+            detail += " Leave these flags out if that matters."
+            self._warn(
+                "truncated_sampling",
+                "responses sampled with --top-p, --top-k or another rule that leaves tokens out",
+                responses,
+                detail,
+            )
         is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score" and not args.teacher_alone
         if is_raw and (alone := whole_batch.groups_of_one(batch)):
             detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"

@@ -4,6 +4,7 @@ Left out: writing them down, which is rl/record/run.py, and timing, which is rl/
 """
 
 import math
+from itertools import chain
 
 import numpy as np
 import torch
@@ -37,10 +38,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         out |= summarize("response_length/trained", batch.sampled_lengths)
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
-    for key in sorted({key for extra in batch.extra for key in extra}):
-        values = [extra[key] for extra in batch.extra if key in extra]
-        out[f"reward/extra/{key}/mean"] = sum(values) / len(values)
-    return out
+    return out | {f"reward/extra/{name}/mean": mean for name, mean in _means(batch.extra).items()}
+
+
+def _means(extras: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each number over the responses that have it, in order of names. extras: of each response."""
+    values = {name: [extra[name] for extra in extras if name in extra] for name in sorted({*chain.from_iterable(extras)})}
+    return {name: sum(its) / len(its) for name, its in values.items()}
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, float]:
@@ -94,8 +98,9 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
     how many responses could not be scored. These count as wrong: 0, or the worst score of their source here where that is
-    below 0. rows: one a response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record
-    tells a validation's metrics from a step's."""
+    below 0. verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward function: its mean over the
+    responses that have it. rows: one a response, as `Generator.take_rows` describes them. Every name begins with "val-": by
+    that the record tells a validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source, its in _by_source(rows).items():
         worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])
@@ -107,6 +112,8 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
         metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
         if n > 1:
             metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
+        extras = [row.get("extra", {}) for row in its]  # none in a checkpoint of an older version
+        metrics |= {f"val-aux/{source}/{name}/mean@{n}": mean for name, mean in _means(extras).items()}
     return metrics
 
 

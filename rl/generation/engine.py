@@ -8,13 +8,14 @@ rl/generation/embedded/engine.py and rl/generation/vllm/engine.py fulfil it; rl/
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
 
 from rl.data.image_prompts import Images
+from rl.errors import UserError
 from rl.model.router import RouterArgs
 from rl.ranges import Range
 
@@ -69,6 +70,16 @@ class EngineArgs(RouterArgs):
     auto is off on an NPU, where each seed costs a kernel per token, and on elsewhere."""
 
     @property
+    def sampling(self) -> "SamplingParams":
+        """How training samples."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
+
+    @property
+    def val_sampling(self) -> "SamplingParams":
+        """How validation samples."""
+        return SamplingParams(self.val_temperature, self.val_top_p, max_tokens=self.max_response_length)
+
+    @property
     def engine_sleeps(self) -> bool:
         """Whether an engine's memory is given back while a learner works: where one process does both in turns."""
         return self.free_cache_engine
@@ -82,14 +93,18 @@ class EngineArgs(RouterArgs):
 class SamplingParams:
     """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
 
-    An engine ignores a field that it does not read: both have to read a new one, the embedded engine in its `_settings` and in
-    `sample`, vLLM's in its `_hand_over`. If it leaves tokens out, rl/algorithm/health.py has to warn as it does of top_p."""
+    The embedded engine reads the fields in its `_settings` and in `sample`, vLLM's in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 16
     ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out. Log-probs are then those of the truncated distribution, of which a run warns."""
+        return self.top_k > 0 or self.top_p < 1
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,7 @@ class Output:
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether there is `share_parameters`
+    reads: frozenset[str]  # the fields of SamplingParams that it samples by; another value than a field's default is refused
 
     def add(self, request: Request) -> None: ...
 
@@ -142,6 +158,17 @@ class Engine(Protocol):
 
     @property
     def num_unfinished(self) -> int: ...
+
+
+def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
+    """Raises UserError for a field that the engine would ignore, unless it has its default."""
+    name = type(engine).__name__
+    for field in fields(SamplingParams):
+        if field.name not in engine.reads and (value := getattr(sampling, field.name)) != field.default:
+            raise UserError(
+                f"{name} does not sample by {field.name}, which is {value!r} here and would be ignored. Take another --engine, "
+                f"or let {name} read it (SamplingParams in rl/generation/engine.py says where) and add it to {name}.reads."
+            )
 
 
 def request_seed(seed: int, ticket: int, response: int) -> int:

@@ -16,7 +16,7 @@ from rl.data.images import ImageError
 from rl.data.job import Job
 from rl.data.prompts import Prompt
 from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
+from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.model.router import check_record
 from rl.ranks import dist
@@ -72,7 +72,9 @@ class Generator:
         """engine_ranks: those that share the engine; give_up: asked between two engine steps of `generate`."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
-        self.sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.max_response_length, args.ignore_eos)
+        self.sampling = args.sampling
+        check_sampling(engine, args.sampling)
+        check_sampling(engine, args.val_sampling)
         self.working: dict[int, Work] = {}
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
@@ -206,13 +208,13 @@ class Generator:
     def start_validation(self) -> None:
         """Gives the engine its share of the validation prompts, val_n times each."""
         a, ranks = self.args, self.engine_ranks
-        sampling = SamplingParams(a.val_temperature, a.val_top_p, -1, a.max_response_length)
         for index in range(ranks.index, len(self.job.val_prompts), ranks.engines):
-            self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), sampling)
+            self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), a.val_sampling)
 
     def take_rows(self) -> list[dict]:
         """The validation's rows since the last call, one a response: index, data_source, prompt, response,
-        ground_truth, score, acc, error; without score and acc (None) where there is an error."""
+        ground_truth, score, acc, extra (the reward function's other numbers), error; without score and acc (None) where
+        there is an error."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -257,6 +259,7 @@ class Generator:
             "ground_truth": str(work.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
+            "extra": {name: value for name, value in score.extra.items() if name != "acc"},
             "error": score.error,
         }
 

@@ -3,33 +3,29 @@
 BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than the one; both wait longer than the other
 
 
-def advice(generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float) -> str:
-    """Who waited, and the split of the job's ranks that would balance them, in one sentence. The arguments are those of
-    `verdict`."""
-    return verdict(generators, learners, nodes, generators_idle, learners_idle)[1]
-
-
-def has_choice(generators: int, learners: int, nodes: int | None) -> bool:
-    """Whether the ranks can be split in more than one way. nodes: as in `verdict`."""
-    return generators + learners > 2 * (nodes or 1)
-
-
 def verdict(
-    generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float
+    generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float, scoring: float
 ) -> tuple[str | int, str]:
-    """What the advice is, "balanced", "turns" or the best number of generators, and the sentence.
+    """What the advice is, "balanced", "graders", "turns" or the best number of generators, and the sentence. Where there is
+    only one split, the sentence says nothing of splits.
 
     generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle: share
     of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
-    which they did not wait.
+    which they did not wait. scoring: share of the time in which a generator had nothing to do but wait for scores; while
+    learners wait for samples, it is what to shorten first.
     """
     waits = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:
         return "balanced", f"{waits}: balanced"
+    if min(scoring, learners_idle) >= BALANCED:
+        remedy = "try more --reward-workers before another split"
+        return "graders", f"{waits}: generators spent {scoring:.0%} of the time on scores; {remedy}"
     if min(generators_idle, learners_idle) > OVERLAPPING:
         remedy = "try a higher --staleness-threshold or fewer validations"
         return "turns", f"{waits}: they take turns, so another split does not help; {remedy}"
     ranks = generators + learners
+    if ranks <= 2 * (nodes or 1):
+        return generators, waits
     work = generators * (1 - generators_idle), learners * (1 - learners_idle)
     exact = ranks * work[0] / sum(work)  # generators, if ranks could be divided
     best = (nodes or 1) * min(ranks // (nodes or 1) - 1, max(1, round(exact / (nodes or 1))))

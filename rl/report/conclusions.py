@@ -56,7 +56,7 @@ def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
 
 
 def conclude(groups: list[RunGroup]) -> list[Row]:
-    kinds = (learning, accuracy, waits.waiting, waits.graders, waits.reasons, waits.ages, lengths, mismatch, trouble)
+    kinds = (learning, accuracy, waits.waiting, waits.reasons, waits.ages, lengths, mismatch, trouble)
     return [row for group in groups for about in kinds for row in about(group)] + between(groups)
 
 

@@ -4,14 +4,14 @@ from collections import Counter
 
 import numpy as np
 
-from rl.record.balance import BALANCED, advice
+from rl.record.balance import BALANCED, verdict
 from rl.report.logs import Log, RunGroup
 from rl.report.numbers import HELD, IDLE, Row, count, last, spread, too_few_steps
 from rl.report.verl_console import MAX_REQUIRED, PAUSES
 
 
 def waiting(group: RunGroup) -> list[Row]:
-    """Who waited for whom, and, if the ranks were recorded, the split that would balance them."""
+    """Who waited for whom or for graders, and, if the ranks were recorded, the split that would balance them."""
     idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
     if not all(idle.values()):
         return []
@@ -21,8 +21,13 @@ def waiting(group: RunGroup) -> list[Row]:
     layout = group.logs[0].config.get("hardware", {}).get("layout", [])
     splits = [Counter(name.split()[0] for name in node["ranks"].values()) for node in layout]  # ranks by role
     alike = len(splits) or 1 if all(split == splits[0] for split in splits) else None
-    told = advice(generators or 1, learners or 1, alike, *(float(np.mean(idle[role])) for role in ("generator", "learner")))
+    names = sorted(f"ledger/{rank}/score" for rank in ranks_of(group, "generator"))
+    scoring = [share for name in names for share in group.each(lambda log, n=name: log.over_time(n))]
+    shares = [float(np.mean(of or [0.0])) for of in (idle["generator"], idle["learner"], scoring)]
+    advised, told = verdict(generators or 1, learners or 1, alike, *shares)
     rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
+    if advised == "graders":
+        rests += f", ledger/generator_<n>/score {spread(scoring, '.0%')}"
     rests += ", the first step of each attempt left out"
     if generators and learners:
         return [(group.label, told, f"{rests}; {generators} to {learners} ranks")]
@@ -55,16 +60,6 @@ def reasons(group: RunGroup) -> list[Row]:
     if idle and not held and np.mean(idle) >= BALANCED and not too_few_steps(group, IDLE["learner"]):
         return [(group.label, "why the generators waited was not recorded", f"no {HELD}")]
     return []
-
-
-def graders(group: RunGroup) -> list[Row]:
-    """Whether the generators waited for graders. It counts as no waiting for the other role."""
-    names = {f"ledger/{rank}/score" for rank in ranks_of(group, "generator")}
-    shares = [share for name in sorted(names) for share in group.each(lambda log, n=name: log.over_time(n))]
-    if not shares or np.mean(shares) < BALANCED or too_few_steps(group, IDLE["learner"]):
-        return []
-    told = f"the generators spent {np.mean(shares):.0%} of the time on scores: try more --reward-workers before another split"
-    return [(group.label, told, f"ledger/generator_<n>/score {spread(shares, '.0%')}")]
 
 
 def ages(group: RunGroup) -> list[Row]:

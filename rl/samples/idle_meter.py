@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rl.ranks.timers import Timers
-from rl.record.balance import has_choice, verdict
+from rl.record.balance import verdict
 from rl.rewards.pool import event_metrics
 from rl.split import Split
 
@@ -14,7 +14,7 @@ class IdleMeter:
 
     def __init__(self, split: Split):
         self.split = split
-        self._waited, self._elapsed = Counter(), Counter()  # seconds by role, over the whole run
+        self._waited, self._elapsed = Counter(), Counter()  # seconds by role over the whole run; "scores": of generators
         self._events: dict[int, dict] = {}  # of each generator's scoring
         self._events_before: Counter[str] = Counter()  # of the run that resumes here
         self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
@@ -24,7 +24,7 @@ class IdleMeter:
         """Metrics of what was reported since the last call; empties the list."""
         own = timer.ledger()["wait"]
         out = {"fully_async/trainer/idle_ratio": own}
-        self._count("learner", 0, own, timer.elapsed)
+        self._count("learner", 0, timer.elapsed, learner=own)
         self.read(reports)
         for report in reports:
             out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
@@ -45,7 +45,8 @@ class IdleMeter:
         """Takes what the summary and the events are made of."""
         for report in reports:
             self._events[report["rank"]] = report["events"]
-            self._count("generator", report["rank"], report["ledger"]["wait"], report["elapsed"])
+            ledger = report["ledger"]
+            self._count("generator", report["rank"], report["elapsed"], generator=ledger["wait"], scores=ledger["score"])
 
     @property
     def events(self) -> Counter:
@@ -60,35 +61,33 @@ class IdleMeter:
         self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
         self._events_before = Counter(state["events"])
 
-    def _count(self, role: str, rank: int, share: float, elapsed: float) -> None:
+    def _count(self, role: str, rank: int, elapsed: float, **shares: float) -> None:
         if (role, rank) in self._started:
-            self._waited[role] += share * elapsed
+            self._waited.update({what: share * elapsed for what, share in shares.items()})
             self._elapsed[role] += elapsed
         self._started.add((role, rank))
 
     def news(self) -> str:
-        """Advice to split the ranks differently, if it differs from that of the last call."""
+        """Advice to change something, if it differs from that of the last call."""
         advised, text = self._verdict()
         is_new = advised not in (None, self._advised)
         self._advised = advised
         is_advice = advised not in ("balanced", self.split.generators)
-        return text if is_new and is_advice and self._has_choice() else ""
+        return text if is_new and is_advice else ""
 
     def last_words(self) -> list[str]:
-        """The summary at the end of a run, without a verdict on the split where there is only one; none of too few steps."""
+        """The summary at the end of a run; none of too few steps."""
         advised, text = self._verdict()
-        return [] if advised is None else [text if self._has_choice() or advised == "turns" else text.partition(":")[0]]
+        return [] if advised is None else [text]
 
     def _verdict(self) -> tuple[str | int | None, str]:
         """What rl/record/balance.py says of the shares so far; (None, "") after too few steps."""
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
             return None, ""
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]
-        return verdict(self.split.generators, self.split.learners, self._nodes_alike(), *idle)
+        scoring = self._waited["scores"] / self._elapsed["generator"]
+        return verdict(self.split.generators, self.split.learners, self._nodes_alike(), *idle, scoring)
 
     def _nodes_alike(self) -> int | None:
         nodes = self.split.nodes
         return len(nodes) if len({(node.size, node.generators) for node in nodes}) == 1 else None
-
-    def _has_choice(self) -> bool:
-        return has_choice(self.split.generators, self.split.learners, self._nodes_alike())

@@ -138,6 +138,22 @@ def test_a_validation_counts_them_as_wrong():
     assert validation_metrics(rows) == {"val-aux/reward/unscored": 1, "val-core/d/acc/mean@1": 0.5}
 
 
+def test_a_validation_has_the_reward_functions_other_numbers():
+    """By verl's names, of each source apart, over the responses that have the number; the accuracy has its own name."""
+    outcomes = [Score(1.0, {"acc": 0.0, "length": 3.0}), Score(0.0, {"acc": 1.0, "length": 6.0, "form": 1.0})]
+    outcomes.append(Score(None, event="died", message="gone"))
+    generator, rows = Generator.__new__(Generator), []
+    generator._text = lambda _: "text"
+    for index, source in enumerate(("d", "other/e")):
+        work = Work(Prompt([1], "1", source, "1", {}, "row 0"), 3, False, dict.fromkeys(range(3)), dict(enumerate(outcomes)))
+        rows += json.loads(json.dumps([generator._row(index, work, number) for number in range(3)]))
+    metrics = validation_metrics(rows)
+    for source in ("d", "other/e"):
+        assert metrics[f"val-aux/{source}/length/mean@3"] == 4.5 and metrics[f"val-aux/{source}/form/mean@3"] == 1
+        assert metrics[f"val-core/{source}/acc/mean@3"] == pytest.approx(1 / 3)
+    assert len(metrics) == 1 + 2 * 4, "these, mean and pass of the accuracy, and the count of unscored"
+
+
 @pytest.mark.parametrize("scale", [(0.0, 1.0), (-1.0, 1.0), (-5.0, -1.0), (0.1, 0.9)])
 def test_a_judge_that_fails_in_a_validation_never_raises_it(scale):
     """Whatever the scale of a reward that tells no accuracy, and whichever responses it fails on, of two to a prompt, if one of

@@ -103,3 +103,56 @@ def test_signature_and_docstring_are_the_functions_own(name):
     parameters = inspect.signature(NAMES[name].function).parameters
     assert NAMES[name].function.__doc__ and "mask" in parameters
     assert set(NAMES[name].knobs) <= set(parameters)
+
+
+RETURNED = {
+    "a scalar": (lambda x: x.sum(), r"returned \[\]\."),
+    "no statistics": (lambda x: -x, r"returned \[6\]\."),
+    "an aggregated loss": (lambda x: (x.mean(), {}), r"returned \[\]\."),
+    "a statistic that is a mean": (lambda x: (-x, {"a": x > 0, "b": x.mean()}), r"returned \[6\], \[6\], \[\]\."),
+    "a statistic that is no tensor": (lambda x: (-x, {"a": 1.0}), r"returned \[6\], float\."),
+    "nothing": (lambda x: None, r"returned NoneType\."),
+}
+
+
+@pytest.fixture
+def own_losses(monkeypatch):
+    """Functions that a test declares leave the tables as they were."""
+    monkeypatch.setattr(losses, "POLICY_LOSSES", dict(losses.POLICY_LOSSES))
+    monkeypatch.setattr(losses, "ADVANTAGES", dict(losses.ADVANTAGES))
+
+
+@pytest.mark.parametrize("what", RETURNED)
+def test_a_loss_that_returns_something_else_is_named(own_losses, what):
+    value, found = RETURNED[what]
+
+    @losses.policy_loss()
+    def mine(log_prob, old_log_prob, advantage, mask, seq):
+        return value(log_prob)
+
+    with pytest.raises(ValueError, match=rf"mine {found} A policy loss returns \(token_loss \[n\], stats\).*n is 6"):
+        losses.POLICY_LOSSES["mine"](X, X, X, MASK, SEQ)
+
+
+def by_seq(log_prob, old_log_prob, advantage, mask, seq, *, chosen=None):
+    """A loss whose decorator needs more."""
+
+
+def knob_in_front(log_prob, old_log_prob, advantage, mask, seq, cap=1.0):
+    """A knob without the `*`."""
+
+
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (lambda: losses.policy_loss(by_seq), r"by_seq: write @policy_loss\(\)"),
+        (lambda: losses.advantage_estimator(by_seq), r"by_seq: write @advantage_estimator\(\)"),
+        (lambda: losses.policy_loss()(by_seq), "by_seq takes `chosen`: its decorator needs chooses="),
+        (lambda: losses.policy_loss(by_response=True, chooses=min)(by_seq), "by_seq is by response: .* needs aggregation="),
+        (lambda: losses.policy_loss()(knob_in_front), r"knob_in_front takes \(.*cap\)\. It has to .*behind a `\*`"),
+        (lambda: losses.advantage_estimator()(by_seq), r"by_seq takes .*has to take \(reward, mask, seq, group\)"),
+    ],
+)
+def test_a_declaration_that_lacks_something_is_refused(own_losses, declare, message):
+    with pytest.raises(ValueError, match=message):
+        declare()

@@ -189,11 +189,12 @@ def test_why_generators_waited():
 def test_generators_that_wait_for_graders():
     def about_scores(share: float, steps: int = 30, rank: str = "generator_0") -> list[str]:
         waits = {"fully_async/trainer/idle_ratio": 0.9, "fully_async/rollouter/idle_ratio": 0.0}
-        log = run("a", [1.0] * steps, [9.0] * steps, **waits, **{f"ledger/{rank}/score": share})
+        ledgers = {f"ledger/{rank}/score": share, "ledger/learner_1/score": 0.0}
+        log = run("a", [1.0] * steps, [9.0] * steps, **waits, **ledgers)
         return [text for _, text, _ in conclude([group("a", log)]) if "on scores" in text]
 
-    told = "the generators spent 70% of the time on scores: try more --reward-workers before another split"
-    assert about_scores(0.7) == [told]
+    said_then = "learners 90%: generators spent 70% of the time on scores; try more --reward-workers before another split"
+    assert about_scores(0.7) == [f"generators waited 0% of the time, {said_then}"]
     assert about_scores(0.05) == about_scores(0.7, steps=5) == about_scores(0.7, rank="rank_0") == []
 
 

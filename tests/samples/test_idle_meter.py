@@ -34,18 +34,18 @@ def job(generators: int, learners: int, nodes: int) -> Split:
     return Split("learner", None, learners, generators, alike, 0, store=None, bridge=None)
 
 
-def report(rank: int, wait: float, elapsed: float) -> dict:
+def report(rank: int, wait: float, elapsed: float, score: float = 0.0) -> dict:
     counts = {"events": {}, "publish_seconds": 1.0, "publish_gb": 1.0, "publish_way": 0.0}
-    return {"rank": rank, "elapsed": elapsed, "ledger": {"wait": wait}, **counts}
+    return {"rank": rank, "elapsed": elapsed, "ledger": {"wait": wait, "score": score}, **counts}
 
 
-def words(generators: int, learners: int, nodes: int, idle: tuple[float, float]) -> str:
+def words(generators: int, learners: int, nodes: int, idle: tuple[float, float], score: float = 0.0) -> str:
     """Return the last words after start-up, during which learners wait for the engines, and three steps with these idle
     shares."""
     meter = IdleMeter(job(generators, learners, nodes))
     meter.metrics([report(rank, 0.9, 5.0) for rank in range(generators)], Clock(0.99, 100.0))
     for _ in range(3):
-        meter.metrics([report(rank, idle[0], 2.0) for rank in range(generators)], Clock(idle[1], 2.0))
+        meter.metrics([report(rank, idle[0], 2.0, score) for rank in range(generators)], Clock(idle[1], 2.0))
     (text,) = meter.last_words()
     return text
 
@@ -67,6 +67,27 @@ def words(generators: int, learners: int, nodes: int, idle: tuple[float, float])
 def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle, expected):
     text = words(*job, idle)
     assert text.startswith(f"generators waited {idle[0]:.0%} of the time, learners {idle[1]:.0%}") and expected in text
+
+
+@pytest.mark.parametrize("split", [(1, 1, 1), (2, 2, 1), (4, 4, 2)])
+def test_generators_that_wait_for_graders_need_no_other_split(split):
+    """Learners that wait for samples wait for the graders as well, however many ranks generate."""
+    slow = (
+        "of the time, learners 99%: generators spent 95% of the time on scores; try more --reward-workers before another split"
+    )
+    assert words(*split, (0.0, 0.99), score=0.95) == f"generators waited 0% {slow}"
+    assert "turns" not in words(*split, (0.3, 0.5), score=0.3), "which side waits is the graders' doing"
+    for idle, score in (((0.0, 0.99), 0.05), ((0.6, 0.05), 0.3)):  # hardly any scoring; learners that wait for nothing
+        assert "scores" not in words(*split, idle, score)
+
+
+def test_slow_graders_are_news_once_and_survive_a_resume():
+    before, after = IdleMeter(job(1, 1, 1)), IdleMeter(job(1, 1, 1))
+    for _ in range(3):
+        before.metrics([report(0, 0.0, 10.0, score=0.8)], Clock(0.9, 10.0))
+    assert "80% of the time on scores" in before.news() and before.news() == ""
+    after.restore(before.state())
+    assert after.last_words() == before.last_words()
 
 
 def news(job_of: tuple[int, int, int], *idle: tuple[float, float]) -> tuple[list[str], list[str]]:
@@ -134,7 +155,7 @@ def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
 
 def publish(outbox: Outbox, wait: float, timeouts: int = 0) -> None:
     """Reports ten seconds up to a publish."""
-    timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait}, seconds=Counter(), restart=lambda: None)
+    timer = SimpleNamespace(elapsed=10.0, ledger=lambda: {"wait": wait, "score": 0.0}, seconds=Counter(), restart=lambda: None)
     outbox.report(timer, SimpleNamespace(events={"timeout": timeouts}), {"bytes": 0, "way": 1.0})
 
 

@@ -405,3 +405,17 @@ def test_a_word_of_trls_is_answered_with_ours(script, word, said):
     with pytest.raises(UserError) as error:
         flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
     assert f" {word}: {said}. --help-all lists all flags." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=2."),
+        ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=1.2."),
+        ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
+        ("--lam 0.9", "--lam is a number of --adv-estimator gae, whose default in losses.py holds."),
+    ],
+)
+def test_a_number_of_a_loss_is_no_flag_of_its_own(words, answer):
+    with pytest.raises(UserError, match=re.escape(answer)):
+        flags.read(train_sync.Args, args=words.split())

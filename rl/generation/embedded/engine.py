@@ -76,6 +76,7 @@ class TransformersEngine:
     """
 
     shares_memory = True
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
 
     def __init__(
         self,
@@ -345,7 +346,7 @@ class TransformersEngine:
             temperature=torch.tensor([x.temperature for x in s]).to(self.device),
             top_k=torch.tensor([x.top_k for x in s]).to(self.device),
             top_p=torch.tensor([x.top_p for x in s]).to(self.device),
-            truncates=any(x.top_k > 0 or x.top_p < 1 for x in s),
+            truncates=any(x.truncates for x in s),
         )
 
     def _free(self, slots: Iterable[int]) -> None:

@@ -85,6 +85,7 @@ class VLLMEngine:
     """
 
     shares_memory = False
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
 
     def __init__(
         self,
