@@ -24,6 +24,7 @@ from rl.ranks.device import is_accelerator, packed_attention
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
+LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/delta_net.py knows which
 SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
@@ -82,6 +83,13 @@ class Packed:
             outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
+    @functools.cached_property
+    def chain(self):
+        """What delta nets ask of the row."""
+        from rl.model.delta_net import Chain
+
+        return Chain(*self._row, self.device)
+
     @property
     def work(self) -> tuple[int, int]:
         """Tokens of the row, and pairs of a query and a key that attention has computed in a layer, for each head."""
@@ -139,6 +147,12 @@ def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_caus
         raise UserError(f"the model's attention has {' and '.join(named)}, which is not computed here. {REMEDY}")
 
 
+def linear_layers(config: PretrainedConfig) -> list[int]:
+    """The numbers of the layers that have a recurrent state in attention's place."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return [number for number, kind in enumerate(kinds) if kind == LINEAR]
+
+
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
     """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
     tokens. A window that none of them outgrows is full attention."""
@@ -151,7 +165,7 @@ def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
         )
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # layer type -> its size
     kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", *windows}:
+    if unknown := kinds - {"full_attention", LINEAR, *windows}:
         raise UserError(f"{where}: layers of type {', '.join(sorted(unknown))} are not supported. {REMEDY}")
     if not kinds and getattr(config, "use_sliding_window", True):
         kinds = {"sliding_attention"}  # Mistral, Phi-3: one window for all layers

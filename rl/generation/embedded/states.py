@@ -1,0 +1,67 @@
+"""The embedded engine's states of delta nets (rl/model/delta_net.py), beside the KV cache, and filled and read with it."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl.model.attention import linear_layers
+from rl.model.delta_net import Chain, one_step
+from rl.ranks.device import is_accelerator
+from rl.ranks.host_memory import zeros
+
+
+class States:
+    """Of each slot and layer the last K - 1 inputs of its convolution [layers, slots, C, K - 1], and its recurrent state
+    [layers, slots, H, Dk, Dv], fp32 in any case."""
+
+    def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):
+        self.number = {layer: number for number, layer in enumerate(linear_layers(config))}
+        heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+        channels = 2 * config.linear_num_key_heads * dk + heads * dv
+        inputs = (len(self.number), slots, channels, config.linear_conv_kernel_dim - 1)
+        recurrent = (len(self.number), slots, heads, dk, dv)
+        make = functools.partial(torch.zeros, device=device) if is_accelerator(device) else zeros
+        self.inputs, self.recurrent = make(inputs, dtype=dtype), make(recurrent, dtype=torch.float32)
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        for of_slots in (self.inputs, self.recurrent):
+            of_slots[:, target] = of_slots[:, source]
+
+
+class FillingChain(Chain):
+    """Packed prompts that leave their states: sequence i in slot slots[i]."""
+
+    def __init__(self, lengths: list[int], slots: list[int], states: States, device: torch.device):
+        super().__init__(lengths, [-1] * len(lengths), device)
+        self.slots, self.states = torch.tensor(slots), states
+
+    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        kept, ends = weight.shape[1] - 1, torch.tensor(self.begins[1:])
+        back = torch.arange(-kept, 0)[None]  # [1, K - 1]
+        inside = back + torch.tensor(self.lengths)[:, None] >= 0  # [S, K - 1]
+        last = torch.where(inside, ends[:, None] + back, len(x)).to(x.device)
+        self.states.inputs[self.states.number[layer], self.slots.to(x.device)] = F.pad(x, (0, 0, 0, 1))[last].transpose(1, 2)
+        return super().convolved(layer, x, weight)
+
+    def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
+        self.states.recurrent[self.states.number[layer], self.slots[segments].to(states.device)] = states.float()
+
+
+class DecodingChain:
+    """One new token for each of the first A slots."""
+
+    def __init__(self, states: States):
+        self.states = states
+
+    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """x [A, C], weight [C, K] -> [A, C], summed in fp32 as a prefill's convolution does."""
+        inputs = self.states.inputs[self.states.number[layer], : len(x)]  # [A, C, K - 1]
+        window = torch.cat([inputs, x[..., None]], -1)
+        inputs.copy_(window[..., 1:])
+        return (window.float() * weight.float()).sum(-1).to(x.dtype)
+
+    def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """q, k [A, H, Dk], v [A, H, Dv], decay, beta [A, H] -> [A, H, Dv]."""
+        return one_step(q, k, v, decay, beta, self.states.recurrent[self.states.number[layer], : len(q)])
