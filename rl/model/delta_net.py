@@ -152,7 +152,8 @@ class Chain:
     def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """q, k [T, H, Dk], v [T, H, Dv], decay (its logarithm), beta [T, H] -> [T, H, Dv]."""
         outputs, states, held = [], [], None
-        for bucket in self._buckets:
+        buckets, order = self._buckets
+        for bucket in buckets:
             if bucket.front is not None and held is None:
                 held = torch.cat(states)
             start = None if bucket.front is None else held.index_select(0, bucket.front)
@@ -162,15 +163,17 @@ class Chain:
             out, state = chunked(*rows, start)
             self.keep(layer, bucket.segments, state)
             states.append(state)
-            outputs.append(out[bucket.real])
-        return torch.cat(outputs).index_select(0, self._order)
+            outputs.append(out.flatten(0, 1))
+        return torch.cat(outputs).index_select(0, order)
 
     def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
         """Called with the final states [S, H, Dk, Dv] of each bucket of segments."""
 
     @functools.cached_property
-    def _buckets(self) -> list[Bucket]:
-        out, number = [], {}  # number: segment -> that of its final state
+    def _buckets(self) -> tuple[list[Bucket], Tensor]:
+        """(the buckets, those that begin sequences first; [T] the cell of each token's output, with the buckets end to end)."""
+        out, number, done = [], {}, 0  # number: segment -> that of its final state
+        cell_of = torch.empty(self.begins[-1], dtype=torch.long)
         for continues in (False, True):
             left = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
             left.sort(key=lambda i: -self.lengths[i])
@@ -180,15 +183,13 @@ class Chain:
                 length = torch.tensor([self.lengths[i] for i in members])[:, None]
                 column = torch.arange(int(length.max()))[None]
                 cells = torch.tensor([self.begins[i] for i in members])[:, None] + torch.minimum(column, length - 1)
+                real = column < length
+                cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+                done += cells.numel()
                 front = torch.tensor([number[self.after[i]] for i in members]).to(self.device) if continues else None
                 number |= {} if continues else {i: len(number) + n for n, i in enumerate(members)}
-                out.append(Bucket(members, cells.to(self.device), (column < length).to(self.device), front))
-        return out
-
-    @functools.cached_property
-    def _order(self) -> Tensor:
-        """[T]: where each token's output stands, with the buckets' end to end."""
-        return torch.cat([bucket.cells[bucket.real] for bucket in self._buckets]).argsort()
+                out.append(Bucket(members, cells.to(self.device), real.to(self.device), front))
+        return out, cell_of.to(self.device)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
+SLOW += ["delta nets", "engine, delta nets"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images", "changes"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
@@ -40,6 +41,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/embedded/engine.py": ["engine", "engine, images"],
     "rl/generation/embedded/kv_cache.py": ["engine"],
     "rl/generation/embedded/sampling.py": ["engine"],
+    "rl/generation/embedded/states.py": ["engine, delta nets"],
+    "rl/model/delta_net.py": ["delta nets", "engine, delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/delta.py": ["changes"],
