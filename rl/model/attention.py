@@ -24,7 +24,7 @@ from rl.ranks.device import is_accelerator, packed_attention
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
-LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/delta_net.py knows which
+LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/hybrid/delta_net.py knows which
 SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
@@ -86,7 +86,7 @@ class Packed:
     @functools.cached_property
     def chain(self):
         """What delta nets ask of the row."""
-        from rl.model.delta_net import Chain
+        from rl.model.hybrid.chain import Chain
 
         return Chain(*self._row, self.device)
 

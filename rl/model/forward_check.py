@@ -184,7 +184,7 @@ def _eager(model):
         config._attn_implementation = "eager"
     plain = contextlib.nullcontext()
     if linear_layers(model.config):
-        from rl.model.delta_net import in_plain_torch
+        from rl.model.hybrid.delta_net import in_plain_torch
 
         plain = in_plain_torch(model)
     try:

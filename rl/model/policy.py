@@ -24,7 +24,7 @@ class Policy(nn.Module):
         if self.takes_images:
             vision_forward.embed_by_product(model)
         if linear_layers(model.config):
-            from rl.model.delta_net import carry_states
+            from rl.model.hybrid.delta_net import carry_states
 
             carry_states(model)
 

@@ -94,7 +94,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags)
     config, where = load_config(path, args.trust_remote_code), f"--model {path}"
     model = _check_modules(config, where, args.trust_remote_code)
     if linear_layers(config):
-        from rl.model.delta_net import check_flags, check_layers
+        from rl.model.hybrid.delta_net import check_flags, check_layers
 
         check_layers(model, where)
         check_flags(args)

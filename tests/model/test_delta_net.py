@@ -16,10 +16,11 @@ from rl.data.demo import build_tokenizer
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch, MicroBatch
-from rl.model import delta_net, router
+from rl.model import router
 from rl.model.attention import ATTENTION
-from rl.model.delta_net import Chain
 from rl.model.forward_check import check_policy
+from rl.model.hybrid import chain, delta_net
+from rl.model.hybrid.chain import Chain
 from rl.model.policy import Policy
 from rl.model.pretrained import check_model
 
@@ -115,7 +116,7 @@ def test_a_response_alone_in_its_micro_batch(kind, in_double):
 
 # ------------------------------------------------------------------------------------------------------------ mutants
 
-RULE, CONVOLVED = delta_net.chunked, Chain.convolved
+RULE, CONVOLVED = chain.chunked, Chain.convolved
 
 
 def with_start(change):
@@ -150,7 +151,7 @@ MUTANTS = {
 
 def plant(monkeypatch, mutant: str) -> None:
     for name, function in MUTANTS[mutant].items():
-        monkeypatch.setattr(Chain if name == "convolved" else delta_net, name, function)
+        monkeypatch.setattr(Chain if name == "convolved" else chain, name, function)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -191,14 +192,14 @@ def test_the_rule_is_the_recurrence(length):
     rows = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
     rows[3], rows[4] = -F.softplus(rows[3]), rows[4].sigmoid()
     found, expected = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
-    for of, rule in ((found, delta_net.chunked), (expected, written_out)):
+    for of, rule in ((found, chain.chunked), (expected, written_out)):
         out, state = rule(*of)
         (out.sin().sum() + state.cos().sum()).backward()
     for a, b in zip(found, expected, strict=True):  # its norm of queries and keys has its epsilon elsewhere
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
     state = rows[5].clone()
-    steps = [delta_net.one_step(*(x[:, t] for x in rows[:5]), state) for t in range(length)]
-    out, final = delta_net.chunked(*rows)
+    steps = [chain.one_step(*(x[:, t] for x in rows[:5]), state) for t in range(length)]
+    out, final = chain.chunked(*rows)
     torch.testing.assert_close(torch.stack(steps, 1), out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
@@ -220,22 +221,25 @@ def test_layers_that_hand_down_nothing(monkeypatch):
     check_policy(Policy(model), "x")
 
 
-@pytest.mark.parametrize("name", delta_net.KERNELS)
-def test_the_start_check_takes_transformers_own_functions(name, monkeypatch, tmp_path):
+def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path):
     """Where flash-linear-attention is installed, transformers has its kernels in place of its own functions. They do not run on
     a CPU."""
     module = transformers.models.qwen3_5.modeling_qwen3_5
-
-    @functools.wraps(getattr(module, name))
-    def kernel(*args, **kwargs):
-        raise RuntimeError("0 active drivers")
-
-    monkeypatch.setattr(module, name, kernel)
     model = model_of("Qwen3_5TextConfig", ATTENTION)
     model.save_pretrained(tmp_path)
-    check_policy(Policy(model), "x")
-    TransformersEngine(str(tmp_path), max_length=32)
-    assert getattr(module, name) is kernel, "it is put back"
+    for name in delta_net.KERNELS:
+        if not hasattr(getattr(module, name, None), "__wrapped__"):  # transformers before 5.6
+            continue
+
+        @functools.wraps(getattr(module, name))
+        def kernel(*args, **kwargs):
+            raise RuntimeError("0 active drivers")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, kernel)
+            check_policy(Policy(model), "x")
+            TransformersEngine(str(tmp_path), max_length=32)
+            assert getattr(module, name) is kernel, "it is put back"
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -274,7 +278,7 @@ def test_other_linear_attention_is_refused_by_the_class_of_its_layers(tmp_path, 
     ("flags", "said"),
     [
         ({"compile": True}, "--compile"),
-        ({"sequence_parallel": 2}, "--sequence-parallel 2"),
+        ({"sequence_parallel": 2}, "--sequence-parallel"),
         ({"engine": "vllm"}, "--engine vllm"),
     ],
 )

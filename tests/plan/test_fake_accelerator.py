@@ -42,7 +42,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/embedded/kv_cache.py": ["engine"],
     "rl/generation/embedded/sampling.py": ["engine"],
     "rl/generation/embedded/states.py": ["engine, delta nets"],
-    "rl/model/delta_net.py": ["delta nets", "engine, delta nets"],
+    "rl/model/hybrid/chain.py": ["delta nets", "engine, delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/delta.py": ["changes"],
@@ -85,6 +85,8 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "MicroBatch.of": "nothing|torch.cat",
     "PrefillLayout.__init__": "torch.tensor",
     "DecodeLayout.__init__": r"torch.arange\(len",
+    "FillingChain.convolved": "",
+    "FillingChain.keep": "",
     "TransformersEngine._free": "torch.tensor",
     # so may indices, and what is copied into a slice
     "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",

@@ -104,7 +104,7 @@ class TransformersEngine:
         if self.takes_images:
             vision_forward.embed_by_product(self.model)
         if linear_layers(self.model.config):
-            from rl.model.delta_net import carry_states, check_layers
+            from rl.model.hybrid.delta_net import carry_states, check_layers
 
             check_layers(self.model, f"--model {model_path}")
             carry_states(self.model)

@@ -1,4 +1,4 @@
-"""The embedded engine's states of delta nets (rl/model/delta_net.py), beside the KV cache, and filled and read with it."""
+"""The embedded engine's states of delta nets (rl/model/hybrid/), filled and read together with its KV cache."""
 
 import functools
 
@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl.model.attention import linear_layers
-from rl.model.delta_net import Chain, one_step
+from rl.model.hybrid.chain import Chain, one_step
+from rl.model.hybrid.delta_net import channels
 from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import zeros
 
@@ -18,12 +19,14 @@ class States:
 
     def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):
         self.number = {layer: number for number, layer in enumerate(linear_layers(config))}
-        heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-        channels = 2 * config.linear_num_key_heads * dk + heads * dv
-        inputs = (len(self.number), slots, channels, config.linear_conv_kernel_dim - 1)
-        recurrent = (len(self.number), slots, heads, dk, dv)
+        heads = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
         make = functools.partial(torch.zeros, device=device) if is_accelerator(device) else zeros
-        self.inputs, self.recurrent = make(inputs, dtype=dtype), make(recurrent, dtype=torch.float32)
+        self.inputs = make((len(self.number), slots, channels(config), config.linear_conv_kernel_dim - 1), dtype=dtype)
+        self.recurrent = make((len(self.number), slots, *heads), dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.recurrent.nbytes
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         for of_slots in (self.inputs, self.recurrent):
