@@ -149,8 +149,8 @@ def test_update_in_flight(models, kind, recompute):
 
 
 def mixed_reference(old, new, context, tokens):
-    """The old model fills the KV cache for all but the last token of the context. The new model continues from there, a token at
-    a time: transformers before 5.6 forgets a recurrent state before several."""
+    """The old model fills the KV cache for all but the last token of the context. The new model continues from there, one token
+    at a time: transformers before 5.6 forgets a recurrent state before several."""
     with torch.no_grad():
         cache = old(torch.tensor([context[:-1]]), use_cache=True).past_key_values
         fed = [context[-1], *tokens[:-1]]
