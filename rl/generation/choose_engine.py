@@ -6,8 +6,7 @@ import torch.distributed
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Engine, EngineArgs
-from rl.model.attention import linear_layers
-from rl.model.pretrained import end_token_ids, load_config, load_tokenizer
+from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.ranks.device import is_accelerator
 
 
@@ -19,8 +18,6 @@ def make_engine(
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
         raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
-    if chosen == "vllm" and linear_layers(load_config(path, trust_remote_code)):
-        raise UserError("--engine vllm: it does not generate for models with gated delta nets yet. Take --engine transformers.")
     end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine

@@ -92,13 +92,12 @@ class ModelFlags(Protocol):
 def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags) -> None:
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights."""
     config, where = load_config(path, args.trust_remote_code), f"--model {path}"
-    model = _check_modules(config, where, args.trust_remote_code)
+    model, text = _check_modules(config, where, args.trust_remote_code), config.get_text_config()
     if linear_layers(config):
         from rl.model.hybrid.delta_net import check_flags, check_layers
 
         check_layers(model, where)
-        check_flags(args)
-    text = config.get_text_config()
+        check_flags(text, args)
     check_lengths(text, args)
     check_supported(text, where, args.max_prompt_length + args.max_response_length)
     check_heads(config, args.sequence_parallel)

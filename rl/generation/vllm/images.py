@@ -68,7 +68,7 @@ class PreparedImages:
             raise UserError(
                 f"{where}: --engine vllm takes images for {known} alone, not {architecture}. Try --engine transformers."
             )
-        model_class = _model_class(architecture)
+        model_class = vllms_class(architecture)
         if "_processor_factory" in vars(model_class):
             del model_class._processor_factory  # vLLM warns where one takes the place of another
         MULTIMODAL_REGISTRY.register_processor(Processor, info=Limits, dummy_inputs=lambda info: None)(model_class)
@@ -103,7 +103,7 @@ class PreparedImages:
         }
 
 
-def _model_class(architecture: str) -> type:
+def vllms_class(architecture: str) -> type:
     """vLLM's class for it, for whose import torchvision need not be there."""
     if find_spec("torchvision") is None:  # the same formula is in the processor that does without
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))

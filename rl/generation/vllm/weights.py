@@ -7,7 +7,7 @@ checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import vllm
@@ -119,9 +119,14 @@ class LiveWeights:
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
             if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
-                sizes, index = module.output_sizes, parts.index(child)
-                return self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
+                # of the learner's sizes: a part may be several of vLLM's, q, k and v of a delta net
+                before, front = name.removesuffix(f".{child}.{leaf}"), parts[: parts.index(child)]
+                start = sum(self.shapes[f"{before}.{part}.{leaf}"][0] for part in front)
+                return self._matrix(module, leaf).narrow(0, start, shape[0])
         module = self.modules[path]
+        if hasattr(module, "_cpu_unpacked_conv_weight"):
+            place = _convolution_places(shape, self.dtype)
+            return None if place is None else module.weight.data.flatten()[place].view(shape)
         value = self._matrix(module, leaf)[: shape[0]]  # a vocabulary is padded
         head = self._tied_head(module)
         if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: shape[0]]):
@@ -168,10 +173,20 @@ def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Ten
     elements about, so that packing their numbers, digit by digit, says where they go. None if it does more than that."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    count, source = shape.numel(), torch.zeros(shape.numel(), dtype=torch.long)
-    number = torch.arange(count)
+    return _places(shape.numel(), lambda numbers: cpu_prepack_moe_weight(numbers.to(dtype).view(1, *shape), isa))
+
+
+@functools.lru_cache(maxsize=8)
+def _convolution_places(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """The same for a convolution's weight [C, 1, K]."""
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    return _places(shape.numel(), lambda numbers: causal_conv1d_weight_pack(numbers.to(dtype).view(shape[0], -1)))
+
+
+def _places(count: int, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    source, number = torch.zeros(count, dtype=torch.long), torch.arange(count)
     for digit in range((count.bit_length() + 6) // 7):  # 7 bits: exact in every precision
-        values = (number >> 7 * digit & 127).to(dtype).view(1, *shape)
-        source |= cpu_prepack_moe_weight(values, isa).flatten().long() << 7 * digit
+        source |= pack(number >> 7 * digit & 127).flatten().long() << 7 * digit
     place = source.argsort()
     return place if torch.equal(source[place], number) else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rl.errors import UserError
 from rl.model.attention import REMEDY, linear_layers
 from rl.model.hybrid.chain import wide
+from rl.ranks.device import has_accelerator
 
 LAYERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")  # transformers' classes
 KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")  # its functions that a package of kernels may take the place of
@@ -44,11 +45,19 @@ def check_layers(model: nn.Module, where: str) -> None:
         )
 
 
-def check_flags(args) -> None:
-    """Raises UserError for flags that do not go with delta nets. args: the script's."""
-    of = {"--compile": args.compile, "--sequence-parallel": args.sequence_parallel > 1, "--engine vllm": args.engine == "vllm"}
-    if given := [name for name, is_given in of.items() if is_given]:
+def check_flags(config, args) -> None:
+    """Raises UserError for flags that do not go with the model's delta nets. args: the script's."""
+    if given := [
+        name for name, on in {"--compile": args.compile, "--sequence-parallel": args.sequence_parallel > 1}.items() if on
+    ]:
         raise UserError(f"{given[0]} is not for models with gated delta nets. Leave it out.")
+    if args.engine == "vllm" and not has_accelerator():
+        sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
+        if args.weights_dtype(args.dtype) != torch.bfloat16 or sizes != {128}:
+            raise UserError(
+                "--engine vllm: on a CPU its kernels compute gated delta nets in bfloat16 alone, with heads of 128. Add "
+                "--rollout-dtype bfloat16 if the model has such heads, or take --engine transformers."
+            )
 
 
 def carry_states(model: nn.Module) -> None:
