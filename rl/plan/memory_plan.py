@@ -126,7 +126,7 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
         from rl.generation.embedded.states import States
 
         own = States(config.get_text_config(), 1, args.weights_dtype(args.dtype), torch.device("cpu"))
-        state = own.nbytes // args.rollout_tp
+        state = (own.inputs.nbytes + own.recurrent.nbytes) // args.rollout_tp
     return EngineMemory(weights, kv, state, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 

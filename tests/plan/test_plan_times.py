@@ -96,7 +96,10 @@ def test_delta_nets_have_states_in_the_place_of_keys_and_values(tmp_path):
     cache = KVCache(config, 3, 50, torch.bfloat16, torch.device("cpu"))
     found = engine_memory(args, H100)
     assert found.kv * 3 * 50 == cache.data.nbytes == 2 * 3 * 50 * heads * 16 * 2
-    assert found.state == 4 * 4 * 16 * 16 + 2 * (2 * 2 * 16 + 4 * 16) * 3 and found.state * 3 == cache.states.nbytes
+    assert (
+        found.state == 4 * 4 * 16 * 16 + 2 * (2 * 2 * 16 + 4 * 16) * 3
+        and found.state * 3 == cache.states.inputs.nbytes + cache.states.recurrent.nbytes
+    )
     assert found.responses(50) == int(found.room / (found.kv * 50 + found.state))
 
 

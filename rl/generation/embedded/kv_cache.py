@@ -1,7 +1,5 @@
 """The embedded engine's KV cache, and the two layouts through which attention fills and reads it (rl/model/attention.py)."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -13,20 +11,19 @@ from rl.ranks.host_memory import zeros
 class KVCache:
     """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, with no holes: a decode step works
     on a plain slice, and a finished response frees its slot for the last one. On a CPU what was never used takes no memory.
-    Layers without attention have none here: their states are in `states`."""
+    Layers with a recurrent state have none here: theirs are in `states`."""
 
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        linear = linear_layers(config)
-        with_keys = [layer for layer in range(config.num_hidden_layers) if layer not in linear]
-        self.number = {layer: number for number, layer in enumerate(with_keys)}
-        self.shape = (len(with_keys), 2, slots, heads, max_length, dim)
-        self.states = None
+        linear, self.states = linear_layers(config), None
         if linear:
             from rl.generation.embedded.states import States
 
             self.states = States(config, slots, dtype, device)
+        attending = [layer for layer in range(config.num_hidden_layers) if layer not in linear]
+        self.number = {layer: number for number, layer in enumerate(attending)}
+        self.shape = (len(attending), 2, slots, heads, max_length, dim)
         on_device = is_accelerator(device)
         self.data = torch.zeros(self.shape, dtype=dtype, device=device) if on_device else zeros(self.shape, dtype)
 
@@ -42,9 +39,13 @@ class PrefillLayout(Packed):
 
     def __init__(self, lengths: list[int], slots: list[int], cache: KVCache, device: torch.device):
         super().__init__(lengths, device)
-        self.cache, self.slots = cache, slots
+        self.cache = cache
         self.slot = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device)  # [T]
         self.last = torch.tensor(self.begins[1:]).to(device) - 1  # [S]: each sequence's last token
+        if cache.states:
+            from rl.generation.embedded.states import FillingChain
+
+            self.chain = FillingChain(lengths, slots, cache.states)
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         number = self.cache.number[layer]
@@ -52,18 +53,13 @@ class PrefillLayout(Packed):
         self.cache.data[number, 1, self.slot, :, self.position_ids] = value
         return super().attend(layer, query, key, value, scaling)
 
-    @functools.cached_property
-    def chain(self):
-        from rl.generation.embedded.states import FillingChain
-
-        return FillingChain(self.lengths, self.slots, self.cache.states, self.device)
-
 
 class DecodeLayout:
     """One new token for each of the first A slots, at position position[a]."""
 
     def __init__(self, position: torch.Tensor, longest: int, cache: KVCache):
         self.cache, self.position, self.longest = cache, position, longest  # longest: tokens after this step
+        self.chain = cache.states
         self.row = torch.arange(len(position), device=position.device)
         later = torch.arange(longest, device=position.device)[None] > position[:, None]  # [A, L]
         # of numbers: a mask of booleans would become one in every layer
@@ -80,9 +76,3 @@ class DecodeLayout:
         grouped = query.view(rows, key.shape[1], -1, query.shape[2])  # [A, H_kv, H / H_kv, D]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
         return out.reshape(query.shape)
-
-    @functools.cached_property
-    def chain(self):
-        from rl.generation.embedded.states import DecodingChain
-
-        return DecodingChain(self.cache.states)

@@ -15,56 +15,44 @@ from rl.ranks.host_memory import zeros
 
 class States:
     """Of each slot and layer the last K - 1 inputs of its convolution [layers, slots, C, K - 1], and its recurrent state
-    [layers, slots, H, Dk, Dv], fp32 in any case."""
+    [layers, slots, H, Dk, Dv], fp32 in any case. A decoding step asks this of one new token for each of the first A slots."""
 
     def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):
-        self.number = {layer: number for number, layer in enumerate(linear_layers(config))}
+        self.number, self.device = {layer: number for number, layer in enumerate(linear_layers(config))}, device
         heads = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
         make = functools.partial(torch.zeros, device=device) if is_accelerator(device) else zeros
         self.inputs = make((len(self.number), slots, channels(config), config.linear_conv_kernel_dim - 1), dtype=dtype)
         self.recurrent = make((len(self.number), slots, *heads), dtype=torch.float32)
 
-    @property
-    def nbytes(self) -> int:
-        return self.inputs.nbytes + self.recurrent.nbytes
-
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         for of_slots in (self.inputs, self.recurrent):
             of_slots[:, target] = of_slots[:, source]
 
-
-class FillingChain(Chain):
-    """Packed prompts that leave their states: sequence i in slot slots[i]."""
-
-    def __init__(self, lengths: list[int], slots: list[int], states: States, device: torch.device):
-        super().__init__(lengths, [-1] * len(lengths), device)
-        self.slots, self.states = torch.tensor(slots), states
-
-    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        kept, ends = weight.shape[1] - 1, torch.tensor(self.begins[1:])
-        back = torch.arange(-kept, 0)[None]  # [1, K - 1]
-        inside = back + torch.tensor(self.lengths)[:, None] >= 0  # [S, K - 1]
-        last = torch.where(inside, ends[:, None] + back, len(x)).to(x.device)
-        self.states.inputs[self.states.number[layer], self.slots.to(x.device)] = F.pad(x, (0, 0, 0, 1))[last].transpose(1, 2)
-        return super().convolved(layer, x, weight)
-
-    def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
-        self.states.recurrent[self.states.number[layer], self.slots[segments].to(states.device)] = states.float()
-
-
-class DecodingChain:
-    """One new token for each of the first A slots."""
-
-    def __init__(self, states: States):
-        self.states = states
-
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """x [A, C], weight [C, K] -> [A, C], summed in fp32 as a prefill's convolution does."""
-        inputs = self.states.inputs[self.states.number[layer], : len(x)]  # [A, C, K - 1]
+        inputs = self.inputs[self.number[layer], : len(x)]  # [A, C, K - 1]
         window = torch.cat([inputs, x[..., None]], -1)
         inputs.copy_(window[..., 1:])
         return (window.float() * weight.float()).sum(-1).to(x.dtype)
 
     def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """q, k [A, H, Dk], v [A, H, Dv], decay, beta [A, H] -> [A, H, Dv]."""
-        return one_step(q, k, v, decay, beta, self.states.recurrent[self.states.number[layer], : len(q)])
+        return one_step(q, k, v, decay, beta, self.recurrent[self.number[layer], : len(q)])
+
+
+class FillingChain(Chain):
+    """Packed prompts that leave their states: sequence i in slot slots[i]."""
+
+    def __init__(self, lengths: list[int], slots: list[int], states: States):
+        super().__init__(lengths, [-1] * len(lengths), states.device)
+        self.slots, self.states = torch.tensor(slots), states
+
+    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        kept, length, end = weight.shape[1] - 1, torch.tensor(self.lengths)[:, None], torch.tensor(self.begins[1:])[:, None]
+        back = torch.arange(-kept, 0)
+        last = torch.where(length + back >= 0, end + back, len(x)).to(x.device)  # [S, K - 1]
+        self.states.inputs[self.states.number[layer], self.slots.to(x.device)] = F.pad(x, (0, 0, 0, 1))[last].transpose(1, 2)
+        return super().convolved(layer, x, weight)
+
+    def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
+        self.states.recurrent[self.states.number[layer], self.slots[segments].to(states.device)] = states.float()
