@@ -187,7 +187,7 @@ def test_code_that_comes_with_a_model_is_judged_by_its_family_and_its_tower():
     assert not takes_images(transformers.CLIPConfig()), "a tower alone"
 
 
-@pytest.mark.parametrize("kind", ["Qwen3_5Config", "Llama4Config", "Gemma3Config"])
+@pytest.mark.parametrize("kind", ["Llama4Config", "Gemma3Config"])
 def test_a_model_with_images_of_another_family_is_refused_rather_than_trained_on_text(tmp_path, kind):
     config = getattr(transformers, kind)()
     config.save_pretrained(tmp_path)

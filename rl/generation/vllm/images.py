@@ -23,7 +23,8 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from rl.data.image_prompts import Images
 from rl.errors import UserError
 
-ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))  # of one layout
+KNOWN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # of one layout
+ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in KNOWN)
 TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # which vLLM imports a formula from
 
 
