@@ -245,7 +245,7 @@ def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path)
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 LENGTHS = dict(max_prompt_length=8, max_response_length=8, max_tokens_per_micro_batch="auto")
-FLAGS = LENGTHS | dict(trust_remote_code=False, sequence_parallel=1, compile=False, engine="auto")
+FLAGS = LENGTHS | dict(trust_remote_code=False, sequence_parallel=1, compile=False, engine="auto", dtype="float32")
 
 
 def checked(path, config, **flags) -> None:
@@ -279,11 +279,15 @@ def test_other_linear_attention_is_refused_by_the_class_of_its_layers(tmp_path, 
     [
         ({"compile": True}, "--compile"),
         ({"sequence_parallel": 2}, "--sequence-parallel"),
-        ({"engine": "vllm"}, "--engine vllm"),
+        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}, "--engine vllm: on a CPU"),
+        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}, "with heads of 128"),
     ],
 )
 def test_flags_that_do_not_go_with_delta_nets_are_refused(tmp_path, flags, said):
     config = transformers.Qwen3_5TextConfig(**SMALL | DELTA)
     checked(tmp_path, config)
+    wide = DELTA | dict(linear_key_head_dim=128, linear_value_head_dim=128)
+    of_vllm = {"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}
+    checked(tmp_path / "wide", transformers.Qwen3_5TextConfig(**SMALL | wide), **of_vllm)
     with pytest.raises(UserError, match=said):
         checked(tmp_path, config, **flags)
