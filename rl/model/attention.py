@@ -12,6 +12,7 @@ asks for, and rl/model/forward_check.py measures.
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -105,21 +106,28 @@ class Packed:
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
         """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
         laid end to end)."""
-        by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
         buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
-        while by_length:
-            longest = self.lengths[by_length[0]]
-            members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
-            by_length = by_length[len(members) :]
-            begin = torch.tensor([self.begins[s] for s in members])[:, None]  # [S, 1]
-            length = torch.tensor([self.lengths[s] for s in members])[:, None]
-            column = torch.arange(longest)[None]  # [1, L]
-            cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
-            real = column < length
+        for _, cells, real in of_similar_length(range(len(self.lengths)), self.begins, self.lengths):
             cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
             done += cells.numel()
-            buckets.append((self.gather_index[cells.flatten()].to(self.device), longest))
+            buckets.append((self.gather_index[cells.flatten()].to(self.device), cells.shape[1]))
         return buckets, cell_of[self.scatter_index].to(self.device)
+
+
+def of_similar_length(
+    numbers: Iterable[int], begins: list[int], lengths: list[int]
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """The runs of these numbers in buckets, longest first: (their numbers, their tokens' places [S, L], which are real [S, L]).
+    begins, lengths: of all runs."""
+    left = sorted(numbers, key=lambda s: -lengths[s])
+    while left:
+        longest = lengths[left[0]]
+        members = [s for s in left if lengths[s] >= SIMILAR * longest]
+        left = left[len(members) :]
+        begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
+        length = torch.tensor([lengths[s] for s in members])[:, None]
+        column = torch.arange(longest)[None]  # [1, L]
+        yield members, begin + torch.minimum(column, length - 1), column < length  # padding repeats the last token: in bounds
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:

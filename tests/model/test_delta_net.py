@@ -278,7 +278,7 @@ def test_other_linear_attention_is_refused_by_the_class_of_its_layers(tmp_path, 
     ("flags", "said"),
     [
         ({"compile": True}, "--compile"),
-        ({"sequence_parallel": 2}, "--sequence-parallel"),
+        ({"sequence_parallel": 3}, "--sequence-parallel 3: its ranks divide the gated delta nets' 4 heads and 128 channels"),
         ({"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}, "--engine vllm: on a CPU"),
         ({"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}, "with heads of 128"),
     ],

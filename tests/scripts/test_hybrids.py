@@ -60,7 +60,9 @@ def test_whole_runs(model, tmp_path):
 def test_layouts_are_taught_the_same(models):
     alone = learn_on(1, {"alone": [models["qwen3_5"], ALONE]})
     flags = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 40}
-    assert_taught_the_same(learn_on(2, {"2": [models["qwen3_5"], flags]}), alone)
+    layouts = {"two": flags, "one row": flags | {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}}
+    found = learn_on(2, {name: [models["qwen3_5"], of] for name, of in layouts.items()})
+    assert_taught_the_same(found, alone)
 
 
 def distance(model: str, tokens: int = 400) -> float:

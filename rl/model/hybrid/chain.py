@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.attention import SIMILAR
+from rl.model.attention import of_similar_length
 
 CHUNK = 64  # tokens that one product takes, as in transformers: other borders would round otherwise
 EPSILON = 1e-6  # in the norm of queries and keys
@@ -70,7 +70,7 @@ class Chain:
             rows[3:] = [x * bucket.real[..., None] for x in rows[3:]]  # what pads neither decays nor writes
             out, state = chunked(*rows, start)
             self.keep(layer, bucket.segments, state)
-            states.append(state)
+            states += [state] if bucket.front is None else []
             outputs.append(out.flatten(0, 1))
         return torch.cat(outputs).index_select(0, order)
 
@@ -83,15 +83,8 @@ class Chain:
         out, number, done = [], {}, 0  # number: segment -> that of its final state
         cell_of = torch.empty(self.begins[-1], dtype=torch.long)
         for continues in (False, True):
-            left = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
-            left.sort(key=lambda i: -self.lengths[i])
-            while left:
-                members = [i for i in left if self.lengths[i] >= SIMILAR * self.lengths[left[0]]]
-                left = left[len(members) :]
-                length = torch.tensor([self.lengths[i] for i in members])[:, None]
-                column = torch.arange(int(length.max()))[None]
-                cells = torch.tensor([self.begins[i] for i in members])[:, None] + torch.minimum(column, length - 1)
-                real = column < length
+            segments = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
+            for members, cells, real in of_similar_length(segments, self.begins, self.lengths):
                 cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
                 done += cells.numel()
                 front = torch.tensor([number[self.after[i]] for i in members]).to(self.device) if continues else None

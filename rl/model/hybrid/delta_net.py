@@ -47,10 +47,12 @@ def check_layers(model: nn.Module, where: str) -> None:
 
 def check_flags(config, args) -> None:
     """Raises UserError for flags that do not go with the model's delta nets. args: the script's."""
-    if given := [
-        name for name, on in {"--compile": args.compile, "--sequence-parallel": args.sequence_parallel > 1}.items() if on
-    ]:
-        raise UserError(f"{given[0]} is not for models with gated delta nets. Leave it out.")
+    size, heads, of_all = args.sequence_parallel, config.linear_num_value_heads, channels(config)
+    if args.compile:
+        raise UserError("--compile is not for models with gated delta nets. Leave it out.")
+    if heads % size or of_all % size:
+        nets = f"the gated delta nets' {heads} heads and {of_all} channels"
+        raise UserError(f"--sequence-parallel {size}: its ranks divide {nets}. Take a divisor of both.")
     if args.engine == "vllm" and not has_accelerator():
         sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
         if args.weights_dtype(args.dtype) != torch.bfloat16 or sizes != {128}:
