@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from helpers import DELTA, SMALL, bits, train
+from helpers import DELTA, MOE, SMALL, bits, train
 from layouts import ALONE, assert_taught_the_same, learn_on
+from safetensors.torch import load_file, save_file
 from test_checkpoint import take_back, weights
 from test_engine import drain
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from rl.data.demo import build_tokenizer
 from rl.generation.embedded import states
@@ -19,13 +20,12 @@ from rl.model.policy import Policy
 from rl.samples.group import Group, Response
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
+def make(path, kind: type, **more) -> str:
     """A tiny random model with two gated delta nets that reads the demo's problems."""
-    path, tokenizer = tmp_path_factory.mktemp("hybrid"), build_tokenizer()
+    tokenizer = build_tokenizer()
     torch.manual_seed(0)
     sizes = DELTA | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-    config = Qwen3_5TextConfig(**SMALL | {"vocab_size": len(tokenizer)} | sizes | {"max_position_embeddings": 1024})
+    config = kind(**SMALL | {"vocab_size": len(tokenizer)} | sizes | {"max_position_embeddings": 1024} | more)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -37,13 +37,17 @@ FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0]
 
 
 @pytest.mark.slow
-def test_whole_runs(model, tmp_path):
+def test_whole_runs(tmp_path):
     """Asynchronous training without staleness is synchronous training; a run that resumes is one that was never stopped; two
-    ranks learn what one does."""
-    flags = ["--model", model, *FLAGS]
-    metrics, run, _ = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
+    ranks that share the experts learn what one does. The files have weights of another head."""
+    model = make(tmp_path / "model", Qwen3_5MoeTextConfig, **MOE, shared_expert_intermediate_size=32)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    flags = ["--model", model, "--router-replay", "R3", *FLAGS]
+    metrics, run, done = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
     for row in metrics.values():
-        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
+    assert "1 weights in the files are not used, mtp.fc.weight first; what is saved lacks them." in done.stdout
     theirs, other, _ = train("train_async.py", *flags, "--staleness-threshold", 0, out=tmp_path / "async", ranks=2)
     assert theirs[6]["actor/grad_norm"] == metrics[6]["actor/grad_norm"]
     (tmp_path / "resumed").mkdir()
@@ -52,7 +56,8 @@ def test_whole_runs(model, tmp_path):
     for name in ("actor/loss", "actor/grad_norm", "response_length/mean"):
         assert [again[step][name] for step in range(1, 7)] == [metrics[step][name] for step in range(1, 7)]
     assert weights(copy, 6) == weights(run, 6) == bits(other) != weights(run, 3)
-    pair, *_ = train("train_sync.py", *flags, "--gradient-checkpointing", out=tmp_path / "pair", ranks=2)
+    shared = ["--gradient-checkpointing", "--expert-parallel", 2]
+    pair, *_ = train("train_sync.py", *flags, *shared, out=tmp_path / "pair", ranks=2)
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
 
 
@@ -82,9 +87,10 @@ def distance(model: str, tokens: int = 400) -> float:
     return float((found - torch.tensor([x for o in outputs for x in o.log_probs])).abs().mean())
 
 
-def test_engine_and_learner_agree_in_bfloat16(model, monkeypatch):
+def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch):
     """Over 400 tokens. States in bfloat16, or a convolution that sums in it, would be several times as far, which the check at
     the start does not see."""
+    model = make(tmp_path, Qwen3_5TextConfig)
     right = distance(model)
     assert right < 1e-2
     step = states.one_step
