@@ -155,9 +155,9 @@ def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_caus
         raise UserError(f"the model's attention has {' and '.join(named)}, which is not computed here. {REMEDY}")
 
 
-def linear_layers(config: PretrainedConfig) -> list[int]:
-    """The numbers of the layers that have a recurrent state in attention's place."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+def linear_layers(config: PretrainedConfig | None) -> list[int]:
+    """The numbers of the layers that have a recurrent state in attention's place. config: None of what is no whole model."""
+    kinds = getattr(config and config.get_text_config(), "layer_types", None) or ()
     return [number for number, kind in enumerate(kinds) if kind == LINEAR]
 
 
