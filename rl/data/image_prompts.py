@@ -1,4 +1,4 @@
-"""Images in prompts: what a model makes of them, the same for generator and learner. For Qwen2.5-VL and Qwen3-VL.
+"""Images in prompts: what a model makes of them, the same for generator and learner. For Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 An image becomes image tokens in the prompt's ids, one for each square of merged patches. Their embeddings are the
 vision tower's, put in by place: an image token that a model samples by itself is a token like others. Positions are
@@ -32,7 +32,7 @@ from rl.data import images
 from rl.data.images import PLACE, ImageError
 from rl.errors import UserError
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model_type
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # model_type
 TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
 QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")

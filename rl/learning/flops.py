@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.learning.batch import Batch, MicroBatch
+from rl.model.attention import linear_layers
 from rl.ranks.dist import all_reduce_sum
 
 
@@ -62,7 +63,8 @@ def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> f
     """FLOP of forward and backward per token of a Hugging Face causal LM (PaLM, arXiv 2204.02311, appendix B).
 
     6 per active matrix parameter (the vocabulary projection included, the embedding look-up not), and for attention
-    6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products.
+    6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products. Layers
+    with a state in its place have their own count.
     Mixture-of-experts layers count the experts a token is routed to and the shared one. Recomputation is not counted: this is
     MFU, not HFU. An estimate where layers differ or have no gate: all are taken as gated, and as mixtures if any is.
     Of a vision-language model this is the language model's part. frozen: the backward pass computes no gradient of the
@@ -81,5 +83,11 @@ def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> f
         mlp = 3 * hidden * width + hidden * total  # the experts and the router
     else:
         mlp = 3 * hidden * width
-    matrices = layers * (attention + mlp) + hidden * config.vocab_size
-    return (4 if frozen else 6) * matrices + 6 * layers * heads * dim * mean_length
+    nets, of_nets = len(linear_layers(config)), 0
+    if nets:
+        from rl.model.hybrid.delta_net import flops_per_token
+
+        of_nets, attention = nets * flops_per_token(config), attention + hidden * dim * heads  # which has a gate there
+    attending = layers - nets
+    matrices = attending * attention + layers * mlp + hidden * config.vocab_size
+    return (4 if frozen else 6) * matrices + 6 * attending * heads * dim * mean_length + of_nets

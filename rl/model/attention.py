@@ -12,6 +12,7 @@ asks for, and rl/model/forward_check.py measures.
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from rl.ranks.device import is_accelerator, packed_attention
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
+LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/hybrid/delta_net.py knows which
 SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
@@ -82,6 +84,13 @@ class Packed:
             outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)
 
+    @functools.cached_property
+    def chain(self):
+        """What delta nets ask of the row."""
+        from rl.model.hybrid.chain import Chain
+
+        return Chain(*self._row, self.device)
+
     @property
     def work(self) -> tuple[int, int]:
         """Tokens of the row, and pairs of a query and a key that attention has computed in a layer, for each head."""
@@ -97,21 +106,28 @@ class Packed:
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
         """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
         laid end to end)."""
-        by_length = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
         buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
-        while by_length:
-            longest = self.lengths[by_length[0]]
-            members = [s for s in by_length if self.lengths[s] >= SIMILAR * longest]
-            by_length = by_length[len(members) :]
-            begin = torch.tensor([self.begins[s] for s in members])[:, None]  # [S, 1]
-            length = torch.tensor([self.lengths[s] for s in members])[:, None]
-            column = torch.arange(longest)[None]  # [1, L]
-            cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token: always in bounds
-            real = column < length
+        for _, cells, real in of_similar_length(range(len(self.lengths)), self.begins, self.lengths):
             cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
             done += cells.numel()
-            buckets.append((self.gather_index[cells.flatten()].to(self.device), longest))
+            buckets.append((self.gather_index[cells.flatten()].to(self.device), cells.shape[1]))
         return buckets, cell_of[self.scatter_index].to(self.device)
+
+
+def of_similar_length(
+    numbers: Iterable[int], begins: list[int], lengths: list[int]
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """The runs of these numbers in buckets, longest first: (their numbers, their tokens' places [S, L], which are real [S, L]).
+    begins, lengths: of all runs."""
+    left = sorted(numbers, key=lambda s: -lengths[s])
+    while left:
+        longest = lengths[left[0]]
+        members = [s for s in left if lengths[s] >= SIMILAR * longest]
+        left = left[len(members) :]
+        begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
+        length = torch.tensor([lengths[s] for s in members])[:, None]
+        column = torch.arange(longest)[None]  # [1, L]
+        yield members, begin + torch.minimum(column, length - 1), column < length  # padding repeats the last token: in bounds
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -139,6 +155,12 @@ def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_caus
         raise UserError(f"the model's attention has {' and '.join(named)}, which is not computed here. {REMEDY}")
 
 
+def linear_layers(config: PretrainedConfig | None) -> list[int]:
+    """The numbers of the layers that have a recurrent state in attention's place. config: None of what is no whole model."""
+    kinds = getattr(config and config.get_text_config(), "layer_types", None) or ()
+    return [number for number, kind in enumerate(kinds) if kind == LINEAR]
+
+
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
     """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
     tokens. A window that none of them outgrows is full attention."""
@@ -151,7 +173,7 @@ def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
         )
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # layer type -> its size
     kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", *windows}:
+    if unknown := kinds - {"full_attention", LINEAR, *windows}:
         raise UserError(f"{where}: layers of type {', '.join(sorted(unknown))} are not supported. {REMEDY}")
     if not kinds and getattr(config, "use_sliding_window", True):
         kinds = {"sliding_attention"}  # Mistral, Phi-3: one window for all layers

@@ -24,7 +24,7 @@ import torch
 
 from rl.data.image_prompts import Images, positions, takes_images
 from rl.errors import UserError
-from rl.model.attention import ATTENTION, REMEDY, Packed
+from rl.model.attention import ATTENTION, REMEDY, Packed, linear_layers
 from rl.model.vision_forward import row_inputs
 
 PROMPT, RESPONSE = 8, 8  # tokens of a probe: one prompt with two responses; an image's come on top
@@ -182,8 +182,14 @@ def _eager(model):
     ours = [config for config in configs if getattr(config, "_attn_implementation", None) == ATTENTION]
     for config in ours:
         config._attn_implementation = "eager"
+    plain = contextlib.nullcontext()
+    if linear_layers(model.config):
+        from rl.model.hybrid.delta_net import in_plain_torch
+
+        plain = in_plain_torch(model)
     try:
-        yield
+        with plain:
+            yield
     finally:
         for config in ours:
             config._attn_implementation = ATTENTION

@@ -101,7 +101,8 @@ def not_tied(path: str, name: str) -> str:
 def say_unused(path: str, names: Iterable[str]) -> None:
     """names: of tensors in the files that the model does not have."""
     if unused := sorted(name for name in names if not name.endswith(HARMLESS)):
-        print(f"warning: --model {path}: {len(unused)} weights in the files are not used, {unused[0]} first.", flush=True)
+        which = f"{len(unused)} weights in the files are not used, {unused[0]} first"
+        print(f"warning: --model {path}: {which}; what is saved lacks them.", flush=True)
 
 
 def _check_loading(info: dict, where: str) -> None:

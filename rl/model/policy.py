@@ -6,6 +6,7 @@ from torch import nn
 
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
+from rl.model.attention import linear_layers
 from rl.model.log_probs import ChunkedLogProbs
 from rl.model.router import Router
 from rl.model.top_log_probs import log_probs_at, top_tokens
@@ -24,6 +25,10 @@ class Policy(nn.Module):
         self.adapters = None  # of rl/adapters/lora.py, where the model has some
         if self.takes_images:
             vision_forward.embed_by_product(model)
+        if linear_layers(model.config):
+            from rl.model.hybrid.delta_net import carry_states
+
+            carry_states(model)
 
     def forward(
         self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0, top=None

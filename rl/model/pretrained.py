@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
-from rl.model.attention import ATTENTION, check_supported
+from rl.model.attention import ATTENTION, check_supported, linear_layers
 from rl.model.grouped_experts import experts_implementation
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -95,8 +95,12 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags,
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
     that gave the model."""
     config, where = load_config(path, args.trust_remote_code), f"{name} {path}"
-    _check_modules(config, where, args.trust_remote_code)
-    text = config.get_text_config()
+    model, text = _check_modules(config, where, args.trust_remote_code), config.get_text_config()
+    if linear_layers(config):
+        from rl.model.hybrid.delta_net import check_flags, check_layers
+
+        check_layers(model, where)
+        check_flags(text, args)
     check_lengths(text, args)
     check_supported(text, where, args.max_prompt_length + args.max_response_length)
     check_heads(config, args.sequence_parallel)
@@ -121,8 +125,9 @@ def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
         raise UserError(f"{sizes}, but {limit}: a sequence must fit in one micro-batch.")
 
 
-def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> None:
-    """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused."""
+def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused. Returns the model
+    without weights."""
     if takes_images(config) and config.model_type not in FAMILIES:
         raise UserError(
             f"{where}: it takes images, and is a {config.model_type}. Of such models {', '.join(FAMILIES)} can be trained."
@@ -138,6 +143,7 @@ def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool
             f"{where}: {type(model).__name__} has no {' and no '.join(missing)}, which training needs. Take a decoder that is "
             "laid out like Llama (Llama, Qwen2, Qwen2.5, Qwen3, Mistral, OLMo-2, ...)."
         )
+    return model
 
 
 def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -12,6 +12,7 @@ Images are divided among the ranks of a group, too (rl/model/vision_sharing.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -62,9 +63,23 @@ class Piece:
         by_rank = [x.unflatten(1, (self.sharing, -1)).transpose(0, 1) for x in (query, key, value)]  # [ranks, t, heads, D]
         heads = [x.shape[2] for x in by_rank]
         whole = self._trade(torch.cat(by_rank, 2).flatten(0, 1))[: self.row.tokens]  # [T, this rank's heads, D]
-        out = self.row.attend(layer, *whole.split(heads, 1), scaling)
-        out = F.pad(out, (0, 0, 0, 0, 0, self.sharing * self.size - self.row.tokens))
-        return self._trade(out).unflatten(0, (self.sharing, -1)).transpose(0, 1).flatten(1, 2)
+        return self.back(self.row.attend(layer, *whole.split(heads, 1), scaling))
+
+    @functools.cached_property
+    def chain(self):
+        """What delta nets ask of the piece."""
+        from rl.model.hybrid.shared import SharedChain
+
+        return SharedChain(self)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, ranks * n, ...] of each rank's piece -> [T, n, ...]: this rank's part of the whole row."""
+        return self._trade(x.unflatten(1, (self.sharing, -1)).transpose(0, 1).flatten(0, 1))[: self.row.tokens]
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n, ...] of this rank -> [t, ranks * n, ...]."""
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, self.sharing * self.size - self.row.tokens))
+        return self._trade(x).unflatten(0, (self.sharing, -1)).transpose(0, 1).flatten(1, 2)
 
     def _trade(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * t, ...] -> the same shape: the i-th t rows go to rank i, and come from rank i."""

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
 from rl.learning.token_budget import longest_on_a_rank, settled
+from rl.model.attention import linear_layers
 from rl.model.pretrained import load_config, resolve
 from rl.plan.devices import Device
 from rl.plan.dry_run import Memory, dry_run
@@ -31,12 +33,17 @@ class EngineMemory:
 
     weights: int
     kv: int  # of a token
-    room: float  # for keys and values
+    state: int  # of a response, whatever its length, where layers have states in the place of keys and values
+    room: float  # for these
 
     @property
     def tokens(self) -> int:
         """That fit, on all ranks of the engine together."""
         return max(0, int(self.room / self.kv))
+
+    def responses(self, length: float) -> int:
+        """That fit at once, each of this many tokens with its prompt."""
+        return max(0, int(self.room / (self.kv * length + self.state)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Plan:
             needs["learner"] += 0 if args.free_cache_engine else share
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
         longest = args.max_prompt_length + args.max_response_length
-        needs["engine"] = self.engine.kv * longest - self.engine.room
+        needs["engine"] = self.engine.kv * longest + self.engine.state - self.engine.room
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
@@ -114,7 +121,13 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     weights = precision * parameters // args.rollout_tp
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
     kv = kv_bytes(config) * precision // 2 // min(args.rollout_tp, heads)
-    return EngineMemory(weights, kv, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
+    state = 0
+    if linear_layers(config):
+        from rl.generation.embedded.states import States
+
+        own = States(config.get_text_config(), 1, args.weights_dtype(args.dtype), torch.device("cpu"))
+        state = (own.inputs.nbytes + own.recurrent.nbytes) // args.rollout_tp
+    return EngineMemory(weights, kv, state, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
 def remedy(plan: Plan) -> tuple[str, Plan] | None:
@@ -164,7 +177,7 @@ def show(plan: Plan) -> None:
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
     engine = plan.engine
-    together = min(args.max_num_seqs, engine.tokens // (args.max_prompt_length + args.max_response_length))
+    together = min(args.max_num_seqs, engine.responses(args.max_prompt_length + args.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))

@@ -5,6 +5,7 @@ shares that good implementations reach. Left out: preemption, imbalance between 
 """
 
 from rl.learning.flops import train_flops_per_token
+from rl.model.attention import linear_layers
 from rl.model.pretrained import empty_model, load_config, resolve
 from rl.plan.devices import Device
 from rl.plan.machine import Roles
@@ -22,7 +23,7 @@ def kv_bytes(config) -> int:
     text = config.get_text_config()
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 4 * text.num_hidden_layers * heads * dim
+    return 4 * (text.num_hidden_layers - len(linear_layers(text))) * heads * dim
 
 
 def count_parameters(config, trust_remote_code: bool = False) -> int:

@@ -77,7 +77,7 @@ def sources(
         raise UserError("Give --device, or --from-run with a finished run's directory: the times must come from somewhere.")
     config = load_config(resolve(args.model), args.trust_remote_code)
     parameters = count_parameters(config, args.trust_remote_code)
-    fit = int(engine_memory(args, device).tokens / (work.prompt + work.mean))
+    fit = engine_memory(args, device).responses(work.prompt + work.mean)
     slots = max(1, min(args.max_num_seqs, fit))
     return lambda roles: times_of(config, parameters, device, args, roles, machine.nodes), slots
 

@@ -280,6 +280,14 @@ def test_flops_count_the_matrices():
         assert train_flops_per_token(config, 100) == 6 * matrices + attention
 
 
+def test_flops_of_delta_nets():
+    """6 per weight of their convolution, too, and 15 per element of their states; one of the two layers attends."""
+    config = CONFIGS["qwen3_5"]()
+    model = AutoModelForCausalLM.from_config(config)
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n)
+    assert train_flops_per_token(config, 100) == 6 * weights + 15 * 4 * 16 * 16 + 6 * 4 * 16 * 100
+
+
 def test_flops_of_a_mixture_count_the_active_experts():
     small = dict(vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     config = Qwen3MoeConfig(**small, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)

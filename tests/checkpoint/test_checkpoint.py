@@ -163,12 +163,13 @@ def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
 
 
-def test_a_response_that_continues_elsewhere_is_the_same(models):
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_response_that_continues_elsewhere_is_the_same(models, kind):
     """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""
     requests = [Request((0, i), [3, 4, 5, 6], SamplingParams(max_tokens=12, ignore_eos=True), seed=i) for i in range(4)]
-    whole = run_engine(models["qwen3"], requests)
+    whole = run_engine(models[kind], requests)
     for steps in range(11):
-        engine = new_engine(models["qwen3"])
+        engine = new_engine(models[kind])
         for request in requests:
             engine.add(request)
         for _ in range(steps):
@@ -176,9 +177,7 @@ def test_a_response_that_continues_elsewhere_is_the_same(models):
         so_far = {output.id: output for output in engine.unfinished()}
         assert {len(output.token_ids) for output in so_far.values()} == {steps + bool(steps)}, "the first step samples two"
         again = [dataclasses.replace(r, so_far=so_far[r.id] if steps else None) for r in requests]
-        for output in run_engine(
-            models["qwen3"], [*again, Request("other", [7], SamplingParams(max_tokens=3), seed=9)]
-        ).values():
+        for output in run_engine(models[kind], [*again, Request("other", [7], SamplingParams(max_tokens=3), seed=9)]).values():
             if output.id != "other":
                 assert output.token_ids == whole[output.id].token_ids
                 assert output.log_probs == pytest.approx(whole[output.id].log_probs, abs=1e-5)

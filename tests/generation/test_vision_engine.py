@@ -45,11 +45,10 @@ def along_the_versions(models: list, prompt, output) -> torch.Tensor:
             feed = own[:-1]
         else:
             feed = [output.token_ids[done - 1], *own[:-1]]
-        if feed:
-            next_position = prompt.images.next_position if prompt.images else len(prompt.ids)
-            first = next_position + max(0, done - 1)
-            position_ids = (first + torch.arange(len(feed))).expand(3, 1, -1)
-            out = model(input_ids=torch.tensor([feed]), position_ids=position_ids, past_key_values=cache, use_cache=True)
+        next_position = prompt.images.next_position if prompt.images else len(prompt.ids)
+        for place, token in enumerate(feed, next_position + max(0, done - 1)):
+            position_ids = torch.full((3, 1, 1), place)
+            out = model(input_ids=torch.tensor([[token]]), position_ids=position_ids, past_key_values=cache, use_cache=True)
             logits.append(out.logits[0])
         done += len(own)
     return torch.cat(logits).log_softmax(-1)[torch.arange(done), torch.tensor(output.token_ids)]
@@ -80,7 +79,8 @@ def test_log_probs_are_the_models_after_each_of_four_publishes(vlms, rows, kind,
             expected = torch.stack([of_version[v][k] for k, v in enumerate(output.versions)])
         else:
             expected = along_the_versions(models, prompts[i], output)
-        torch.testing.assert_close(torch.tensor(output.log_probs), expected.detach(), atol=1e-4, rtol=0)
+        allowed = 1e-3 if kind == "qwen3.5" else 1e-4  # it decodes by a recurrence what a forward pass computes in chunks
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected.detach(), atol=allowed, rtol=0)
 
 
 def test_prompts_of_the_same_ids_with_other_images_are_not_mistaken(vlms, rows):  # noqa: F811

@@ -25,7 +25,7 @@ from rl.model.pretrained import load_config, load_tokenizer
 from rl.model.vision_forward import embed_by_product, language_inputs
 from rl.samples.group import Group
 
-KINDS = ["qwen2.5-vl", "qwen3-vl"]
+KINDS = ["qwen2.5-vl", "qwen3-vl", "qwen3.5"]
 ROWS = [
     row("<image>How many?", [picture(120, 90, 0)]),
     row("See <image> and <image>: equal?", [picture(64, 200, 1), picture(130, 70, 2)]),
@@ -126,18 +126,19 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_transformers(vlms, rows
     expected = torch.cat([reference(theirs, prompts[i // 2], of_one.tolist()) for i, of_one in enumerate(tokens)])
     (expected * weight).sum().backward()
     policy = Policy(load_weights(vlms[kind], torch.float64))
+    allowed = 1e-4 if kind == "qwen3.5" else 2e-6  # transformers' delta rule is in fp32, and its norms
     for cuts in ([range(10)], [range(4), range(4, 6), range(6, 10)]):
         policy.zero_grad()
         for cut in cuts:
             micro = MicroBatch.of(batch, list(cut), torch.device("cpu"))
             log_prob, _ = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
-            torch.testing.assert_close(log_prob, expected[micro.index].float(), atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(log_prob, expected[micro.index].float(), atol=allowed, rtol=allowed)
             (log_prob * weight[micro.index]).sum().backward()
         for (name, ours), (same_name, of_theirs) in zip(
             policy.model.named_parameters(), theirs.named_parameters(), strict=True
         ):
             assert name == same_name and ours.grad is not None
-            assert float((ours.grad - of_theirs.grad).norm()) <= 2e-6 * max(1.0, float(of_theirs.grad.norm())), name
+            assert float((ours.grad - of_theirs.grad).norm()) <= allowed * max(1.0, float(of_theirs.grad.norm())), name
 
 
 # ---------------------------------------------------------------------------------- the check when a model is loaded
@@ -155,8 +156,10 @@ def test_the_check_of_the_forward_pass_has_an_image_and_leaves_no_trace(vlms, ki
     probe = Probe.of(model)
     assert (probe.ids == model.config.image_token_id).sum() == 2 * 6 and probe.prompt == 14
     check_policy(Policy(model), vlms[kind])
-    TransformersEngine(vlms[kind], max_length=64, dtype=dtype)
     assert model.model.rope_deltas is None and torch.equal(torch.get_rng_state(), before)
+    TransformersEngine(vlms[kind], max_length=64, dtype=dtype)
+    if kind != "qwen3.5":  # transformers draws the decay of a delta net when it makes the layer
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def in_a_line(length, starts, sizes):
@@ -177,7 +180,7 @@ def by_token_before(base, input_ids, images):
     [
         ("rl.model.forward_check.positions", in_a_line, KINDS),
         ("rl.model.vision_forward.language_inputs", by_token_before, KINDS),
-        ("rl.model.vision_forward.language_inputs", without_deepstack, KINDS[1:]),
+        ("rl.model.vision_forward.language_inputs", without_deepstack, ["qwen3-vl"]),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(vlms, monkeypatch, name, wrong, kinds):

@@ -20,6 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
+SLOW += ["delta nets", "engine, delta nets"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
@@ -40,6 +41,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/embedded/engine.py": ["engine", "engine, images"],
     "rl/generation/embedded/kv_cache.py": ["engine"],
     "rl/generation/embedded/sampling.py": ["engine"],
+    "rl/generation/embedded/states.py": ["engine, delta nets"],
+    "rl/model/hybrid/chain.py": ["delta nets", "engine, delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/digests.py": ["one rank", "engine"],
@@ -78,6 +81,8 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "MicroBatch.of": "nothing|torch.cat",
     "PrefillLayout.__init__": "torch.tensor",
     "DecodeLayout.__init__": r"torch.arange\(len",
+    "FillingChain.convolved": "",
+    "FillingChain.keep": "",
     "TransformersEngine._free": "torch.tensor",
     # so may indices, and what is copied into a slice
     "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",

@@ -5,17 +5,20 @@ import json
 
 import numpy as np
 import pytest
-from helpers import train
+import torch
+from helpers import CONFIGS, train
 
 import plan
 import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
+from rl.generation.embedded.kv_cache import KVCache
 from rl.plan import roofline
 from rl.plan.devices import DEVICES, device
 from rl.plan.from_run import times_of_run
 from rl.plan.machine import Machine, Roles
+from rl.plan.memory_plan import engine_memory
 from rl.plan.simulation import Result, Times, simulate
 from rl.plan.time_plan import Row, best, compare, sources
 from rl.plan.workload import Drawn, lengths_like
@@ -83,6 +86,21 @@ def test_what_runs_at_once_is_what_the_memory_has_room_for(tmp_path):
     few, many = (sources(args, Machine(1, 2), Drawn(8, mean, 0, 10**6), H100, None)[1] for mean in (100_000, 10))
     weights = 2 * roofline.count_parameters(qwen(layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4))
     assert few == int((0.5 * 80e9 * 0.9 - weights) / (57344 * 100_000)) and many == args.max_num_seqs
+
+
+def test_delta_nets_have_states_in_the_place_of_keys_and_values(tmp_path):
+    """As many bytes as the embedded engine's cache has."""
+    config, heads = CONFIGS["qwen3_5"](), 2
+    config.save_pretrained(tmp_path)
+    args = flags.read(train_async.Args, args=["--dtype", "bfloat16", "--model", str(tmp_path)])
+    cache = KVCache(config, 3, 50, torch.bfloat16, torch.device("cpu"))
+    found = engine_memory(args, H100)
+    assert found.kv * 3 * 50 == cache.data.nbytes == 2 * 3 * 50 * heads * 16 * 2
+    assert (
+        found.state == 4 * 4 * 16 * 16 + 2 * (2 * 2 * 16 + 4 * 16) * 3
+        and found.state * 3 == cache.states.inputs.nbytes + cache.states.recurrent.nbytes
+    )
+    assert found.responses(50) == int(found.room / (found.kv * 50 + found.state))
 
 
 def test_devices_are_found_by_name():

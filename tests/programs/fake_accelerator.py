@@ -296,6 +296,8 @@ CASES = {  # a new kind of model is a line more
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", grad_dtype="bfloat16", **COMPACT),
     "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),
+    "delta nets": lambda m: learn(m["qwen3_5"], 4, 0, gradient_checkpointing=True),
+    "engine, delta nets": lambda m: generate(m["qwen3_5"]),
     "engine": lambda m: generate(m["qwen2-tied"]),
     "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
     "engine, overlapped": lambda m: generate(m["qwen2-tied"], over_host=True, overlaps=True),

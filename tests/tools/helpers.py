@@ -34,6 +34,15 @@ SMALL = dict(
 )
 MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
+DELTA = dict(
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+)
+
 
 def config(name: str, **more):
     import transformers
@@ -45,6 +54,8 @@ CONFIGS = {
     "qwen2-tied": lambda: config("Qwen2Config", tie_word_embeddings=True),
     "qwen2-untied": lambda: config("Qwen2Config", tie_word_embeddings=False),
     "qwen3": lambda: config("Qwen3Config", head_dim=16, tie_word_embeddings=False),
+    "qwen3_5": lambda: config("Qwen3_5TextConfig", **DELTA),
+    "qwen3_next": lambda: config("Qwen3NextConfig", shared_expert_intermediate_size=32, **MOE, **DELTA),
     "moe": lambda: config("Qwen3MoeConfig", head_dim=16, tie_word_embeddings=False, **MOE),
 }
 

@@ -6,7 +6,7 @@
 # It exits with 77 where pip cannot install.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-tests=(vision vision_engine images lean_layers router sharded_weights engine experts demo_vl)
+tests=(delta_net vision vision_engine images lean_layers router sharded_weights engine experts demo_vl)
 if [[ ${1:-} == --this-torch ]]; then
   shift
   venv=${1:-$(mktemp -d)}

@@ -21,7 +21,7 @@ from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.generation.embedded.sampling import SlotSettings, sample
 from rl.generation.engine import Output, Request
 from rl.model import vision_forward
-from rl.model.attention import check_supported
+from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
@@ -104,6 +104,11 @@ class TransformersEngine:
         self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
         if self.takes_images:
             vision_forward.embed_by_product(self.model)
+        if linear_layers(self.model.config):
+            from rl.model.hybrid.delta_net import carry_states, check_layers
+
+            check_layers(self.model, f"--model {model_path}")
+            carry_states(self.model)
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"

@@ -3,25 +3,35 @@
 import torch
 import torch.nn.functional as F
 
-from rl.model.attention import Packed
+from rl.model.attention import Packed, linear_layers
 from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import zeros
 
 
 class KVCache:
     """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, with no holes: a decode step works
-    on a plain slice, and a finished response frees its slot for the last one. On a CPU what was never used takes no memory."""
+    on a plain slice, and a finished response frees its slot for the last one. On a CPU what was never used takes no memory.
+    Layers with a recurrent state have none here: theirs are in `states`."""
 
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.shape = (config.num_hidden_layers, 2, slots, heads, max_length, dim)
+        linear, self.states = linear_layers(config), None
+        if linear:
+            from rl.generation.embedded.states import States
+
+            self.states = States(config, slots, dtype, device)
+        attending = [layer for layer in range(config.num_hidden_layers) if layer not in linear]
+        self.number = {layer: number for number, layer in enumerate(attending)}
+        self.shape = (len(attending), 2, slots, heads, max_length, dim)
         on_device = is_accelerator(device)
         self.data = torch.zeros(self.shape, dtype=dtype, device=device) if on_device else zeros(self.shape, dtype)
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copies the first `length` tokens of slots source [n] to slots target [n]."""
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+        if self.states:
+            self.states.copy_slots(source, target)
 
 
 class PrefillLayout(Packed):
@@ -32,10 +42,15 @@ class PrefillLayout(Packed):
         self.cache = cache
         self.slot = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device)  # [T]
         self.last = torch.tensor(self.begins[1:]).to(device) - 1  # [S]: each sequence's last token
+        if cache.states:
+            from rl.generation.embedded.states import FillingChain
+
+            self.chain = FillingChain(lengths, slots, cache.states)
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
-        self.cache.data[layer, 0, self.slot, :, self.position_ids] = key
-        self.cache.data[layer, 1, self.slot, :, self.position_ids] = value
+        number = self.cache.number[layer]
+        self.cache.data[number, 0, self.slot, :, self.position_ids] = key
+        self.cache.data[number, 1, self.slot, :, self.position_ids] = value
         return super().attend(layer, query, key, value, scaling)
 
 
@@ -44,6 +59,7 @@ class DecodeLayout:
 
     def __init__(self, position: torch.Tensor, longest: int, cache: KVCache):
         self.cache, self.position, self.longest = cache, position, longest  # longest: tokens after this step
+        self.chain = cache.states
         self.row = torch.arange(len(position), device=position.device)
         later = torch.arange(longest, device=position.device)[None] > position[:, None]  # [A, L]
         # of numbers: a mask of booleans would become one in every layer
@@ -53,7 +69,7 @@ class DecodeLayout:
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """query [A, H, D]; key, value [A, H_kv, D]; returns [A, H, D]."""
         rows = len(self.position)
-        keys, values = self.cache.data[layer, :, :rows, :, : self.longest]  # [A, H_kv, L, D] each
+        keys, values = self.cache.data[self.cache.number[layer], :, :rows, :, : self.longest]  # [A, H_kv, L, D] each
         keys[self.row, :, self.position] = key
         values[self.row, :, self.position] = value
         # The query heads that share a key head stand in the query's length dimension: no key is copied for them.

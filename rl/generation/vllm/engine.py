@@ -35,6 +35,7 @@ from rl.generation.engine import EngineArgs, Output, Request
 from rl.generation.vllm.quiet import native_stderr_kept_back
 from rl.generation.vllm.routes import ChosenExperts
 from rl.generation.vllm.weights import LiveWeights
+from rl.model.attention import linear_layers
 from rl.model.pretrained import empty_model, end_token_ids, load_config
 from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
 from rl.ranks.dist import all_gather_bytes
@@ -113,7 +114,16 @@ class VLLMEngine:
             from rl.generation.vllm.images import PreparedImages
 
             self.images = PreparedImages(config, f"--model {model_path}")
+        self.states = {}
+        if linear_layers(config):
+            from rl.generation.vllm.states import settings
+
+            self.states = settings(config)
         self.engine = self._start(model_path, args, dtype, trust_remote_code)
+        if self.states:
+            from rl.generation.vllm.states import check_states
+
+            check_states(self.engine)
         self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
         self.chosen = None
         if args.router_replay == "R3":
@@ -219,7 +229,8 @@ class VLLMEngine:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_chunked_prefill=self.chunks,
-            enable_prefix_caching=not (routes and not is_accelerator(self.device)),  # see rl/generation/vllm/routes.py
+            # off on a CPU with routes (routes.py), and where states would be shared of prompts that are not split
+            enable_prefix_caching=(is_accelerator(self.device) or not routes) and (self.chunks or not self.states),
             **({"enable_return_routed_experts": True} if routes and is_accelerator(self.device) else {}),
             gpu_memory_utilization=args.gpu_memory_utilization,
             enforce_eager=args.enforce_eager or not is_accelerator(self.device),
@@ -232,6 +243,7 @@ class VLLMEngine:
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
+            **self.states,
             seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():

@@ -23,7 +23,8 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from rl.data.image_prompts import Images
 from rl.errors import UserError
 
-ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))  # of one layout
+KNOWN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # of one layout
+ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in KNOWN)
 TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # which vLLM imports a formula from
 
 
@@ -68,7 +69,7 @@ class PreparedImages:
             raise UserError(
                 f"{where}: --engine vllm takes images for {known} alone, not {architecture}. Try --engine transformers."
             )
-        model_class = _model_class(architecture)
+        model_class = vllms_class(architecture)
         if "_processor_factory" in vars(model_class):
             del model_class._processor_factory  # vLLM warns where one takes the place of another
         MULTIMODAL_REGISTRY.register_processor(Processor, info=Limits, dummy_inputs=lambda info: None)(model_class)
@@ -103,7 +104,7 @@ class PreparedImages:
         }
 
 
-def _model_class(architecture: str) -> type:
+def vllms_class(architecture: str) -> type:
     """vLLM's class for it, for whose import torchvision need not be there."""
     if find_spec("torchvision") is None:  # the same formula is in the processor that does without
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))

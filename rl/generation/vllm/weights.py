@@ -7,7 +7,7 @@ checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import vllm
@@ -109,14 +109,17 @@ class LiveWeights:
         weight. None where it cannot be known: for expert weights there or in a layout that only a GPU's kernel knows, and for
         what is divided in another way. KeyError for a name that is no weight of the model.
         """
-        module, leaf, index = self._holder(name)
+        module, leaf, front = self._holder(name)
         if leaf in EXPERTS:
             return self._experts(module, leaf, self.shapes[name]) if self.tensor_parallel == 1 else None
-        own = self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
-        if index is not None:
-            sizes = [size // getattr(module, "tp_size", 1) for size in module.output_sizes]
-            value = self._matrix(module, leaf).narrow(0, sum(sizes[:index]), sizes[index])
+        own = self._own_shape(name)
+        if front is not None:
+            start = sum(self._own_shape(part)[0] for part in front)
+            value = self._matrix(module, leaf)[start : start + own[0]]
             return value if value.shape == own or self.tensor_parallel == 1 else None
+        if hasattr(module, "_cpu_unpacked_conv_weight"):  # a delta net's, packed on a CPU
+            place = _convolution_places(own, self.dtype)
+            return None if place is None else module.weight.data.flatten()[place].view(own)
         value = self._matrix(module, leaf)[: own[0]]  # a vocabulary is padded
         head = self._tied_head(module)
         if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: own[0]]):
@@ -126,7 +129,7 @@ class LiveWeights:
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The part of the learner's weight `name` that this rank computes with, of the weight as it was sent: all of it, but on
         a tensor parallel rank."""
-        module, leaf, index = self._holder(name)
+        module, leaf, front = self._holder(name)
         count, number = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
         if count == 1 or leaf in EXPERTS:
             return whole
@@ -134,13 +137,17 @@ class LiveWeights:
             return whole[module.shard_indices.org_vocab_start_index : module.shard_indices.org_vocab_end_index]
         if isinstance(module, RowParallelLinear):
             return whole.chunk(count, 1)[number] if leaf == "weight" else whole
-        if index:  # ranks may share heads of keys and values
+        if front:  # ranks may share heads of keys and values
             replicas = getattr(module, "num_kv_head_replicas", 1)
             count, number = count // replicas, number // replicas
         return whole.chunk(count)[number]
 
-    def _holder(self, name: str) -> tuple[nn.Module, str, int | None]:
-        """The module that holds the learner's weight, the weight's name there, and its place among those that vLLM fuses."""
+    def _own_shape(self, name: str) -> torch.Size:
+        return self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
+
+    def _holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
+        """The module that holds the learner's weight, the weight's name there, and, if vLLM fuses it with others, the learner's
+        names of those before it. One of them may be several of vLLM's parts, as q, k and v of a delta net are."""
         path, _, leaf = self._vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
@@ -148,7 +155,8 @@ class LiveWeights:
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
             if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
-                return module, leaf, parts.index(child)
+                before = name.removesuffix(f".{child}.{leaf}")
+                return module, leaf, [f"{before}.{part}.{leaf}" for part in parts[: parts.index(child)]]
         return self.modules[path], leaf, None
 
     def _vllms_name(self, name: str) -> str:
@@ -191,10 +199,20 @@ def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Ten
     elements about, so that packing their numbers, digit by digit, says where they go. None if it does more than that."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    count, source = shape.numel(), torch.zeros(shape.numel(), dtype=torch.long)
-    number = torch.arange(count)
+    return _places(shape.numel(), lambda numbers: cpu_prepack_moe_weight(numbers.to(dtype).view(1, *shape), isa))
+
+
+@functools.lru_cache(maxsize=8)
+def _convolution_places(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """The same for a convolution's weight [C, 1, K]."""
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    return _places(shape.numel(), lambda numbers: causal_conv1d_weight_pack(numbers.to(dtype).view(shape[0], -1)))
+
+
+def _places(count: int, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    source, number = torch.zeros(count, dtype=torch.long), torch.arange(count)
     for digit in range((count.bit_length() + 6) // 7):  # 7 bits: exact in every precision
-        values = (number >> 7 * digit & 127).to(dtype).view(1, *shape)
-        source |= cpu_prepack_moe_weight(values, isa).flatten().long() << 7 * digit
+        source |= pack(number >> 7 * digit & 127).flatten().long() << 7 * digit
     place = source.argsort()
     return place if torch.equal(source[place], number) else None

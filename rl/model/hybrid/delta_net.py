@@ -1,0 +1,133 @@
+"""Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: which layers are known here, and their forward pass.
+
+transformers' forward of such a layer knows one sequence a row: on a packed row its convolution and its recurrent state would
+run from one sequence into the next. Here a layer projects the row token by token with transformers' own modules, and asks the
+row's `layout.chain` for what looks back: a convolution over K tokens, and a state [Dk, Dv] of each head. chain.py has that of
+the learner's packed rows, rl/generation/embedded/states.py the engine's.
+
+Left out: other linear attention (Mamba, Kimi, MiniMax, LFM2), which is refused by the class of its layers.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.errors import UserError
+from rl.model.attention import REMEDY, linear_layers
+from rl.model.hybrid.chain import wide
+from rl.ranks.device import has_accelerator
+
+LAYERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")  # transformers' classes
+KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")  # its functions that a package of kernels may take the place of
+
+
+def delta_nets(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """(decoder layer, its delta net) of each that is known here."""
+    found = [(layer, getattr(layer, "linear_attn", None)) for layer in model.modules()]
+    return [(layer, net) for layer, net in found if net is not None and _is_known(net)]
+
+
+def _is_known(net: nn.Module) -> bool:
+    return type(net).__module__.startswith("transformers.models.") and type(net).__name__ in LAYERS
+
+
+def check_layers(model: nn.Module, where: str) -> None:
+    """Raises UserError unless all layers that config.json calls linear attention are delta nets that are known here."""
+    if len(delta_nets(model)) != len(linear_layers(model.config)):
+        raise UserError(
+            f"{where}: layers of type linear_attention are not supported unless they are gated delta nets of Qwen3.5 or "
+            f"Qwen3-Next, and {type(model).__name__} has others. {REMEDY}"
+        )
+
+
+def check_flags(config, args) -> None:
+    """Raises UserError for flags that do not go with the model's delta nets. args: the script's."""
+    size, heads, of_all = args.sequence_parallel, config.linear_num_value_heads, channels(config)
+    if args.compile:
+        raise UserError("--compile is not for models with gated delta nets. Leave it out.")
+    if heads % size or of_all % size:
+        nets = f"the gated delta nets' {heads} heads and {of_all} channels"
+        raise UserError(f"--sequence-parallel {size}: its ranks divide {nets}. Take a divisor of both.")
+    if args.engine == "vllm" and not has_accelerator():
+        sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
+        if args.weights_dtype(args.dtype) != torch.bfloat16 or sizes != {128}:
+            raise UserError(
+                "--engine vllm: on a CPU its kernels compute gated delta nets in bfloat16 alone, with heads of 128. Add "
+                "--rollout-dtype bfloat16 if the model has such heads, or take --engine transformers."
+            )
+
+
+def carry_states(model: nn.Module) -> None:
+    """Has the model's delta nets ask the layout, where the model's forward is given one."""
+    for layer, net in delta_nets(model):
+        Carrier(layer, net)
+
+
+class Carrier:
+    """The forward pass of one layer's delta net. transformers before 5.6 hands a delta net no layout: its layer's is taken."""
+
+    def __init__(self, layer: nn.Module, net: nn.Module):
+        self.net, self.plain, self.layout = net, net.forward, None
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        net.forward = self._forward
+
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.layout = kwargs.get("layout")
+
+    def _forward(self, hidden_states: Tensor, **others) -> Tensor:
+        """hidden_states [1, T, hidden] -> [1, T, hidden]"""
+        if self.layout is None:
+            return self.plain(hidden_states, **others)
+        net, chain = self.net, self.layout.chain
+        qkv, z, b, a = _projected(net, hidden_states)
+        qkv = F.silu(chain.convolved(net.layer_idx, qkv, net.conv1d.weight.squeeze(1)))  # [T, C]
+        q, k, v = qkv.split([net.key_dim, net.key_dim, net.value_dim], 1)
+        q, k, v = (x.unflatten(1, (-1, size)) for x, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim)))
+        if (groups := net.num_v_heads // net.num_k_heads) > 1:
+            q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+        decay = -wide(net.A_log).exp() * F.softplus(wide(a) + net.dt_bias)
+        out = chain.recurred(net.layer_idx, q, k, v, decay, b.sigmoid())  # [T, H, Dv]
+        out = net.norm(out.flatten(0, 1), z.flatten(0, 1)).view(1, hidden_states.shape[1], -1)
+        return net.out_proj(out)
+
+
+def _projected(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [1, T, hidden] -> queries, keys and values [T, C], gate z [T, H, Dv], b [T, H], a [T, H]."""
+    if hasattr(net, "in_proj_qkv"):
+        z = net.in_proj_z(x)[0].unflatten(1, (-1, net.head_v_dim))
+        return net.in_proj_qkv(x)[0], z, net.in_proj_b(x)[0], net.in_proj_a(x)[0]
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(x), net.in_proj_ba(x))
+    return torch.cat([part.flatten(2)[0] for part in (q, k, v)], 1), z[0], b[0], a[0]
+
+
+def channels(config) -> int:
+    """Of the convolution: queries, keys and values."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return 2 * keys + config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def flops_per_token(config) -> int:
+    """FLOP of forward and backward per token of one net: 6 per weight, and 15 per element of the states, as in verl."""
+    heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    weights = config.hidden_size * (channels(config) + 2 * heads * dv + 2 * heads)
+    return 6 * (weights + channels(config) * config.linear_conv_kernel_dim) + 15 * heads * dk * dv
+
+
+@contextlib.contextmanager
+def in_plain_torch(model: nn.Module) -> Iterator[None]:
+    """Has transformers compute delta nets in torch where it has kernels of a package (flash-linear-attention), which it takes
+    at its import, and which do not run on a CPU."""
+    spaces = [vars(sys.modules[name]) for name in {type(net).__module__ for _, net in delta_nets(model)}]
+    kept = [(space, name, space[name]) for space in spaces for name in KERNELS if name in space]
+    try:
+        for space, name, function in kept:
+            space[name] = inspect.unwrap(function)
+        yield
+    finally:
+        for space, name, function in kept:
+            space[name] = function

@@ -1,0 +1,293 @@
+"""Gated delta nets over packed rows: what transformers computes of each sequence by itself, values and gradients."""
+
+import functools
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers import DELTA, MOE, SMALL, make_group
+from transformers import AutoModelForCausalLM
+
+from rl.data.demo import build_tokenizer
+from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.batch import Batch, MicroBatch
+from rl.model import router
+from rl.model.attention import ATTENTION
+from rl.model.forward_check import check_policy
+from rl.model.hybrid import chain, delta_net
+from rl.model.hybrid.chain import Chain
+from rl.model.policy import Policy
+from rl.model.pretrained import check_model
+
+EXPERTS = MOE | dict(num_experts=4, shared_expert_intermediate_size=32)
+KINDS = {"Qwen3_5TextConfig": {}, "Qwen3_5MoeTextConfig": EXPERTS, "Qwen3NextConfig": EXPERTS}
+PROMPTS = {1: 1, 2: 4, 3: 1, 63: 1, 64: 4, 65: 1, 200: 4}  # tokens of each prompt -> its responses
+
+
+def model_of(kind: str, attention: str, dtype=torch.float32, **more):
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SMALL | DELTA | KINDS[kind] | more)
+    options = {"experts_implementation": "eager"} if KINDS[kind] else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
+    for name, parameter in model.named_parameters():  # ones and zeros hide faults
+        if name.endswith(("norm.weight", "dt_bias", "conv1d.weight")):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model.to(dtype).eval()
+
+
+class Double:
+    """torch with float64 under the name of float32."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """Has transformers' code and ours compute in float64 where they ask for float32."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        monkeypatch.setattr(sys.modules[getattr(transformers, KINDS_OF[family]).__module__], "torch", Double())
+    monkeypatch.setattr(router, "torch", Double())
+
+
+KINDS_OF = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
+
+
+def micro_batch(
+    prompts: dict[int, int] = PROMPTS, sizes: tuple[int, int] = (1, 20), longest: int = 90
+) -> tuple[Batch, list[int], MicroBatch]:
+    """All responses in one micro-batch, in random order: one is empty, one goes over the end of a chunk."""
+    rng = np.random.default_rng(0)
+    sizes = [[int(n) for n in rng.integers(*sizes, responses)] for responses in prompts.values()]
+    sizes[-1][0], sizes[1][0] = longest, 0
+    groups = [make_group(t, of, prompt, rng) for t, (prompt, of) in enumerate(zip(prompts, sizes, strict=True))]
+    batch = Batch.of(groups)
+    order = rng.permutation(len(batch.lengths)).tolist()
+    return batch, order, MicroBatch.of(batch, order, torch.device("cpu"))
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def differences(kind: str, batch: Batch, order: list[int], micro: MicroBatch) -> tuple[float, float]:
+    """The largest difference of a log-prob, and of a parameter's gradient relative to its norm, between the packed row and
+    transformers' own model on one sequence at a time, in float64."""
+    policy = Policy(model_of(kind, ATTENTION, torch.float64))
+    weight = torch.randn(len(micro.index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")[0]
+    ours = gradients(policy.model, found @ weight)
+    reference, rows = model_of(kind, "eager", torch.float64), []
+    for i in order:
+        ids = torch.tensor([*batch.prompts[i], *batch.token[batch.tokens_of(torch.tensor([i]))].tolist()])
+        logits = reference(input_ids=ids[None], use_cache=False).logits[0, len(batch.prompts[i]) - 1 : -1]
+        rows.append(logits.log_softmax(-1).gather(1, ids[len(batch.prompts[i]) :, None]).squeeze(1))
+    expected = torch.cat(rows)
+    theirs = gradients(reference, expected @ weight)
+    off = [float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items()]
+    return float((found - expected).detach().abs().max()), max(off)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_row_is_its_sequences(kind, in_double):
+    """Prompts of one token and more, around the length of a chunk and of the convolution, with one response and with four."""
+    log_probs, of_gradients = differences(kind, *micro_batch())
+    assert log_probs <= 1e-10 and of_gradients <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5TextConfig", "Qwen3NextConfig"])
+def test_a_response_alone_in_its_micro_batch(kind, in_double):
+    batch, order, _ = micro_batch({2: 1, 64: 2}, longest=70)
+    for i in order:
+        if batch.lengths[i]:
+            log_probs, of_gradients = differences(kind, batch, [i], MicroBatch.of(batch, [i], torch.device("cpu")))
+            assert log_probs <= 1e-10 and of_gradients <= 1e-9
+
+
+# ------------------------------------------------------------------------------------------------------------ mutants
+
+RULE, CONVOLVED = chain.chunked, Chain.convolved
+
+
+def with_start(change):
+    """The rule with another state where segments continue one."""
+    return {"chunked": lambda *rows: RULE(*rows[:5], None if rows[5] is None else change(rows[5]))}
+
+
+def no_halo(self, layer, x, weight):
+    return CONVOLVED(Chain(self.lengths, [-1] * len(self.lengths), self.device), layer, x, weight)
+
+
+def halo_without_gradient(self, layer, x, weight):
+    """What segments see of the one in front of them has no gradient."""
+    parts = x.split(self.lengths)
+    fronts = [parts[before].detach() if before >= 0 else x[:0] for before in self.after]
+    rows = []
+    for front, own in zip(fronts, parts, strict=True):
+        whole = F.pad(torch.cat([front, own]), (0, 0, weight.shape[1] - 1, 0))
+        rows.append(F.conv1d(whole.t()[None], weight[:, None], groups=len(weight))[0].t()[len(front) :])
+    return torch.cat(rows)
+
+
+MUTANTS = {
+    "no state": with_start(lambda start: None),
+    "first prompt's state for all": with_start(lambda start: start[:1].expand_as(start)),
+    "no halo": {"convolved": no_halo},
+    "state without gradient": with_start(torch.Tensor.detach),
+    "one response's gradient alone": with_start(lambda start: torch.cat([start[:1], start[1:].detach()])),
+    "halo without gradient": {"convolved": halo_without_gradient},
+}
+
+
+def plant(monkeypatch, mutant: str) -> None:
+    for name, function in MUTANTS[mutant].items():
+        monkeypatch.setattr(Chain if name == "convolved" else chain, name, function)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_fault_is_seen_in_the_gradients(mutant, in_double, monkeypatch):
+    plant(monkeypatch, mutant)
+    log_probs, of_gradients = differences("Qwen3_5TextConfig", *micro_batch({5: 2, 9: 3}, (9, 12)))
+    assert of_gradients > 1e-3
+    assert (log_probs > 1e-3) == ("gradient" not in mutant)
+
+
+@pytest.mark.parametrize("mutant", [name for name in MUTANTS if "gradient" not in name])
+def test_the_start_check_refuses_what_changes_values(mutant, monkeypatch):
+    check_policy(Policy(model_of("Qwen3_5TextConfig", ATTENTION)), "x")
+    plant(monkeypatch, mutant)
+    with pytest.raises(UserError, match="differ from transformers' by"):
+        check_policy(Policy(model_of("Qwen3_5TextConfig", ATTENTION)), "x")
+
+
+# ------------------------------------------------------------------------------------------------------------ the rule
+
+
+def written_out(q, k, v, decay, beta, state):
+    """The gated delta rule token by token, of arXiv 2412.06464, equation 10: state [S, H, Dk, Dv]."""
+    out = []
+    q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
+    for t in range(q.shape[1]):
+        state = decay[:, t, :, None, None].exp() * state
+        held = (state * k[:, t, ..., None]).sum(-2)
+        state = state + k[:, t, ..., None] * (beta[:, t, :, None] * (v[:, t] - held))[..., None, :]
+        out.append((state * q[:, t, ..., None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), state
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 150])
+def test_the_rule_is_the_recurrence(length):
+    generator = torch.Generator().manual_seed(length)
+    sizes = [(2, length, 3, 8), (2, length, 3, 8), (2, length, 3, 4), (2, length, 3), (2, length, 3), (2, 3, 8, 4)]
+    rows = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    rows[3], rows[4] = -F.softplus(rows[3]), rows[4].sigmoid()
+    found, expected = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
+    for of, rule in ((found, chain.chunked), (expected, written_out)):
+        out, state = rule(*of)
+        (out.sin().sum() + state.cos().sum()).backward()
+    for a, b in zip(found, expected, strict=True):  # its norm of queries and keys has its epsilon elsewhere
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+    state = rows[5].clone()
+    steps = [chain.one_step(*(x[:, t] for x in rows[:5]), state) for t in range(length)]
+    out, final = chain.chunked(*rows)
+    torch.testing.assert_close(torch.stack(steps, 1), out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_that_hand_down_nothing(monkeypatch):
+    """transformers before 5.6 gives a delta net neither the layout nor anything else of its layer's arguments."""
+    *_, micro = micro_batch({5: 2, 9: 3}, (9, 12))
+    inputs = (micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
+    expected = Policy(model_of("Qwen3_5TextConfig", ATTENTION))(*inputs)[0]
+    model = model_of("Qwen3_5TextConfig", ATTENTION)
+    given = ("hidden_states", "cache_params", "attention_mask")
+
+    def bare(net, args, kwargs):
+        return args, {name: value for name, value in kwargs.items() if name in given}
+
+    for _, net in delta_net.delta_nets(model):
+        net.register_forward_pre_hook(bare, with_kwargs=True)
+    assert torch.equal(Policy(model)(*inputs)[0], expected)
+    check_policy(Policy(model), "x")
+
+
+def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path):
+    """Where flash-linear-attention is installed, transformers has its kernels in place of its own functions. They do not run on
+    a CPU."""
+    module = transformers.models.qwen3_5.modeling_qwen3_5
+    model = model_of("Qwen3_5TextConfig", ATTENTION)
+    model.save_pretrained(tmp_path)
+    for name in delta_net.KERNELS:
+        if not hasattr(getattr(module, name, None), "__wrapped__"):  # transformers before 5.6
+            continue
+
+        @functools.wraps(getattr(module, name))
+        def kernel(*args, **kwargs):
+            raise RuntimeError("0 active drivers")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, kernel)
+            check_policy(Policy(model), "x")
+            TransformersEngine(str(tmp_path), max_length=32)
+            assert getattr(module, name) is kernel, "it is put back"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+LENGTHS = dict(max_prompt_length=8, max_response_length=8, max_tokens_per_micro_batch="auto")
+FLAGS = LENGTHS | dict(trust_remote_code=False, sequence_parallel=1, compile=False, engine="auto", dtype="float32")
+
+
+def checked(path, config, **flags) -> None:
+    config.save_pretrained(path)
+    args = types.SimpleNamespace(**FLAGS | flags)
+    check_model(str(path), build_tokenizer(), args)
+
+
+OTHERS = {
+    "MiniMaxConfig": dict(head_dim=16, num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
+    "OlmoHybridConfig": {name: value for name, value in DELTA.items() if name != "head_dim"},
+    "LlamaConfig": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_linear_attention_is_refused_by_the_class_of_its_layers(tmp_path, kind):
+    config = getattr(transformers, kind)(**SMALL | OTHERS[kind])
+    if kind == "LlamaConfig":
+        config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UserError, match="layers of type linear_attention are not supported unless"):
+        checked(tmp_path, config)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="layers of type linear_attention are not supported unless"):
+        TransformersEngine(str(tmp_path), max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"compile": True}, "--compile"),
+        ({"sequence_parallel": 3}, "--sequence-parallel 3: its ranks divide the gated delta nets' 4 heads and 128 channels"),
+        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}, "--engine vllm: on a CPU"),
+        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}, "with heads of 128"),
+    ],
+)
+def test_flags_that_do_not_go_with_delta_nets_are_refused(tmp_path, flags, said):
+    config = transformers.Qwen3_5TextConfig(**SMALL | DELTA)
+    checked(tmp_path, config)
+    wide = DELTA | dict(linear_key_head_dim=128, linear_value_head_dim=128)
+    of_vllm = {"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}
+    checked(tmp_path / "wide", transformers.Qwen3_5TextConfig(**SMALL | wide), **of_vllm)
+    with pytest.raises(UserError, match=said):
+        checked(tmp_path, config, **flags)

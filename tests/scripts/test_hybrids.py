@@ -1,0 +1,119 @@
+"""Models with gated delta nets: whole runs, several layouts of ranks, and the embedded engine's distance from the learner."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import DELTA, MOE, SMALL, bits, train
+from layouts import ALONE, assert_taught_the_same, learn_on
+from safetensors.torch import load_file, save_file
+from test_checkpoint import take_back, weights
+from test_engine import drain
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+from rl.data.demo import build_tokenizer
+from rl.generation.embedded import states
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Request, SamplingParams
+from rl.learning.batch import Batch, MicroBatch
+from rl.model.loading import load_weights
+from rl.model.policy import Policy
+from rl.samples.group import Group, Response
+
+
+def make(path, kind: type, **more) -> str:
+    """A tiny random model with two gated delta nets that reads the demo's problems."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = DELTA | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    config = kind(**SMALL | {"vocab_size": len(tokenizer)} | sizes | {"max_position_embeddings": 1024} | more)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+# A random model is never right, so that all scores are equal: the entropy is what moves the weights.
+FLAGS = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 6, "--test-freq", 0, "--entropy-coeff", 1]
+FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0]
+
+
+@pytest.mark.slow
+def test_whole_runs(tmp_path):
+    """Asynchronous training without staleness is synchronous training; a run that resumes is one that was never stopped; two
+    ranks that share the experts learn what one does. The files have weights of another head."""
+    model = make(tmp_path / "model", Qwen3_5MoeTextConfig, **MOE, shared_expert_intermediate_size=32)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    flags = ["--model", model, "--router-replay", "R3", *FLAGS]
+    metrics, run, done = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
+    for row in metrics.values():
+        assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
+    assert "1 weights in the files are not used, mtp.fc.weight first; what is saved lacks them." in done.stdout
+    theirs, other, _ = train("train_async.py", *flags, "--staleness-threshold", 0, out=tmp_path / "async", ranks=2)
+    assert theirs[6]["actor/grad_norm"] == metrics[6]["actor/grad_norm"]
+    (tmp_path / "resumed").mkdir()
+    copy = take_back(run, tmp_path / "resumed", step=3)
+    again, *_ = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "resumed")
+    for name in ("actor/loss", "actor/grad_norm", "response_length/mean"):
+        assert [again[step][name] for step in range(1, 7)] == [metrics[step][name] for step in range(1, 7)]
+    assert weights(copy, 6) == weights(run, 6) == bits(other) != weights(run, 3)
+    shared = ["--gradient-checkpointing", "--expert-parallel", 2]
+    pair, *_ = train("train_sync.py", *flags, *shared, out=tmp_path / "pair", ranks=2)
+    assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_layouts_are_taught_the_same(models):
+    alone = learn_on(1, {"alone": [models["qwen3_5"], ALONE]})
+    flags = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 40}
+    layouts = {"two": flags, "one row": flags | {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}}
+    found = learn_on(2, {name: [models["qwen3_5"], of] for name, of in layouts.items()})
+    assert_taught_the_same(found, alone)
+
+
+def distance(model: str, tokens: int = 400) -> float:
+    """The mean difference of the log-probs of three responses between engine and learner, both in bfloat16."""
+    prompt = [(7 * i * i + 3) % 16 for i in range(100)]
+    engine = TransformersEngine(model, max_length=100 + tokens, max_num_seqs=4, dtype=torch.bfloat16)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    outputs = [output for _, output in sorted(drain(engine, [Request(j, prompt, params, j) for j in range(3)]).items())]
+    responses = [
+        Response(np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.zeros(tokens, np.int32), "length")
+        for o in outputs
+    ]
+    micro = MicroBatch.of(Batch.of([Group(0, np.array(prompt, np.int32), "", responses)]), [0, 1, 2], torch.device("cpu"))
+    policy = Policy(load_weights(model, torch.bfloat16))
+    with torch.no_grad():
+        found = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")[0]
+    return float((found - torch.tensor([x for o in outputs for x in o.log_probs])).abs().mean())
+
+
+def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch):
+    """Over 400 tokens. States in bfloat16, or a convolution that sums in it, would be several times as far, which the check at
+    the start does not see."""
+    model = make(tmp_path, Qwen3_5TextConfig)
+    right = distance(model)
+    assert right < 1e-2
+    step = states.one_step
+
+    def rounded(*rows):
+        out = step(*rows)
+        rows[5].copy_(rows[5].bfloat16())
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "one_step", rounded)
+        of_states = distance(model)
+
+    def summed(self, layer, x, weight):
+        inputs = self.inputs[self.number[layer], : len(x)]
+        window = torch.cat([inputs, x[..., None]], -1)
+        inputs.copy_(window[..., 1:])
+        out = window[..., 0] * weight[:, 0]
+        for column in range(1, weight.shape[1]):
+            out = out + window[..., column] * weight[:, column]
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states.States, "convolved", summed)
+        of_sums = distance(model)
+    assert of_states > 1e-2 and of_sums > 1e-2
