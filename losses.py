@@ -228,12 +228,31 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return (centered * torch.rsqrt(variance + 1e-8)).to(x.dtype)
 
 
-def return_to_go(reward: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
-    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N]; masked tokens count as steps.
+def return_to_go(reward: Tensor, mask: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N], 0 where the mask is.
 
-    In log2(longest response) passes: the sum over a window of 2w tokens is the sum over w plus gamma^w times the sum over
-    the next w.
+    Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token before it.
     """
+    _check_tokens("return_to_go", reward=reward, mask=mask, seq=seq)
+    if mask.all():
+        return _discounted(reward, seq, gamma)
+    index, r = _steps(reward, mask, seq)
+    return torch.zeros_like(reward).index_copy(0, index, _discounted(r, seq[index], gamma))
+
+
+def _steps(reward: Tensor, mask: Tensor, seq: Tensor) -> tuple[Tensor, Tensor]:
+    """The trained tokens [M], and the reward [M] of each with that of the masked tokens behind it."""
+    index = mask.nonzero()[:, 0]
+    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
+    credited = before >= 0
+    credited[credited.clone()] = seq[index[before[credited]]] == seq[credited]
+    r = torch.zeros(len(index), dtype=reward.dtype, device=reward.device)
+    return index, r.index_add(0, before[credited], reward[credited])
+
+
+def _discounted(reward: Tensor, seq: Tensor, gamma: float) -> Tensor:
+    """return_to_go where every token is a step, in log2(longest response) passes: the sum over a window of 2w tokens is the sum
+    over w plus gamma^w times the sum over the next w."""
     longest = int(torch.bincount(seq).max()) if len(seq) else 0
     total, width = reward, 1
     while width < longest:
@@ -350,7 +369,7 @@ def reinforce_pp(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, ga
 
     REINFORCE++, arXiv 2501.03262. Differs from token to token if rewards do, or gamma < 1.
     """
-    return whiten(return_to_go(reward, seq, gamma), mask)
+    return whiten(return_to_go(reward, mask, seq, gamma), mask)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline", group_of_one="zero")
@@ -370,7 +389,7 @@ def remax(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, baseline:
 
     ReMax, arXiv 2310.10505.
     """
-    return torch.where(mask, return_to_go(reward, seq) - to_tokens(baseline.to(reward.dtype), seq), 0.0)
+    return torch.where(mask, return_to_go(reward, mask, seq) - to_tokens(baseline.to(reward.dtype), seq), 0.0)
 
 
 @advantage_estimator(group_of_one="zero")
@@ -433,15 +452,10 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     before it.
     """
     _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
-    index = mask.nonzero()[:, 0]  # [M] the trained tokens
-    before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
-    credited = before >= 0
-    credited[credited.clone()] = seq[index[before[credited]]] == seq[credited]
-    r = torch.zeros(len(index), dtype=reward.dtype, device=reward.device)
-    r = r.index_add(0, before[credited], reward[credited])
+    index, r = _steps(reward, mask, seq)
     v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
     following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
-    advantage = return_to_go(r + gamma * following - v, s, gamma * lam)
+    advantage = _discounted(r + gamma * following - v, s, gamma * lam)
     return torch.zeros_like(reward).index_copy(0, index, advantage + v)
 
 

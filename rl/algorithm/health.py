@@ -8,7 +8,7 @@ from collections import Counter
 
 import losses
 from rl.algorithm import whole_batch
-from rl.algorithm.fates import EQUAL, OTHER, REJECTED, TRUNCATED, UNSCORED, Fates, causes
+from rl.algorithm.fates import EQUAL, MASKED, OTHER, REJECTED, TRUNCATED, UNSCORED, Fates, causes
 from rl.data.job import Job
 from rl.learning.batch import Batch
 from rl.record.run import Run
@@ -25,6 +25,10 @@ CAUSES = {
         "too few responses could be scored",
         "Correct the reward function, or what it needs: the warning of --on-reward-error has its last error",
     ),
+    MASKED: (
+        "the policy sampled a token of one response at most",
+        "Find out why environments end before the policy's first token",
+    ),
     TRUNCATED: (
         "every response ran into --max-response-length, and all score the same",
         "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
@@ -32,7 +36,8 @@ CAUSES = {
     EQUAL: ("all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
     OTHER: ("scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
 }
-CHIEF = {REJECTED: ": rejection", UNSCORED: ": not scored", TRUNCATED: ": cut off", EQUAL: ": equal scores", OTHER: ""}
+CHIEF = {REJECTED: ": rejection", UNSCORED: ": not scored", MASKED: ": nothing sampled", TRUNCATED: ": cut off"}
+CHIEF |= {EQUAL: ": equal scores", OTHER: ""}
 
 
 class Health:

@@ -33,6 +33,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
     out |= summarize("critic/rewards", batch.sum_over_ranks(batch.by_response(batch.targets.reward)))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
+    if batch.is_masked:
+        out |= summarize("response_length/trained", batch.sampled_lengths)
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
     for key in sorted({key for extra in batch.extra for key in extra}):
@@ -57,15 +59,17 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """The ages of a step's tokens in versions, under verl's names where it has them; empty for a batch without any. version:
-    what the step begins with."""
-    has_tokens, tokens = batch.lengths > 0, int(batch.lengths.sum())
+    """The ages of a step's sampled tokens in versions, under verl's names where it has them; empty for a batch without any.
+    version: what the step begins with."""
+    has_tokens, tokens = batch.sampled_lengths > 0, int(batch.sampled_lengths.sum())
     if not tokens:
         return {}
-    sampled_by, here = batch.version.numpy(), batch.local_lengths > 0
+    versions = batch.version[batch.mask] if batch.is_masked else batch.version
+    lengths = torch.where(batch.local_lengths > 0, batch.sampled_lengths, 0)  # of the tokens here
+    sampled_by, here = versions.numpy(), lengths > 0
     ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response, the oldest and the newest token's
     if here.any():
-        starts = batch.starts[here].numpy()
+        starts = (lengths.cumsum(0) - lengths)[here].numpy()
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
             age[here] = torch.from_numpy(version - least_or_most.reduceat(sampled_by, starts)).long()
     oldest, newest = batch.sum_over_ranks(ages)[:, has_tokens]
@@ -79,7 +83,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         "staleness/max": int(oldest.max()),
     }
     shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
-    own = [int(sampled_by.sum(dtype=np.int64)), *(int((batch.version == version - age).count_nonzero()) for age in shown)]
+    own = [int(sampled_by.sum(dtype=np.int64)), *(int((versions == version - age).count_nonzero()) for age in shown)]
     total, *counts = batch.sum_over_ranks(torch.tensor(own)).tolist()
     counts = dict(zip(shown, counts, strict=True))
     out["staleness/mean"] = version - total / tokens

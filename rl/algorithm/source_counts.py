@@ -3,6 +3,7 @@
     data/<source>/trained      a token of it was trained
     data/<source>/rejected     the rollout correction left no token of it
     data/<source>/unscored     it could not be scored
+    data/<source>/masked       the policy sampled none of its tokens; only where some are masked
     data/<source>/filtered     of a prompt that --filter-groups replaced
     data/<source>/dropped      of a prompt that was dropped as too old (--max-staleness)
 
@@ -37,8 +38,9 @@ class SourceCounts:
         kinds that count them are left out."""
         counts = {source: Counter() for source in self.shown}
         places = batch.group.tolist()
-        for place, was_trained, was_rejected in zip(places, fates.trained.tolist(), fates.rejected.tolist(), strict=True):
-            counts[self._shown(batch.sources[place])].update(trained=was_trained, rejected=was_rejected)
+        of_each = (x.tolist() for x in (fates.trained, fates.rejected, fates.masked))
+        for place, trained, rejected, masked in zip(places, *of_each, strict=True):
+            counts[self._shown(batch.sources[place])].update(trained=trained, rejected=rejected, masked=masked)
         scored = Counter(places)
         for place, (source, size) in enumerate(zip(batch.sources, batch.sizes, strict=True)):
             counts[self._shown(source)].update(unscored=size - scored[place])
@@ -47,7 +49,7 @@ class SourceCounts:
             for ticket in tickets:
                 source = self.prompts.source(self.order(ticket)[1])
                 counts[self._shown(source)].update({kind: self.responses})
-        kinds = KINDS if gone is not None else KINDS_OF_A_BATCH
+        kinds = (*(KINDS if gone is not None else KINDS_OF_A_BATCH), *(["masked"] if batch.is_masked else []))
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:

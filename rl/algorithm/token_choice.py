@@ -17,8 +17,8 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
         return None
     options = dict(args.choice_knobs)
     if "generator" in loss.choice_inputs:
-        total = int(batch.sum_over_ranks(batch.token.sum()))
-        options["generator"] = torch.Generator().manual_seed(total + int(batch.lengths.sum()))
+        total = int(batch.sum_over_ranks(batch.token[batch.mask].sum()))
+        options["generator"] = torch.Generator().manual_seed(total + int(batch.sampled_lengths.sum()))
 
     def choose(old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
         chosen, at = torch.zeros_like(mask), 0

@@ -41,9 +41,10 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
 
 
 def groups_of_one(batch: "Batch") -> int:
-    """The groups of which one response alone is trained: there is one, or the others could not be scored or were rejected."""
+    """The groups of which one response alone is trained: there is one, or the others could not be scored, were rejected, or are
+    masked as a whole."""
     counts = torch.bincount(batch.group)
-    if batch.targets.rejected is not None:
+    if batch.targets.rejected is not None or batch.is_masked:
         counts = torch.bincount(batch.group[batch.sum_over_ranks(batch.by_response(batch.trained)) > 0])
     return int((counts == 1).sum())
 

@@ -37,6 +37,12 @@ class Work:
     greedy: bool = False  # whether number n is a greedy response next to them (ReMax)
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
+    masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; it samples those behind
+
+    def mask(self, number: int, tokens: int) -> np.ndarray | None:
+        """[tokens] bool, what the policy sampled of response `number`; None: all of it."""
+        known = self.masks.get(number)
+        return None if known is None else np.concatenate([known, np.ones(tokens - len(known), bool)])
 
     @property
     def has_ended(self) -> bool:
@@ -105,7 +111,7 @@ class Generator:
         for ticket in self.tickets:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
-            responses = [_response(output, len(work.prompt.ids)) for output in so_far]
+            responses = [_response(output, work) for output in so_far]
             groups.append(work.group(ticket, responses, routes=_prompt_routes(so_far, len(work.prompt.ids))))
         return groups
 
@@ -222,13 +228,14 @@ class Generator:
         responses, baseline = [], 0.0
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
-            penalty = self._overlong(len(output.token_ids))
+            mask = work.mask(i, len(output.token_ids))
+            penalty = self._overlong(len(output.token_ids) if mask is None else int(mask.sum()))
             value = 0.0 if score.event and self.args.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
             extra = dict(score.extra)
             if self.args.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, "overlong_penalty": penalty}
-            responses.append(_response(output, len(work.prompt.ids), total, extra, score.error))
+            responses.append(_response(output, work, total, extra, score.error))
         if work.greedy:
             greedy = responses.pop()
             baseline = greedy.score or 0.0
@@ -269,6 +276,8 @@ class Generator:
                 self.engine.add(request)
                 continue
             parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
+            if before.mask is not None:
+                work.masks[request.id[1]] = before.mask
             routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
             output = Output(request.id, *parts, before.finish_reason, routes)
             if output.finish_reason == "unfinished":
@@ -315,9 +324,9 @@ class Generator:
 
 
 def _response(
-    output: Output, prompt: int, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
+    output: Output, work: Work, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
 ) -> Response:
-    """prompt: its tokens."""
+    """work: the prompt's, of which the output is a response."""
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -326,7 +335,8 @@ def _response(
         score=score,
         extra=extra or {},
         error=error,
-        routes=None if output.routes is None else output.routes[prompt:],
+        mask=work.mask(output.id[1], len(output.token_ids)),
+        routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
     )
 
 

@@ -68,6 +68,7 @@ class Batch:
     errors: list[str]  # why responses could not be scored, left out or (--on-reward-error zero) not
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
+    sampled_lengths: torch.Tensor  # [B] long, those of them that are in the mask
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
     score: torch.Tensor  # [B] float32
     baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
@@ -113,6 +114,7 @@ class Batch:
             errors=[r.error for g in groups for r in g.responses if r.error is not None],
             prompts=[g.prompt_ids for _, g, _ in pairs],
             lengths=lengths,
+            sampled_lengths=_sampled_lengths(lengths, [r.mask for _, _, r in pairs]),
             group=group,
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
             baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
@@ -146,6 +148,11 @@ class Batch:
     def ranks(self) -> Ranks | None:
         """That hold the others' tokens; None where all are here."""
         return self.division and self.division.ranks
+
+    @property
+    def is_masked(self) -> bool:
+        """A response has tokens that the policy did not sample. The same on every learner."""
+        return not torch.equal(self.lengths, self.sampled_lengths)
 
     @property
     def trained(self) -> torch.Tensor:
@@ -231,6 +238,12 @@ class Batch:
         return Tokens(self, micro)
 
 
+def _sampled_lengths(lengths: torch.Tensor, masks: list[np.ndarray | None]) -> torch.Tensor:
+    """lengths [B] less what is masked, [B]."""
+    masked = [0 if mask is None else len(mask) - int(np.count_nonzero(mask)) for mask in masks]
+    return lengths - torch.tensor(masked, dtype=torch.long)
+
+
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
     """seq [N], ascending -> slices of whole responses, of PIECE tokens at most if no response has more."""
     start = 0
@@ -245,7 +258,8 @@ def pieces(seq: torch.Tensor) -> Iterator[slice]:
 
 @dataclass
 class MicroBatch:
-    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted."""
+    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted: those
+    of the mask."""
 
     inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
     layout: Packed
@@ -255,11 +269,12 @@ class MicroBatch:
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
+    has_responses: bool = True  # False for a rank without work
 
     @property
     def real_tokens(self) -> int:
         """Tokens of the row on this rank, but for padding behind them; 0 for a rank without work."""
-        return self.layout.tokens if len(self.index) else 0
+        return self.layout.tokens if self.has_responses else 0
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> MicroBatch:
@@ -269,7 +284,7 @@ class MicroBatch:
         if not responses:
             layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
             inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
-            return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing)
+            return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
         # The row's segments; prompt_of: group -> the segment that is its prompt; groups: of prompts their group, else -1.
         parts, after, groups, prompt_of = [], [], [], {}
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
@@ -285,12 +300,14 @@ class MicroBatch:
         layout = Packed([len(part) for part in parts], device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
         # a prompt's last token predicts its response's first
-        predict = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
+        before = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
         inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
             [len(part) for part in parts], after, groups, device
         )
-        labels, routes = batch.token[index].long(), row_of_routes(batch, responses)
-        return MicroBatch(inputs, layout, torch.cat(predict).to(device), labels.to(device), index, routes)
+        predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
+        if not mask.all():
+            predict, index = predict[mask], index[mask]
+        return MicroBatch(inputs, layout, predict.to(device), batch.token[index].long().to(device), index, routes)
 
 
 class Tokens:

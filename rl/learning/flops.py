@@ -32,7 +32,7 @@ class Computed:
         nothing; perf/forward_only, the part of the tokens that had no backward pass. A collective."""
         own = torch.tensor([self.tokens, self.pairs, self.forward_only], dtype=torch.float64)
         tokens, pairs, forward_only = all_reduce_sum(own).tolist()
-        computed = _flops(config, tokens, pairs, epochs * int(batch.lengths.sum()))
+        computed = _flops(config, tokens, pairs, epochs * int(batch.sampled_lengths.sum()))
         wasted = 1 - epochs * least_flops(config, batch) / computed if computed else 0.0
         return {"perf/wasted_flops": wasted, "perf/forward_only": forward_only / max(1.0, tokens)}
 
@@ -42,15 +42,20 @@ def least_flops(config: PretrainedConfig, batch: Batch) -> float:
     own = [len(prompt) for prompt in batch.distinct_prompts()]
     behind = zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True)
     pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
-    return _flops(config, batch.distinct_tokens(), pairs, int(batch.lengths.sum()))
+    return _flops(config, batch.distinct_tokens(), pairs, int(batch.sampled_lengths.sum()))
 
 
-def _flops(config: PretrainedConfig, tokens: float, pairs: float, responses: int) -> float:
-    """tokens: through the layers; pairs: of a query and a key; responses: tokens that are projected to the vocabulary."""
-    text = config.get_text_config()
-    head, token = 6 * text.hidden_size * text.vocab_size, train_flops_per_token(config, 0)
+def _flops(config: PretrainedConfig, tokens: float, pairs: float, projected: int) -> float:
+    """tokens: through the layers; pairs: of a query and a key; projected: tokens that are, to the vocabulary."""
+    head, token = head_flops(config), train_flops_per_token(config, 0)
     pair = train_flops_per_token(config, 2) - token  # a token of a mean length of 2 has one pair
-    return tokens * (token - head) + pairs * pair + responses * head
+    return tokens * (token - head) + pairs * pair + projected * head
+
+
+def head_flops(config: PretrainedConfig) -> int:
+    """FLOPs of forward and backward of a token's projection to the vocabulary."""
+    text = config.get_text_config()
+    return 6 * text.hidden_size * text.vocab_size
 
 
 def train_flops_per_token(config, mean_length: float) -> float:

@@ -25,7 +25,7 @@ from rl.errors import UserError
 from rl.learning.activation_offload import keep_inputs_on_host
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import OF_BACKWARD
-from rl.learning.flops import Computed, train_flops_per_token
+from rl.learning.flops import Computed, head_flops, train_flops_per_token
 from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import keep_in_bf16, set_apart, take_masters
 from rl.learning.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
@@ -242,9 +242,8 @@ class Learner:
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [n], entropy [n]) of the micro-batch's response tokens under the policy, on the device, with gradient;
-        the entropy is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has
-        to be 0."""
+        """(log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient; the entropy
+        is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has to be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens)
@@ -262,8 +261,8 @@ class Learner:
 
     @torch.no_grad()
     def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: list[list[MicroBatch]]) -> torch.Tensor:
-        """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch. With
-        --router-replay R2 these keep the policy's routes."""
+        """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0 of those
+        outside the mask. With --router-replay R2 these keep the policy's routes."""
         model = self.policy if which == "policy" else self.reference
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
@@ -310,6 +309,7 @@ class Learner:
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)))
             flops *= batch.distinct_tokens()
+            flops -= head_flops(self.config) * int((batch.lengths - batch.sampled_lengths).sum())
             if self.policy.takes_images:
                 patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
                 flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)

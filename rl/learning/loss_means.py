@@ -37,7 +37,7 @@ class LossMeans:
     @property
     def first_log_prob(self) -> torch.Tensor:
         """[N] on the CPU: the log-probs that the first update computed, which are those of the policy that starts the step; NaN
-        for tokens of later updates."""
+        for tokens of later updates and outside the mask."""
         out = torch.full((len(self._batch.token),), torch.nan)
         for index, log_prob in self._first:
             out[index] = log_prob.cpu()

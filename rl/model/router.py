@@ -196,7 +196,7 @@ def check_record(routes: np.ndarray) -> None:
 def routes_for(args: RouterArgs, micro, device: torch.device) -> torch.Tensor | None:
     """What the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are wanted and are
     not there."""
-    if args.router_replay == "R3" and micro.routes is None and len(micro.index):
+    if args.router_replay == "R3" and micro.routes is None and micro.has_responses:
         raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
     return None if args.router_replay == "off" or micro.routes is None else micro.routes.to(device)
 

@@ -1,10 +1,12 @@
 """The record that travels from generators to learners: `Group`, one prompt with its n scored responses."""
 
+import itertools
 import json
 import math
 import struct
 import sys
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -22,7 +24,7 @@ class Response:
     score: float | None = 0.0  # None if it could not be scored: then it is not trained
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
     error: str | None = None  # why it could not be scored
-    mask: np.ndarray | None = None  # [n] bool, the tokens that are trained; None trains them all
+    mask: np.ndarray | None = None  # [n] bool, the tokens that the policy sampled; None: all of them. Others are not trained
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
 
 
@@ -45,15 +47,20 @@ class Group:
         return [r for r in self.responses if r.score is not None]
 
     @property
+    def compared(self) -> list[Response]:
+        """Those of them that have a part in a baseline: what is masked as a whole has none."""
+        return [r for r in self.scored if r.mask is None or r.mask.any()]
+
+    @property
     def has_signal(self) -> bool:
         """True if its scores differ, the penalty on length left out: with zero variance all group-wise advantages are 0, and
         what is right in every response would teach its length alone (DAPO, arXiv 2503.14476, looks at accuracy)."""
-        return len({r.extra.get(UNPENALISED, r.score) for r in self.scored}) > 1
+        return len({r.extra.get(UNPENALISED, r.score) for r in self.compared}) > 1
 
     @property
     def is_flat(self) -> bool:
-        """True if several of its responses could be scored, all alike: group-wise advantages are exactly 0."""
-        return len(self.scored) > 1 and len({r.score for r in self.scored}) == 1
+        """True if several of its responses are compared, all with one score: group-wise advantages are exactly 0."""
+        return len(self.compared) > 1 and len({r.score for r in self.compared}) == 1
 
     @property
     def oldest(self) -> int:
@@ -68,7 +75,7 @@ class Group:
             "baseline": self.baseline,
             "prompt": len(self.prompt_ids),
             "responses": [
-                [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, r.mask is not None] for r in self.responses
+                [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, _runs(r.mask)] for r in self.responses
             ],
             "oldest": [int(r.versions.min()) if len(r.versions) else 0 for r in self.responses],
         } | ({"images": self.images} if self.images else {})
@@ -79,7 +86,6 @@ class Group:
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:
             arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
-        arrays += [r.mask.astype(bool) for r in self.responses if r.mask is not None]  # last: single bytes align nothing
         if self.prompt_routes is not None:
             arrays += [self.prompt_routes, *(r.routes for r in self.responses if r.routes is not None)]
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
@@ -106,7 +112,7 @@ class Group:
             [take(n, np.int32, -1), take(n, np.float32, np.nan), take(n, np.int32, version)]
             for (n, *_), version in zip(header["responses"], oldest, strict=True)
         ]
-        masks = [take(n, bool, True) if has_mask else None for n, *_, has_mask in header["responses"]]
+        masks = [_mask(runs) for *_, runs in header["responses"]]
         prompt_routes, routes = None, [None] * len(masks)
         if "routes" in header:
             dtype, *shape, has = header["routes"]
@@ -121,6 +127,20 @@ class Group:
         ]
         rest = (header["baseline"], header.get("images", ""), prompt_routes, holder)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
+
+
+def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
+    """A mask as a header has it: the lengths of its runs, by turns of tokens that are in it, 0 or more at first, and of others.
+    False where there is none."""
+    if mask is None:
+        return False
+    ends = np.flatnonzero(np.diff(mask, prepend=True)).tolist()
+    return [end - start for start, end in itertools.pairwise([0, *ends, len(mask)])]
+
+
+def _mask(runs: list[int] | Literal[False]) -> np.ndarray | None:
+    """What `_runs` was made of."""
+    return None if runs is False else np.repeat(np.arange(len(runs)) % 2 == 0, runs)
 
 
 def _header(record: bytes | memoryview) -> tuple[dict, int]:

@@ -9,7 +9,7 @@ from rl.transport.ring import ALIGN
 
 MIB = 1 << 20
 BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; of a prompt a token's 4 are counted as these, too
-HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, scores, the reward function's further numbers, errors
+HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, masks, scores, further numbers, errors
 
 
 def routes_bytes(args, path: str) -> int:

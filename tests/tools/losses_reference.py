@@ -89,11 +89,23 @@ def by_response(name, s, lengths, group):
     return out
 
 
-def return_to_go(reward, seq, gamma):
-    out = []
-    for t, i in enumerate(seq):
-        later = [k for k in range(t, len(seq)) if seq[k] == i]
-        out.append(sum(gamma ** (k - t) * reward[k] for k in later))
+def steps_of(reward, mask, tokens):
+    """[token, reward] of each trained token, the reward with that of the masked tokens behind it."""
+    steps = []
+    for t in tokens:
+        if mask[t]:
+            steps.append([t, reward[t]])
+        elif steps:
+            steps[-1][1] += reward[t]
+    return steps
+
+
+def return_to_go(reward, mask, seq, gamma):
+    out = [0.0] * len(seq)
+    for tokens in tokens_of(seq).values():
+        ahead = 0.0
+        for t, r in reversed(steps_of(reward, mask, tokens)):
+            out[t] = ahead = r + gamma * ahead
     return out
 
 
@@ -101,12 +113,7 @@ def lambda_return(reward, mask, seq, value, gamma, lam):
     """The textbook recursion from the last trained token backwards, over trained tokens only."""
     out = [0.0] * len(seq)
     for tokens in tokens_of(seq).values():
-        steps = []  # [token, reward] of the trained tokens
-        for t in tokens:
-            if mask[t]:
-                steps.append([t, reward[t]])
-            elif steps:
-                steps[-1][1] += reward[t]
+        steps = steps_of(reward, mask, tokens)
         next_value = running = 0.0
         for t, r in reversed(steps):
             delta = r + gamma * next_value - value[t]
@@ -118,9 +125,9 @@ def lambda_return(reward, mask, seq, value, gamma, lam):
 def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0):
     n = len(group)
     if name == "reinforce_pp":
-        return whiten(return_to_go(reward, seq, gamma), mask)
+        return whiten(return_to_go(reward, mask, seq, gamma), mask)
     if name == "remax":
-        ahead = return_to_go(reward, seq, 1.0)
+        ahead = return_to_go(reward, mask, seq, 1.0)
         return [(a - baseline[i]) if m else 0.0 for a, i, m in zip(ahead, seq, mask, strict=True)]
     if name == "gae":
         returns = lambda_return(reward, mask, seq, value, gamma, lam)

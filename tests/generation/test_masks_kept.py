@@ -1,0 +1,77 @@
+"""A response that holds tokens of others keeps its mask, however often it is stopped and continued."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_async
+from rl.data.prompts import Prompt
+from rl.generation.engine import Output
+from rl.generation.generator import Generator
+from rl.generation.scripted import ScriptedEngine
+from rl.rewards.pool import Score
+from rl.samples.group import UNPENALISED, Group, Response
+
+TOKENS = [5, 6, 7, 8, 9, 1]  # of every response, the last the end token
+
+
+def make_generator() -> Generator:
+    args = train_async.Args(rollout_n=3, max_response_length=6, overlong_buffer_len=4)
+    pool = SimpleNamespace(events=Counter(), pending=[])
+    pool.submit = lambda key, *_: pool.pending.append((key, Score(1.0)))
+    pool.poll = lambda: [pool.pending.pop() for _ in list(pool.pending)]
+    pool.wait = lambda _: pool.poll()
+    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
+    job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[Prompt([2, 3], "", "demo", "1", {}, "")])
+    job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
+    engine = ScriptedEngine(lambda request: (TOKENS, [-1.0] * len(TOKENS)), eos_token_id=1)
+    return Generator(engine, job, pool, args, ranks)
+
+
+def begun(mask: list[int] | None, n: int, reason: str) -> Response:
+    sampled = None if mask is None else np.array(mask, bool)
+    log_probs = np.full(n, -1, np.float32) * (1 if sampled is None else sampled)
+    return Response(np.array(TOKENS[:n], np.int32), log_probs, np.zeros(n, np.int32), reason, mask=sampled)
+
+
+@pytest.mark.parametrize("stops", [0, 1, 3])
+def test_an_unfinished_response_keeps_its_mask(stops):
+    """Of a prompt: one that is under way, one that has ended, and a plain one. Between two tokens the generator is stopped, and
+    another one resumes."""
+    parts = [begun([0, 1, 0], 3, "unfinished"), begun([0, 1, 0, 0, 0, 1], 6, "stop"), begun(None, 1, "unfinished")]
+    group, generator = Group(4, np.array([2, 3], np.int32), "demo", parts), make_generator()
+    generator.start(4, group)
+    for number in range(stops):
+        assert generator.score(generator.decode()) == []
+        (group,) = generator.unfinished()
+        group = Group.from_bytes(group.to_bytes())
+        masks = [None if r.mask is None else r.mask.tolist() for r in group.responses]
+        assert masks == [[False, True, False] + [True] * (1 + number), [False, True, False, False, False, True], None]
+        generator = make_generator()
+        generator.start(4, group)
+    done = []
+    while not done:
+        done = generator.score(generator.decode())
+    first, second, plain = done[0].responses
+    assert first.mask.tolist() == [False, True, False, True, True, True] and plain.mask is None
+    assert second.mask.tolist() == [False, True, False, False, False, True]
+    assert all(r.token_ids.tolist() == TOKENS for r in done[0].responses)
+    # --overlong-buffer-len 4 of 6: the policy's tokens beyond 2 cost a fourth each
+    assert [r.score for r in done[0].responses] == [1 - 2 / 4, 1.0, 1 - 4 / 4]
+    assert [r.extra[UNPENALISED] for r in done[0].responses] == [1.0] * 3
+
+
+def test_what_is_put_aside_keeps_its_mask():
+    """train_sync.py with --over-sample: a step ends while another prompt is under way, which continues in the next."""
+    generator = make_generator()
+    parts = [begun([1, 0], 2, "unfinished")] * 3
+    generator.start(1, Group(1, np.array([2, 3], np.int32), "demo", [begun(None, 5, "unfinished")] * 3))
+    generator.start(2, Group(2, np.array([2, 3], np.int32), "demo", parts))
+    (first,) = generator.generate([9])
+    assert first.ticket == 1 and generator.tickets == [2, 9]
+    masks = {group.ticket: [r.mask for r in group.responses] for group in generator.unfinished()}
+    assert masks[9] == [None] * 3 and [m.tolist() for m in masks[2]] == [[True, False, True]] * 3
+    generator.engine.abort()
+    assert generator._put_aside and isinstance(generator._put_aside[0], Output)
