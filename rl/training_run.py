@@ -62,6 +62,8 @@ class TrainingRun:
         cannot resume from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
+        if job.environments and not generator:  # they are the generators'
+            job.environments.close()
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
         self._identity = Identity(args, job.script, job.path, job.prompts)

@@ -1,1 +1,1 @@
-"""Environments and tools: responses of several turns. Their processes, the tokens between turns, and calls in a model's text."""
+"""Environments and tools: their processes, the tokens between turns, and the calls in a model's text."""

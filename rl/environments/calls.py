@@ -1,7 +1,7 @@
 """Tool calls in the text of a model's turn, in three formats.
 
-Each call is read by itself: of one that cannot be read the model is given the reason, and the others are made. Left out: formats
-in which a call is no text, such as gpt-oss's channels.
+Each call is read by itself: of one that cannot be read the model is given the reason, and the others are made. Left out:
+formats in which a call is no text, such as gpt-oss's channels.
 """
 
 import json

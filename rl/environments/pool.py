@@ -76,7 +76,7 @@ class Environments:
             "cpu_seconds": args.env_cpu_limit,
         }
         check_passed(args.reward_env)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
         self._starts, self._forks, self._ready = 0, 0, None
         self._places: dict[Hashable, Place] = {}
