@@ -112,4 +112,5 @@ def test_ranks_without_a_trained_token_stay_in_step(models):
     """FSDP, Ulysses and experts on two ranks, with micro-batches, halves of a row, and a mini-batch that train nothing."""
     done = run_script("tests/programs/masked_logits.py", models["qwen3"], models["moe"], ranks=2, timeout=240)
     lines = {name: (int(a), int(b)) for name, a, b in re.findall(r"(.+): (\d) ranks .*, (\d) no logits at all", done.stdout)}
-    assert len(lines) == 5 and all(ever for ever, _ in lines.values()), done.stdout
+    assert len(lines) == 7 and all(ever for ever, _ in lines.values()), done.stdout
+    assert [never for name, (_, never) in lines.items() if "one response" in name] == [1, 1], done.stdout

@@ -59,6 +59,7 @@ def train(b, estimator, loss, aggregation, correction, gamma):
     more |= {"baseline": b["group"] / 5.0} if "baseline" in f.inputs else {}
     more |= {"gamma": gamma} if "gamma" in f.knobs else {}
     advantage = f(b["reward"], trained, seq, b["group"], **more)
+    advantage = torch.where(advantage.abs() < 1e-9, 0.0, advantage)  # what rounding leaves of 0 has no sign to clip by
     inputs = {"rollout_log_prob": b["roll"]} if "rollout_log_prob" in policy_loss.inputs else {}
     if policy_loss.chooses:
         options = {"generator": torch.Generator().manual_seed(0)} if "generator" in policy_loss.choice_inputs else {}

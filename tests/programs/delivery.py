@@ -35,6 +35,8 @@ def make_groups(seed: int):
         group = make_group(
             ticket, rng.integers(0, 900, 8), prompt=int(rng.integers(1, 90)), rng=rng, masked=True, unscored=(3,)
         )
+        in_runs = lambda r: None if r.mask is None else np.repeat(r.mask[::20], 20)[: len(r.mask)]  # noqa: E731
+        group = dataclasses.replace(group, responses=[dataclasses.replace(r, mask=in_runs(r)) for r in group.responses])
         if ticket % 3 == 0:
             draw = lambda n: rng.integers(0, 99, (max(0, n), 2, 3), dtype=np.uint8)  # noqa: E731
             with_routes = [dataclasses.replace(r, routes=draw(len(r.token_ids) - 1)) for r in group.responses]

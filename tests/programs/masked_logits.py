@@ -37,22 +37,26 @@ LAYOUTS = {
     "ulysses": {"sequence_parallel": 2, "max_tokens_per_micro_batch": 20},
     "ulysses, one row": {"sequence_parallel": 2, "max_tokens_per_micro_batch": 4096, "entropy_coeff": 0.1},
 }
+ONE_RESPONSE = {"fsdp, one response": LAYOUTS["fsdp"], "ulysses, one response": LAYOUTS["ulysses, one row"]}
 OF_EXPERTS = {"experts": {"expert_parallel": 2, "max_tokens_per_micro_batch": 40}}
 
 
-def make_groups() -> list[Group]:
-    """The first group's responses are trained in part. Of the others one response has a token that is trained."""
+def make_groups(one_response: bool) -> list[Group]:
+    """The first group's responses are trained in part. Of the others one response has a token that is trained. one_response:
+    only the first tokens of one response are trained at all."""
     rng, groups = np.random.default_rng(0), []
     for ticket, sizes in enumerate(SIZES):
         group = make_group(ticket, sizes, prompt=int(rng.integers(2, 9)), rng=rng)
         masks = [rng.random(n) < (0.5 if ticket == 0 else 0.0) for n in sizes]
         masks[0][-1] |= ticket == 1
+        if one_response:
+            masks = [(np.arange(n) < 5) & (number == 1) & (ticket == 0) for number, n in enumerate(sizes)]
         responses = [dataclasses.replace(r, mask=mask) for r, mask in zip(group.responses, masks, strict=True)]
         groups.append(dataclasses.replace(group, responses=responses))
     return groups
 
 
-def learn(model: str, flags: dict, ranks) -> tuple[list[torch.Tensor], dict, list[tuple[bool, int]]]:
+def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torch.Tensor], dict, list[tuple[bool, int]]]:
     """(gradients of all updates, metrics, of each forward pass whether it has responses and its logits here) of a step."""
     args = train_sync.Args(model=model, train_batch_size=4, lr_warmup_steps=0, ppo_mini_batch_size=2, **flags)
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
@@ -67,18 +71,19 @@ def learn(model: str, flags: dict, ranks) -> tuple[list[torch.Tensor], dict, lis
         return log_probs(model, micro, *rest, **more)
 
     learner.step, learner._log_probs = recorded, noted
-    batch = Batch.of(make_groups(), Division.of(args, learner))
+    batch = Batch.of(make_groups(one_response), Division.of(args, learner))
     metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
     return gradients, metrics | learner.router_metrics(), passes
 
 
 def check(model: str, name: str, flags: dict, ranks) -> None:
-    found, metrics, passes = learn(model, flags, ranks)
+    what = (model, flags, ranks, name in ONE_RESPONSE)
+    found, metrics, passes = learn(*what)
     of = MicroBatch.of
     MicroBatch.of = staticmethod(
         lambda batch, *rest: of(dataclasses.replace(batch, mask=torch.ones_like(batch.mask)), *rest)  # all logits
     )
-    expected, of_all, every = learn(model, flags, ranks)
+    expected, of_all, every = learn(*what)
     MicroBatch.of = staticmethod(of)
     assert sum(n for _, n in passes) < sum(n for _, n in every) and len(passes) == len(every), name
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -94,7 +99,7 @@ def check(model: str, name: str, flags: dict, ranks) -> None:
 
 def main(ranks) -> None:
     dense, experts = sys.argv[1:]
-    for name, flags in LAYOUTS.items():
+    for name, flags in (LAYOUTS | ONE_RESPONSE).items():
         check(dense, name, flags, ranks)
     for name, flags in OF_EXPERTS.items():
         check(experts, name, flags, ranks)

@@ -52,6 +52,8 @@ def test_what_is_recorded_is_read(tmp_path, monkeypatch):
         assert back.steps == [1, 2, 3, 4, 5] and back.lost == 0
         for step in back.steps:
             assert as_bytes(back.groups(step)) == as_bytes(groups(step))
+            masks = lambda of: [None if r.mask is None else r.mask.tolist() for g in of for r in g.responses]  # noqa: E731
+            assert masks(back.groups(step)) == masks(groups(step)) and any(masks(groups(step)))
         start = back.start_of(3)
         assert start["flags"] == {"lr": 0} and (where / "record" / start["file"]).read_text() == "x = 1\n"
 

@@ -20,11 +20,12 @@ LAYERS, CHOSEN = 3, 2
 
 
 def full(prompt: int, length: int, n: int, dtype=None) -> Group:
-    """A group whose responses have full length. dtype: that of its routes."""
+    """A group whose responses have full length, and masks of 40 turns at most. dtype: that of its routes."""
     rows = lambda tokens: None if dtype is None else np.zeros((tokens, LAYERS, CHOSEN), dtype)  # noqa: E731
     numbers = (np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32))
     extra = {f"number_{i}": -1234.5678 for i in range(8)}
-    responses = [Response(*numbers, "length", 0.123456789, extra, routes=rows(length - 1)) for _ in range(n)]
+    mask, routes = np.arange(length) * 80 // length % 2 == 0, rows(length - 1)
+    responses = [Response(*numbers, "length", 0.123456789, extra, mask=mask, routes=routes) for _ in range(n)]
     return Group(10**9, np.zeros(prompt, np.int32), "some/data_source", responses, prompt_routes=rows(prompt))
 
 
