@@ -43,6 +43,7 @@ MAY_CHANGE = {
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
+    *("env_timeout", "env_cpu_limit", "env_memory_limit_gb"),
 }
 
 
@@ -58,6 +59,8 @@ class Identity:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
+        if self.args.has_environment:
+            contents["environment"] = _digest_files([Path(self.args.environment_spec.rpartition(":")[0])])
         if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
