@@ -127,7 +127,7 @@ def test_turns_and_answers_alternate():
 
 
 def test_a_verifier_scores_the_last_turn_where_nobody_has():
-    """What stands in a tool's answer is no answer of the model."""
+    """What a tool has answered is no answer of the model."""
     generator, _ = make(until(2))
     generator.start(0)
     assert [r.score for r in finish(generator).responses] == [7.0, 7.0]
