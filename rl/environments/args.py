@@ -70,5 +70,9 @@ class EnvironmentArgs:
             raise UserError(f"{name}: environments run on Linux alone.")
         if getattr(self, "ignore_eos", False):
             raise UserError(f"{name} with --ignore-eos: a turn ends with its end token. Leave --ignore-eos out.")
+        if 0 < getattr(self, "hang_timeout", 0) <= self.env_timeout:
+            raise UserError(
+                f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
+            )
         if getattr(self, "rollout_tp", 1) > 1:
             raise UserError(f"{name} with --rollout-tp {self.rollout_tp}: not here yet. Take --rollout-tp 1.")

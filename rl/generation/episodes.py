@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, Request, request_seed
+from rl.model.pretrained import end_token_ids
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
 
@@ -379,3 +381,9 @@ class Episodes:
         self._finish(id, "stop")
         if id[0] in self._beginnings:
             self._was_reset(id, None)
+
+
+def make(args: EnvironmentArgs, job: Job, engine: Engine) -> Episodes:
+    """The episodes of the generator whose flags these are."""
+    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
+    return Episodes(job.environments, engine, args, job.tokenizer, ends)

@@ -81,7 +81,11 @@ class Generator:
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
         self._put_aside: list[Output] = []  # what the engine had under way when `generate` ended without it
-        self.episodes = make_episodes(args, job, engine) if args.has_environment else None
+        self.episodes: Episodes | None = None  # of several turns
+        if args.has_environment:
+            from rl.generation import episodes  # for them alone
+
+            self.episodes = episodes.make(args, job, engine)
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -379,15 +383,6 @@ def _response(
 def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
     """The routes of the prompt's tokens, from the first response that has them."""
     return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
-
-
-def make_episodes(args: EngineArgs, job: Job, engine: Engine) -> "Episodes":
-    """What drives responses of several turns; imported for them alone."""
-    from rl.generation.episodes import Episodes
-    from rl.model.pretrained import end_token_ids
-
-    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    return Episodes(job.environments, engine, args, job.tokenizer, ends)
 
 
 def make_generator(
