@@ -11,7 +11,7 @@ import torch
 import train_async
 import train_sync
 from rl.data.prompts import Prompt
-from rl.generation.engine import Request, SamplingParams, request_seed
+from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.generator import VALIDATION, Generator
 from rl.generation.scripted import ScriptedEngine
@@ -309,3 +309,31 @@ def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
         torch.testing.assert_close(torch.tensor(r.log_probs)[mask], expected[mask], atol=1e-4, rtol=0)
         assert not torch.tensor(r.log_probs)[~mask].any()
     assert len({tuple(r.token_ids.tolist()) for r in responses}) > 1 and request_seed(0, 0, 0) != request_seed(0, 0, 1)
+
+
+def test_the_routes_of_added_tokens_are_known(models):
+    """--router-replay R3: every token but the last has its experts, those that one pass over the whole episode chooses."""
+    from rl.generation.embedded.engine import TransformersEngine
+    from rl.model.router import RouterArgs
+
+    def engine_of():
+        router = RouterArgs(router_replay="R3")
+        return TransformersEngine(models["moe"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6}, router=router)
+
+    def answer(key, turn, ids):
+        return {"done": turn == 3, "ids": [20 + turn, 8, 9] if turn < 3 else [], "reward": 1.0}
+
+    generator, _ = make(answer, n=4, length=40)
+    generator.engine = engine_of()
+    generator.episodes = Episodes(Played(answer), generator.engine, generator.args, generator.job.tokenizer, {1, 2, 3, 4, 5, 6})
+    generator.sampling = SamplingParams(max_tokens=40)
+    generator.start(0)
+    group = finish(generator)
+    assert max(r.extra["turns"] for r in group.responses) > 1
+    for r in group.responses:
+        n, whole = len(r.token_ids), engine_of()
+        before = Output(0, r.token_ids.tolist(), r.log_probs.tolist(), r.versions.tolist(), "unfinished")
+        whole.add(Request(0, [2, 3], SamplingParams(max_tokens=n + 1), 0, so_far=before))
+        (output,) = whole.step()
+        assert len(r.routes) == n - 1
+        assert np.array_equal(np.concatenate([group.prompt_routes, r.routes]), output.routes[: 2 + n - 1])
