@@ -111,6 +111,7 @@ PROCESSES = Need(
     later=True,
 )
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
+TURNS = Need("without --env or --tools", lambda args: args.has_environment)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
 # Flags that are not here have an effect by themselves, or are refused where they cannot have one.
@@ -151,6 +152,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("without data of gsm8k", lambda args, facts: args.reward or gsm8k in facts.graders, (0,), later=True),
     ),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
+    # environments
+    **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
+    "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),
+    "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": _vllm(),
     "enable_chunked_prefill": (*_vllm(unless=(False,)), _accelerator()),

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import bits, left_over, run_script, start, train
+from helpers import bits, is_documented, left_over, run_script, start, train
 
 ENVIRONMENTS = '''
 import time
@@ -63,6 +63,14 @@ def test_sync_async_and_replay_train_the_same_bits(tmp_path):
     assert all(found[step]["response_length/trained/mean"] <= found[step]["response_length/mean"] for step in found if step)
     said = run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
     assert "bit for bit" in said
+
+
+@pytest.mark.slow
+def test_one_step_off_has_turns_too(tmp_path):
+    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "3"]
+    found, _, _ = train("train_one_step_off.py", *flags, ranks=2, out=tmp_path)
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+    assert not {name for m in found.values() for name in m if name not in ("step", "time") and not is_documented(name)}
 
 
 @pytest.mark.slow
