@@ -99,6 +99,10 @@ class Generator:
         return any(key >= VALIDATION for key in self.working)
 
     @property
+    def has_unfinished(self) -> bool:
+        return not all(work.has_ended for work in self.working.values())  # in the engine, or in its environment
+
+    @property
     def tickets(self) -> list[int]:
         """Tickets under way, on the rank that hands them over."""
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
@@ -346,8 +350,7 @@ class Generator:
         last_turn = 0 if mask is None else 1 + max(np.flatnonzero(~mask), default=-1)
         self.pool.submit(output.id, p.data_source, self._text(output.token_ids[last_turn:]), p.ground_truth, p.extra_info)
 
-    def _text(self, ids: list[int], marked: bool = False) -> str:
-        """marked: with the special tokens, which show the turns."""
+    def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns
         return self.job.tokenizer.decode(ids, skip_special_tokens=not marked)
 
     def _overlong(self, length: int) -> float:

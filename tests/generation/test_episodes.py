@@ -156,6 +156,16 @@ def test_an_answer_that_does_not_fit_is_left_out_whole(length):
         assert response.extra["cut_by_length"] == 1
 
 
+def test_an_episode_is_unfinished_while_its_environment_is_at_work():
+    """--partial-rollout off: no weights are taken between two turns."""
+    generator, _ = make(until(2))
+    generator.start(0)
+    seen = []
+    while not generator.score(generator.decode()):
+        seen.append((generator.has_unfinished, generator.engine.num_unfinished > 0))
+    assert (True, False) in seen and (False, True) not in seen and not generator.has_unfinished
+
+
 def test_max_turns_ends_an_episode_after_the_last_answer():
     generator, played = make(Played(until(9), scores_at_end=True), max_turns=2)
     generator.start(0)
