@@ -144,8 +144,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
     # rewards
-    **dict.fromkeys(
-        ("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb", "reward_env"), (PROCESSES,)
+    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (PROCESSES,)),
+    "reward_env": (
+        dataclasses.replace(PROCESSES, is_met=lambda args, facts: args.has_environment or PROCESSES.is_met(args, facts)),
     ),
     "format_score": (
         Need("with --reward", lambda args: not args.reward, (0,)),

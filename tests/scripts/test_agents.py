@@ -106,3 +106,13 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(file, tmp_path):
         int, re.search(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout).groups()
     )
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
+
+
+@pytest.mark.slow
+def test_vllm_continues_episodes_across_publishes(tmp_path):
+    """Complaint 19: the log-probs of all trained tokens are those of the learner's forward pass over the whole episode."""
+    pytest.importorskip("vllm")
+    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "4", "--staleness-threshold", "0", "--lr", "1e-3"]
+    found, _, _ = train("train_async.py", *flags, "--engine", "vllm", ranks=2, out=tmp_path, timeout=280, imported="vllm")
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in range(1, 5)) > 0
+    assert max(found[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
