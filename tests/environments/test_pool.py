@@ -100,6 +100,7 @@ def test_what_an_environment_does_costs_its_own_response(rude, tokenizer):
     assert not len(rude) and not rude.waiting
 
 
+@pytest.mark.slow
 def test_one_that_hangs_costs_its_time_limit(model, tokenizer):
     """Complaint 18."""
     pool = environments(model, env_timeout=2.0)
@@ -150,6 +151,7 @@ def test_what_reset_adds_is_in_the_prompt(rude, tokenizer):
     rude.end("a")
 
 
+@pytest.mark.slow
 def test_one_that_ends_the_process_they_are_forked_from_does_not_end_the_run(model, tokenizer):
     pool = environments(model)
     pool.begin("other", {"ground_truth": "good", "prompt": []}, seed=1, own_seed=1)
@@ -194,6 +196,7 @@ def test_a_file_that_cannot_be_used_is_a_message(model, spec, said):
         assert environments(model, spec).ready
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_rank_is_killed(model):
     """kill -9 while environments are at work."""
     mark = f"environments-{os.getpid()}"
