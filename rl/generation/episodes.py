@@ -173,8 +173,8 @@ class Episodes:
         }
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
-        """[token, reward] of each turn, with --turn-rewards."""
-        return self._of[id].rewards if self.args.turn_rewards else None
+        """[token, reward] of each turn, with --turn-rewards, of an episode that could be scored."""
+        return self._of[id].rewards if self.args.turn_rewards and not self._of[id].event else None
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""

@@ -205,6 +205,19 @@ def test_an_environment_that_fails_costs_its_own_response(turn):
     assert all(r.score == 2.0 and r.token_ids.tolist() == TURN + ANSWER + TURN for r in others)
 
 
+def test_a_failed_episode_has_no_rewards_of_turns():
+    """With --on-reward-error zero it is worth 0 on every token, whatever its first turn was worth."""
+
+    def answer(key, turn, ids):
+        return until(3, 1.0)(key, turn, ids) | ({"event": "died", "message": "gone"} if turn == 2 and key[1] == 0 else {})
+
+    generator, _ = make(answer, turn_rewards=True, on_reward_error="zero")
+    generator.start(0)
+    batch = Batch.of([finish(generator)])
+    assert batch.score.tolist() == [0.0, 3.0]
+    assert not batch.token_reward()[batch.seq == 0].any() and batch.token_reward()[batch.seq == 1].sum() == 3.0
+
+
 def test_what_reset_adds_is_the_group_s_prompt():
     """Complaint 21: training and validation see the same first prompt."""
     prompts = []
