@@ -113,6 +113,7 @@ PROCESSES = Need(
     later=True,
 )
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
+TURNS = Need("without --env or --tools", lambda args: args.has_environment)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
 # Flags that are not here have an effect by themselves, or are refused where they cannot have one.
@@ -147,14 +148,19 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
     # rewards
-    **dict.fromkeys(
-        ("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb", "reward_env"), (PROCESSES,)
+    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (PROCESSES,)),
+    "reward_env": (
+        dataclasses.replace(PROCESSES, is_met=lambda args, facts: args.has_environment or PROCESSES.is_met(args, facts)),
     ),
     "format_score": (
         Need("with --reward", lambda args: not args.reward, (0,)),
         Need("without data of gsm8k", lambda args, facts: args.reward or gsm8k in facts.graders, (0,), later=True),
     ),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
+    # environments
+    **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
+    "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),
+    "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": _vllm(),
     "enable_chunked_prefill": (*_vllm(unless=(False,)), _accelerator()),

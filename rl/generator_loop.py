@@ -54,7 +54,7 @@ class GeneratorLoop:
         self._send_validation()
         self._outbox.flush()
         state = self._subscriber.effective_state(self._control.read(), busy=bool(generator.working))
-        waits_for_responses = self.args.partial_rollout == "off" and engine.num_unfinished
+        waits_for_responses = self.args.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
         version = engine.version if waits else state.version
         leads = generator.engine_ranks.is_leader

@@ -6,9 +6,10 @@ Left out: joining the process groups (rl/ranks/dist.py), and the flags of a comp
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flag_needs
 from rl.adapters import lora
@@ -19,10 +20,11 @@ from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
+from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.learning.learner import Learner, LearnerArgs
-from rl.model.pretrained import check_model, empty_model, load_config, load_tokenizer, resolve
+from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.model.router import check_replay
 from rl.ranges import Range
 from rl.ranks.dist import Ranks, engines_first
@@ -40,8 +42,8 @@ class RunArgs:
     # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
     model: str = "demo"
-    """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts)
-    or "demo-vl" (with images)."""
+    """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts),
+    "demo-vl" (with images) or "demo-calculator" (with a tool)."""
     trust_remote_code: bool = False
     """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0
@@ -94,7 +96,18 @@ class RunArgs:
 
 
 @dataclass
-class CommonArgs(RunArgs, AlgorithmArgs, DataArgs, RewardArgs, EngineArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+class CommonArgs(
+    RunArgs,
+    AlgorithmArgs,
+    DataArgs,
+    RewardArgs,
+    EnvironmentArgs,
+    EngineArgs,
+    LearnerArgs,
+    LogArgs,
+    CheckpointArgs,
+    WatchdogArgs,
+):
     """Flags that all scripts have. Each group stands with its component."""
 
     def check(self) -> None:
@@ -117,7 +130,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
     be used."""
     torch.manual_seed(args.seed)
-    path = resolve(args.model)
+    model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
+    path = resolve(model)
     config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
@@ -130,16 +144,29 @@ def set_up(args: CommonArgs, file: str) -> Job:
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
-    train_files, val_files = (demo_files(args.model, files) for files in (args.train_files, args.val_files))
-    prompts = PromptDataset(train_files, "train", tokenizer, args, prep)
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep) if args.test_freq > 0 or args.val_only else None
+    train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
+    environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
+    tools = environments and environments.ready["schemas"]
+    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools)
+    validates = args.test_freq > 0 or args.val_only
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
-    check_sources(sources, args)
+    if not args.env:  # an environment may score by itself
+        check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources)
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))
-    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps, _idle_flags(args, facts))
+    notes = _idle_flags(args, facts)
+    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps, notes, environments)
+
+
+def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
+    """The process that environments are forked from; imported for them alone."""
+    from rl.environments.pool import Environments
+
+    ends = end_token_ids(path, tokenizer, args.trust_remote_code)
+    return Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
 
 
 def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str]]:

@@ -63,6 +63,8 @@ class TrainingRun:
         cannot resume from there."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
+        if job.environments and not generator:  # they are the generators'
+            job.environments.close()
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
         self._pushes = bool(args.push_to and learner.ranks.is_main and not args.val_only)

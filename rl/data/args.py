@@ -43,4 +43,4 @@ class DataArgs:
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
     """The files, "demo" being the rows of the demo that is trained."""
-    return tuple("demo-vl" if model == "demo-vl" and file == "demo" else file for file in files)
+    return tuple(model if model in ("demo-vl", "demo-calculator") and file == "demo" else file for file in files)

@@ -1,6 +1,7 @@
 """What a rank holds before the first step, its engine and its learner aside."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,3 +20,4 @@ class Job:
     order: PromptOrder
     total_steps: int
     notes: dict = field(default_factory=dict)  # what the run's config.json says besides
+    environments: Any = None  # with --env or --tools: the rank's rl.environments.pool.Environments

@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import pyarrow.compute as pc
@@ -68,6 +68,7 @@ class Prompt:
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
     images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
+    row: dict = field(default_factory=dict)  # its columns as they were read, images aside
 
 
 class PromptOrder:
@@ -99,9 +100,10 @@ class PromptDataset(Sequence):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: ImagePrep | None = None,
+        tools: list[dict] | None = None,
     ):
-        """prep: of a model that takes images."""
-        self.tokenizer, self.args, self.prep = tokenizer, args, prep
+        """prep: of a model that takes images. tools: the schemas of those that the model may call, for its chat template."""
+        self.tokenizer, self.args, self.prep, self.tools = tokenizer, args, prep, tools or None
         self.files = list(files)
         if not self.files:
             raise UserError(f"--{split}-files names no file.")
@@ -147,6 +149,7 @@ class PromptDataset(Sequence):
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
             images=of_row,
+            row={name: value for name, value in row.items() if name != self.args.image_key},
         )
 
     def sources(self) -> dict[str, str]:
@@ -326,7 +329,7 @@ class PromptDataset(Sequence):
                 "a chat template with the tokenizer, or give prompts as plain strings."
             )
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
             raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
 

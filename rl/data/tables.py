@@ -24,6 +24,10 @@ def read_table(file: str, split: str):
         from rl.data.demo import problems
 
         return Rows.of(problems(split))
+    if file == "demo-calculator":
+        from rl.data import demo_calculator
+
+        return Rows.of(demo_calculator.problems(split))
     import pyarrow.parquet as pq
     from datasets import Dataset, disable_progress_bars, load_dataset
 

@@ -52,6 +52,17 @@ def router_replay(run: Run) -> dict[str, object]:
     return {"--router-replay": ours}
 
 
+def turns(run: Run) -> dict[str, object]:
+    """Both are of use with several turns alone."""
+    if not run["A.rollout.multi_turn.enable"]:
+        return {}
+    key = "A.rollout.multi_turn.format"
+    form = {"hermes": "hermes", "llama3_json": "llama", "qwen3_coder": "xml"}.get(str(run[key]))
+    if form is None:
+        run.lacks(key, "hermes, llama3_json and qwen3_coder alone")
+    return {"--max-turns": run["A.rollout.multi_turn.max_assistant_turns"], "--tool-format": form}
+
+
 def router_dtype(run: Run) -> dict[str, object]:
     key = "A.actor.megatron.override_transformer_config.moe_router_dtype"
     ours = {"fp32": "float32"}.get(run[key]) if isinstance(run[key], str) else None

@@ -33,7 +33,7 @@ TABLE: dict[str, list[Row]] = {
         missing("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "the chat template takes no arguments"),
         missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
         missing("data.tokenizer=null", "the tokenizer is the model's"),
-        missing("data.tool_config_path=null data.function_tool_path=null", "no tools"),
+        missing("data.tool_config_path=null data.function_tool_path=null", "tools are functions: `--tools file.py:f,g`"),
         missing("data.reward_fn_key=data_source", "the column is `data_source`"),
         missing("data.mm_processor_kwargs.* data.mm_processor_kwargs", "edit the model's preprocessor_config.json"),
         unneeded("data.gen_batch_size", "a ticket is one prompt"),
@@ -283,8 +283,12 @@ TABLE: dict[str, list[Row]] = {
                 "with another"),
         missing("A.rollout.expert_parallel_size=1", "experts are split by tensor parallelism, as everything else"),
         missing("A.rollout.engine_kwargs.*", "other vLLM settings have no flags"),
+        to("A.rollout.multi_turn.max_assistant_turns=null A.rollout.multi_turn.format=hermes", "--max-turns, --tool-format",
+           "8 turns by default; with `--env` or `--tools` alone", m.turns),
         missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
-                "A.rollout.agent.agent_loop_config_path=null", "one turn, no tools"),
+                "A.rollout.agent.agent_loop_config_path=null A.rollout.multi_turn.tool_config_path=null "
+                "A.rollout.multi_turn.function_tool_path=null A.rollout.multi_turn.interaction_config_path=null",
+                "verl's classes of tools and interactions: write functions (`--tools`) or an environment (`--env`), agents.md"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
         missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0", "sampling by temperature, "
                 "top-p and top-k"),
@@ -307,7 +311,8 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.rollout.checkpoint_engine.* A.checkpoint_engine A.rollout.update_weights_bucket_megabytes "
                  "A.rollout.moe_load_balance_metrics_interval", "weights are broadcast over the job's own process group"),
         unneeded("A.rollout.disaggregation.* A.rollout.use_dynamic_bsz", "of use with what is missing here alone"),
-        unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "of use with several turns alone"),
+        unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "an environment limits what it "
+                 "answers; all calls of a turn are made"),
     ],
     "Asynchronous training": [
         to("async_training.staleness_threshold|async.staleness_threshold|V1.separate_async.num_warmup_batches",

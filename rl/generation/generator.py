@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +22,12 @@ from rl.generation.engine_ranks import EngineRanks
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
-from rl.rewards.pool import Score, ScoringPool, overlong_penalty
+from rl.rewards.pool import Score, ScoringPool, can_score, overlong_penalty
 from rl.samples.group import UNPENALISED, Group, Response
 from rl.samples.ring_size import check_ring
+
+if TYPE_CHECKING:
+    from rl.generation.episodes import Episodes
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
 
@@ -79,16 +83,26 @@ class Generator:
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
         self._put_aside: list[Output] = []  # what the engine had under way when `generate` ended without it
+        self.episodes: Episodes | None = None  # of several turns
+        if args.has_environment:
+            from rl.generation import episodes  # for them alone
+
+            self.episodes = episodes.make(args, job, engine)
         self.timer = Timers()  # gen, score and wait
 
     @property
     def free_slots(self) -> int:
         """The number of further tickets that keep the engine's slots filled."""
-        return max(0, -(-(self.args.max_num_seqs - self.engine.num_unfinished) // self.args.rollout_n))
+        taken = self.engine.num_unfinished + (self.episodes.coming if self.episodes else 0)
+        return max(0, -(-(self.args.max_num_seqs - taken) // self.args.rollout_n))
 
     @property
     def is_validating(self) -> bool:
         return any(key >= VALIDATION for key in self.working)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return not all(work.has_ended for work in self.working.values())  # in the engine, or in its environment
 
     @property
     def tickets(self) -> list[int]:
@@ -105,10 +119,13 @@ class Generator:
         """Starts this engine's share of what `unfinished` said on all ranks."""
         for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
+        if self.episodes:
+            self.episodes.replay()
 
     def unfinished(self) -> list[Group]:
         """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
         outputs = {output.id: output for output in [*self.engine.unfinished(), *self._put_aside]}
+        outputs |= self.episodes.outputs() if self.episodes else {}
         groups = []
         for ticket in self.tickets:
             work = self.working[ticket]
@@ -120,10 +137,15 @@ class Generator:
     def decode(self) -> list[Output] | None:
         """Samples the next token of every response under way: one step of the engine. Returns the responses that end with it;
         None if there was nothing to sample."""
-        if self._unusable or not self.engine.num_unfinished:
-            return None
+        heard = None
+        if self.episodes:
+            with self.timer("env"):
+                heard = self.episodes.hear()
+        if self._unusable or not self.engine.num_unfinished or (self.episodes and self.episodes.blocked):
+            return heard
         with self.timer("gen"):
-            return self.engine.step()
+            outputs = self.engine.step()
+        return [*(heard or ()), *self.episodes.turns_ended(outputs)] if self.episodes else outputs
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
         """Gives the responses that `decode` returned to the scoring pool, and does not wait for it: returns the groups whose
@@ -171,6 +193,8 @@ class Generator:
                 groups.append(self._group(key, work))
             else:
                 self._rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
+            if self.episodes:
+                self.episodes.drop(key)
         return groups
 
     def begin(self, tickets: Sequence[int]) -> None:
@@ -182,6 +206,8 @@ class Generator:
         """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end
         first, of these tickets and those put aside before. The others are put aside: they continue with the next call from
         where they are."""
+        if self.episodes:
+            self.episodes.paused_below = 0
         for output in self._put_aside:  # given to the engine as by a run that resumes from a checkpoint
             key, number = output.id
             self.engine.add(dataclasses.replace(self._requests(key, self.working[key], self.sampling)[number], so_far=output))
@@ -198,6 +224,8 @@ class Generator:
             ended += sorted(self._whole(outputs or []))
         self._put_aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
+        if self.episodes:
+            self.episodes.paused_below = VALIDATION  # what those put aside are answered waits for the next call
         return self._take_done(sorted(ended[: len(tickets)]))
 
     def put_aside(self) -> list[int]:
@@ -234,10 +262,11 @@ class Generator:
             penalty = self._overlong(len(output.token_ids) if mask is None else int(mask.sum()))
             value = 0.0 if score.event and self.args.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
-            extra = dict(score.extra)
+            extra = dict(score.extra) | (self.episodes.extra((ticket, i)) if self.episodes else {})
             if self.args.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, "overlong_penalty": penalty}
-            responses.append(_response(output, work, total, extra, score.error))
+            rewards = self.episodes.rewards((ticket, i)) if self.episodes else None
+            responses.append(_response(output, work, total, extra, score.error, rewards))
         if work.greedy:
             greedy = responses.pop()
             baseline = greedy.score or 0.0
@@ -255,7 +284,7 @@ class Generator:
             "index": index,
             "data_source": work.prompt.data_source,
             "prompt": work.prompt.text,
-            "response": self._text(work.outputs[number]),
+            "response": self._text(work.outputs[number].token_ids, marked=bool(self.episodes)),
             "ground_truth": str(work.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
@@ -275,6 +304,9 @@ class Generator:
             return
         self.working[key] = work
         requests = self._requests(key, work, sampling)
+        if self.episodes:
+            self.episodes.begin(key, work, requests, partial)
+            return
         for request, before in zip_longest(requests, partial.responses if partial else ()):
             if before is None or not len(before.token_ids):
                 self.engine.add(request)
@@ -315,10 +347,15 @@ class Generator:
         if not self.engine_ranks.is_leader:  # the engine's first rank scores
             return
         p = work.prompt
-        self.pool.submit(output.id, p.data_source, self._text(output), p.ground_truth, p.extra_info)
+        if self.episodes and (score := self.episodes.score(output.id, can_score(p.data_source, self.args))):
+            self.pool.hand_back(output.id, score)
+            return
+        mask = work.mask(number, len(output.token_ids))
+        last_turn = 0 if mask is None else 1 + max(np.flatnonzero(~mask), default=-1)
+        self.pool.submit(output.id, p.data_source, self._text(output.token_ids[last_turn:]), p.ground_truth, p.extra_info)
 
-    def _text(self, output: Output) -> str:
-        return self.job.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns
+        return self.job.tokenizer.decode(ids, skip_special_tokens=not marked)
 
     def _overlong(self, length: int) -> float:
         a = self.args
@@ -328,7 +365,12 @@ class Generator:
 
 
 def _response(
-    output: Output, work: Work, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
+    output: Output,
+    work: Work,
+    score: float | None = 0.0,
+    extra: dict[str, float] | None = None,
+    error: str | None = None,
+    rewards: list | None = None,
 ) -> Response:
     """work: the prompt's, of which the output is a response."""
     return Response(
@@ -341,6 +383,7 @@ def _response(
         error=error,
         mask=work.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
+        rewards=rewards or None,
     )
 
 

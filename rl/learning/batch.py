@@ -90,6 +90,7 @@ class Batch:
     failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-reward-error zero)
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
+    turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
@@ -135,6 +136,7 @@ class Batch:
             failed=torch.tensor([r.error is not None for _, _, r in pairs], dtype=torch.bool),
             sources=[g.data_source for g in groups],
             sizes=[len(g.responses) for g in groups],
+            turn_rewards=[r.rewards for _, _, r in pairs],
         )
 
     def check_scored(self) -> None:
@@ -175,10 +177,16 @@ class Batch:
         return out
 
     def token_reward(self) -> torch.Tensor:
-        """[N]: each response's score on its last token, 0 elsewhere."""
+        """[N]: each response's score on its last token, 0 elsewhere; of what the score has of turns' rewards (--turn-rewards),
+        each is on its turn's last token instead."""
         reward = torch.zeros(len(self.token))
         ends = self.local_lengths.cumsum(0)[self.local_lengths > 0] - 1
         reward[ends] = self.score[self.local_lengths > 0]
+        starts = self.starts.tolist()
+        for i in [i for i, rewards in enumerate(self.turn_rewards) if rewards and self.local_lengths[i]]:
+            for token, value in self.turn_rewards[i]:
+                reward[starts[i] + int(self.lengths[i]) - 1] -= value
+                reward[starts[i] + token] += value
         return reward
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:

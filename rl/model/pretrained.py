@@ -39,7 +39,7 @@ logging.disable_progress_bar()  # "Loading weights" once per model and rank woul
 
 
 def resolve(model: str) -> str:
-    """ "demo", "demo-moe", "demo-vl" -> that model's directory, made on first use; a directory or a hub name stays as it is."""
+    """ "demo" and its variants -> that model's directory, made on first use; a directory or a hub name stays as it is."""
     if model == "demo":
         from rl.data import demo
 
@@ -48,6 +48,10 @@ def resolve(model: str) -> str:
         from rl.data import demo_moe
 
         return demo_moe.model_dir()
+    if model == "demo-calculator":
+        from rl.data import demo_calculator
+
+        return demo_calculator.model_dir()
     if model == "demo-vl":
         from rl.data import demo_vl
 

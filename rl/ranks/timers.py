@@ -14,6 +14,7 @@ PHASES = ("generate", "score", "wait", "publish", "train", "other")  # of every 
 PHASE_OF = {  # by timer
     "gen": "generate",
     "score": "score",
+    "env": "score",
     "wait": "wait",
     "held": "wait",  # until newer weights let more samples start: the bound of staleness is reached
     "update_weights": "publish",

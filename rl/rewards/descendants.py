@@ -36,9 +36,14 @@ def guard(starter: int) -> bool:
     process = os.fork()
     if process:
         _stand_by(process)
-    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NEWS)
     return os.getppid() == me
+
+
+def end_with_parent() -> None:
+    """Has the system end this process when its parent ends."""
+    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def end(process: subprocess.Popen) -> None:

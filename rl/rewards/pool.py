@@ -46,8 +46,8 @@ class RewardArgs:
     reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
     """Address space of each scoring process, in GiB; 0 is no limit."""
     reward_env: tuple[str, ...] = ()
-    """Environment variables to pass to the reward function, by name or pattern (MY_*). Without this, secrets (*TOKEN*, *KEY*,
-    *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are removed."""
+    """Environment variables to pass to the reward function and to environments, by name or pattern (MY_*). Without this,
+    secrets (*TOKEN*, *KEY*, *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are removed."""
     on_reward_error: Literal["mask", "zero"] = "mask"
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
     give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
@@ -101,10 +101,15 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
     return min(-over / buffer_len * factor, 0.0)
 
 
+def can_score(source: str, args: RewardArgs) -> bool:
+    """Whether a response to a prompt of this data_source can be scored."""
+    return bool(args.reward) or verifier_name(source) is not None
+
+
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
     """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves; --reward serves all."""
     for source, where in sources.items():
-        if not args.reward and verifier_name(source) is None:
+        if not can_score(source, args):
             raise UserError(
                 f"{where}: there is no built-in reward for data_source {source!r}. Give your own with --reward "
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
@@ -155,8 +160,7 @@ class ScoringPool:
                 value = function(
                     data_source, text, ground_truth, **({"format_score": self.args.format_score} if graded else {})
                 )
-                self._threads.done.put(([(key, Score(value, {"acc": float(value == 1)} if graded else {}))], None))
-                self.pending += 1
+                self.hand_back(key, Score(value, {"acc": float(value == 1)} if graded else {}))
                 return
         item = {
             "data_source": data_source,
@@ -168,6 +172,11 @@ class ScoringPool:
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
             self._threads.start_one()
+
+    def hand_back(self, key: Any, score: Score) -> None:
+        """Takes a score that was found elsewhere, to be handed back with the others."""
+        self._threads.done.put(([(key, score)], None))
+        self.pending += 1
 
     def poll(self) -> list[tuple[Any, Score]]:
         """The responses scored since the last call."""

@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 import traceback
+from types import ModuleType
 
 from rl import printable
 from rl.rewards import descendants
@@ -22,14 +23,20 @@ from rl.rewards.verifiers import BUILT_IN
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a verifier, by name
 
 
+def import_file(path: str, name: str) -> ModuleType:
+    """The user's file as a module of that name; it may import its neighbours."""
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module_spec.loader.exec_module(module)
+    return module
+
+
 def load(spec: str):
     """The function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
-    module_spec = importlib.util.spec_from_file_location("user_reward", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules["user_reward"] = module
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    module_spec.loader.exec_module(module)
+    module = import_file(path, "user_reward")
     function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")

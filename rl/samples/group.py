@@ -26,6 +26,7 @@ class Response:
     error: str | None = None  # why it could not be scored
     mask: np.ndarray | None = None  # [n] bool, the tokens that the policy sampled; None: all of them. Others are not trained
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
+    rewards: list | None = None  # [token, reward] of turns, whose sum the score has; None: the score is the last token's
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Group:
             ],
             "oldest": [int(r.versions.min()) if len(r.versions) else 0 for r in self.responses],
         } | ({"images": self.images} if self.images else {})
+        if any(r.rewards for r in self.responses):
+            header["rewards"] = [r.rewards for r in self.responses]
         if self.prompt_routes is not None:
             has = [r.routes is not None for r in self.responses]
             header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
@@ -121,10 +124,9 @@ class Group:
             routes = [
                 rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
             ]
-        responses = [
-            Response(*of_one, *fields, mask, of_its_tokens)
-            for of_one, (_, *fields, _), mask, of_its_tokens in zip(arrays, header["responses"], masks, routes, strict=True)
-        ]
+        rewards = header.get("rewards", [None] * len(masks))
+        parts = zip(arrays, header["responses"], masks, routes, rewards, strict=True)
+        responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]
         rest = (header["baseline"], header.get("images", ""), prompt_routes, holder)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 

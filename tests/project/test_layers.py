@@ -15,6 +15,7 @@ LAYERS = [
     ["split"],
     ["hub"],
     ["data", "rewards"],
+    ["environments"],
     ["flag_words"],
     ["flag_needs"],
     ["flags"],

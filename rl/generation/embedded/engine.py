@@ -278,7 +278,8 @@ class TransformersEngine:
             lengths = [len(self.running[slots[0]].in_kv) for slots in groups.values()]
             routes_of = dict(zip(groups, self._routes(lengths), strict=True))
             for row in self.running[first:]:
-                row.routes = row.routes or [routes_of[row.key]]
+                known = sum(map(len, row.routes))  # of tokens that an environment has added none are
+                row.routes = [*row.routes, routes_of[row.key][known:]] if known < len(row.in_kv) else row.routes
         order = [i for i, slots in enumerate(groups.values()) for _ in slots]
         slots = [slot for slots in groups.values() for slot in slots]
         leader = torch.tensor([slots[0] for slots in groups.values() for _ in slots[1:]], dtype=torch.long)

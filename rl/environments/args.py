@@ -1,0 +1,78 @@
+"""The flags of environments and tools."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rl.errors import UserError
+from rl.ranges import Range
+
+DEMO = "demo-calculator"
+
+
+@dataclass
+class EnvironmentArgs:
+    """Environments and tools: responses of several turns."""
+
+    env: str | None = None
+    """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: the model's turns,
+    and between them what the environment answers, which is not trained."""
+    tools: str | None = None
+    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
+    max_turns: Annotated[int, Range(at_least=1)] = 8
+    """Turns of the model in a response."""
+    tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
+    """How the model writes a call: JSON within <tool_call>, JSON alone, or <function=...> tags. auto: as its chat template
+    does."""
+    turn_rewards: bool = False
+    """Give each turn's reward to the turn's last token, instead of their sum to the response's."""
+    env_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 30.0
+    """Seconds that an environment may take for a turn. One that takes longer costs its response, which is not trained."""
+    env_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
+    """CPU seconds that an environment may take for a turn; 0 is no limit."""
+    env_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
+    """Address space of each environment's process, in GiB; 0 is no limit."""
+    env_lock_step: Literal["auto", "on", "off"] = "auto"
+    """Sample no token while an environment is at work, so that no result depends on how long one takes. auto: on in
+    train_sync.py."""
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether responses have several turns."""
+        return bool(self.env or self.tools)
+
+    @property
+    def in_lock_step(self) -> bool:
+        """Whether the engine waits for all environments."""
+        return self.env_lock_step == "on" or (self.env_lock_step == "auto" and hasattr(self, "over_sample"))
+
+    @property
+    def environment_spec(self) -> str:
+        """What to import, as file:names."""
+        return f"{Path(__file__).parent / 'calculator.py'}:Calculator" if self.env == DEMO else self.env or self.tools or ""
+
+    def check(self) -> None:
+        """Raises UserError for a file that is not there, and for what cannot be done with several turns."""
+        if not self.has_environment:
+            return
+        name, given = ("--env", self.env) if self.env else ("--tools", self.tools)
+        if self.env and self.tools:
+            raise UserError(
+                "--env and --tools: a response has one environment. Make the tools methods of it, or leave one out."
+            )
+        path, _, names = self.environment_spec.rpartition(":")
+        if not path or not names:
+            raise UserError(f"{name} {given}: write it as path/to/file.py:{'Class' if self.env else 'function,function'}.")
+        if not Path(path).is_file():
+            raise UserError(f"{name} {given}: there is no file {path}.")
+        if sys.platform != "linux":
+            raise UserError(f"{name}: environments run on Linux alone.")
+        if getattr(self, "ignore_eos", False):
+            raise UserError(f"{name} with --ignore-eos: a turn ends with its end token. Leave --ignore-eos out.")
+        if 0 < getattr(self, "hang_timeout", 0) <= self.env_timeout:
+            raise UserError(
+                f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
+            )
+        if getattr(self, "rollout_tp", 1) > 1:
+            raise UserError(f"{name} with --rollout-tp {self.rollout_tp}: not here yet. Take --rollout-tp 1.")

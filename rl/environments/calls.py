@@ -1,0 +1,106 @@
+"""Tool calls in the text of a model's turn, in three formats.
+
+Each call is read by itself: of one that cannot be read the model is given the reason, and the others are made. Left out:
+formats in which a call is no text, such as gpt-oss's channels.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+END_OF_THINKING = "</think>"
+BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+NAME_FIRST = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)  # GLM-4.5
+PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+LLAMA = re.compile(r"\s*(<\|python_tag\|>|\{\s*\"name\")")
+
+
+class Malformed(ValueError):
+    """What is wrong with a call, in words for the model."""
+
+
+def parse(text: str, form: str, schemas: Mapping[str, dict], is_thinking: bool = False) -> tuple[str, list[dict | str]]:
+    """A turn's text -> the text without its calls, and its calls in order: {"name", "arguments"}, or what is wrong with one.
+    form: "hermes", "llama" or "xml". schemas: of the tools' parameters, by tool. is_thinking: the prompt has begun a thought,
+    in which nothing is a call."""
+    thought, closed, said = text.rpartition(END_OF_THINKING)
+    if not closed and (is_thinking or "<think>" in text):
+        return text, []
+    if form == "llama":
+        content, found = _llama(said)
+    else:
+        content, found = BLOCK.sub("", said), [(match[1], bool(match[2])) for match in BLOCK.finditer(said)]
+    read = _from_tags if form == "xml" else _from_json
+    return thought + closed + content, [_call(read, body, is_closed, schemas) for body, is_closed in found]
+
+
+def _call(read, body: str, is_closed: bool, schemas: Mapping[str, dict]) -> dict | str:
+    try:
+        if not is_closed:
+            raise Malformed("the call has no end")
+        return read(body, schemas)
+    except Malformed as error:
+        return str(error)
+
+
+def _llama(text: str) -> tuple[str, list[tuple[str, bool]]]:
+    """Llama's calls are the whole text: JSON objects with ; or blanks between them."""
+    if not LLAMA.match(text):
+        return text, []
+    text, found = text.replace("<|python_tag|>", "").strip(), []
+    while text:
+        try:
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            end = len(text)
+        found.append((text[:end], True))
+        text = text[end:].lstrip(" \n;")
+    return "", found or [("", True)]
+
+
+def _from_json(body: str, schemas: Mapping[str, dict]) -> dict:
+    try:
+        call = json.loads(body)
+    except ValueError as error:
+        raise Malformed(f"the call is not JSON: {error}") from None
+    except RecursionError:
+        raise Malformed("the call is not JSON: it is nested too deeply") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise Malformed('the call is not an object with a "name"')
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        raise Malformed('the call\'s "arguments" are not an object')
+    return {"name": call["name"], "arguments": arguments}
+
+
+def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
+    if match := FUNCTION.fullmatch(body):
+        name, pairs, rest = match[1].strip(), PARAMETER.findall(match[2]), PARAMETER.sub("", match[2])
+    elif match := NAME_FIRST.fullmatch(body):
+        name, pairs, rest = match[1], PAIR.findall(match[2]), ""
+    else:
+        raise Malformed("the call is not <function=name> with <parameter=name> in it and </function> at its end")
+    if rest.strip():
+        raise Malformed(f"the call has text between its parameters: {rest.strip()[:40]}")
+    properties = schemas.get(name, {}).get("properties", {})
+    arguments = {key.strip(): _value(value, properties.get(key.strip(), {}).get("type")) for key, value in pairs}
+    return {"name": name, "arguments": arguments}
+
+
+def _value(text: str, kind: str | list | None) -> object:
+    """A parameter's text as what the tool's schema says it is; text where it is not."""
+    if kind in ("string", None):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def format_of(rendered: str) -> str | None:
+    """The format of a call, from what a chat template has made of one; None if it is none of ours."""
+    if "<tool_call>" in rendered:
+        return "xml" if "<function=" in rendered or "<arg_key>" in rendered else "hermes"
+    return "llama" if re.search(r"\{\s*\"name\"\s*:.*\"parameters\"\s*:", rendered, re.DOTALL) else None

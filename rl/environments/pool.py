@@ -1,0 +1,301 @@
+"""Environments as the rank sees them: each episode has a process, and its answers are read between two decoding steps.
+
+Nothing here waits for an environment. One that hangs, dies, raises or returns what it may not is an event of its own episode,
+of rl/rewards/pool.py's kinds. The processes are forks of one that rl/environments/worker.py keeps warm.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl import printable
+from rl.environments.args import EnvironmentArgs
+from rl.environments.worker import LARGEST
+from rl.errors import UserError
+from rl.ranks import watchdog
+from rl.rewards import descendants
+from rl.rewards.environment import check_passed, reward_environment
+
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file
+REPLY_LIMIT = 1 << 26  # bytes of one answer
+MOST_STARTS = 4  # of the warm process, which only an environment could end
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+SHAPES = {  # of answers, by what was asked: name -> types
+    "reset": {"prompt": (list, type(None))},
+    "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
+    "end": {"reward": (float, type(None))},
+}
+
+
+@dataclass
+class Place:
+    """An episode's process, as the rank sees it."""
+
+    key: Hashable
+    fork: int  # its number among all that were forked
+    socket: socket.socket
+    unwritten: bytes = b""
+    unread: bytes = b""
+    asked: str | None = None  # what it has not answered
+    number: int = 0  # of the last thing asked
+    has_ended: bool = False
+
+
+class Environments:
+    """The processes of a rank's environments. Those under way have keys, which the caller chooses."""
+
+    def __init__(
+        self, args: EnvironmentArgs, model: str, end_tokens: set[int], vocabulary: int, trust_remote_code: bool = False
+    ):
+        """model: where its tokenizer is; vocabulary: the ids that an answer may have are below it."""
+        self.args, self.vocabulary = args, vocabulary
+        self.name = "--env" if args.env else "--tools"
+        self._settings = {
+            "spec": args.environment_spec,
+            "are_tools": not args.env,
+            "model": model,
+            "trust_remote_code": trust_remote_code,
+            "end_tokens": sorted(end_tokens),
+            "form": args.tool_format,
+            "memory_gb": args.env_memory_limit_gb,
+            "cpu_seconds": args.env_cpu_limit,
+        }
+        check_passed(args.reward_env)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
+        self._starts, self._forks, self._ready = 0, 0, None
+        self._places: dict[Hashable, Place] = {}
+        self._by_fork: dict[int, Place] = {}
+        self._deadlines: dict[Hashable, float] = {}  # of what was asked, in its order
+        self._events: list[tuple[Hashable, dict]] = []
+        self._start()
+
+    # -- the warm process
+
+    def _start(self) -> None:
+        if self._starts == MOST_STARTS:
+            raise UserError(f"{self.name}: the process that all environments are forked from was ended {MOST_STARTS} times.")
+        self._starts += 1
+        self._selector, self._orders = selectors.DefaultSelector(), deque()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = reward_environment(os.environ, self.args.reward_env) | ONE_THREAD
+        root = str(Path(__file__).resolve().parent.parent.parent)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "rl.environments.worker", str(os.getpid())]
+        self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=env, start_new_session=True)
+        theirs.close()
+        self._finalizer = weakref.finalize(self, descendants.end, self._process)
+        self._control.send(json.dumps(self._settings).encode())
+        self._selector.register(self._control, selectors.EVENT_READ)
+
+    @watchdog.doing("the environments' process to start")
+    def _await_ready(self) -> dict:
+        self._control.settimeout(START_LIMIT)
+        try:
+            answer = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
+        except TimeoutError:
+            answer = {"failed": f"its process was not ready after {START_LIMIT} s"}
+        except ConnectionError:
+            answer = {"failed": "its process ended"}
+        if "failed" in answer:
+            self.close()
+            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {answer['failed']}")
+        self._control.setblocking(False)
+        return answer
+
+    @property
+    def ready(self) -> dict:
+        """What the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises UserError if the
+        user's file cannot be used."""
+        self._ready = self._ready or self._await_ready()
+        return self._ready
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._finalizer()
+        for place in self._places.values():
+            place.socket.close()
+        self._places, self._by_fork, self._deadlines = {}, {}, {}
+        self._control.close()
+        self._selector.close()
+
+    # -- episodes
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def waiting(self) -> int:
+        """Environments that have not answered, and events that nobody has taken."""
+        return len(self._deadlines) + len(self._events)
+
+    def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
+        """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""
+        assert self.ready
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._forks += 1
+        self._orders.append(({"fork": self._forks}, theirs))
+        place = self._places[key] = self._by_fork[self._forks] = Place(key, self._forks, ours)
+        self._selector.register(ours, selectors.EVENT_READ, place)
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed)
+        self._order()
+
+    def ask(self, key: Hashable, what: str, **item: Any) -> None:
+        """Asks an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
+        place = self._places.get(key)
+        if place is None:  # its event is on the way
+            return
+        place.asked, place.number = what, place.number + 1
+        line = json.dumps({"do": what, "number": place.number} | item, default=_plain)
+        place.unwritten += line.encode() + b"\n"
+        self._deadlines[key] = time.monotonic() + self.args.env_timeout
+        self._write(place)
+
+    def end(self, key: Hashable) -> None:
+        """Ends an episode's process."""
+        if place := self._places.pop(key, None):
+            self._deadlines.pop(key, None)
+            if not place.has_ended:
+                self._selector.unregister(place.socket)
+                self._orders.append(({"kill": place.fork}, None))
+            place.socket.close()
+            self._by_fork.pop(place.fork, None)
+            self._order()
+
+    def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
+        """(key, answer) of what was answered since the last call; it waits up to `wait` seconds for one. An answer with
+        "event" and "message" ends the episode."""
+        self._order()
+        due = next(iter(self._deadlines.values()), math.inf) - time.monotonic()
+        answers, lost = [], False
+        for entry, mask in self._selector.select(0 if self._events else max(0.0, min(wait, due))):
+            if entry.data is None:
+                lost = not self._hear_of_ends()
+                continue
+            if mask & selectors.EVENT_WRITE:
+                self._write(entry.data)
+            if mask & selectors.EVENT_READ:
+                answers += self._read(entry.data)
+        if lost:
+            self._lost()
+        now = time.monotonic()
+        for key in [*itertools.takewhile(lambda key: self._deadlines[key] <= now, self._deadlines)]:
+            self._fail(key, "timeout", f"no answer after {self.args.env_timeout:g} s (--env-timeout)")
+        answers, self._events = answers + self._events, []
+        return answers
+
+    def _fail(self, key: Hashable, event: str, message: str) -> None:
+        self.end(key)
+        self._events.append((key, {"event": event, "message": printable.one_line(f"the environment: {message}")}))
+
+    def _write(self, place: Place) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # how it has ended, its parent reports
+            while place.unwritten:
+                place.unwritten = place.unwritten[place.socket.send(place.unwritten) :]
+        if not place.has_ended:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if place.unwritten else 0)
+            if self._selector.get_key(place.socket).events != wanted:
+                self._selector.modify(place.socket, wanted, place)
+
+    def _read(self, place: Place) -> list[tuple[Hashable, dict]]:
+        """The answer that has arrived, if one has."""
+        data = b""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            data = place.socket.recv(1 << 20)
+            if data:
+                place.unread += data
+        if not data:
+            self._selector.unregister(place.socket)
+            place.has_ended = True
+            return []
+        if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
+            return []
+        line, _, place.unread = place.unread.partition(b"\n")
+        answer = self._checked(place, line)
+        if answer is None or place.unread:
+            self._fail(place.key, "bad_value", "it wrote into the socket of its process")
+            return []
+        self._deadlines.pop(place.key, None)
+        if "event" in answer:
+            self._fail(place.key, answer["event"], answer["message"])
+            return []
+        return [(place.key, answer | {"asked": place.asked})]
+
+    def _checked(self, place: Place, line: bytes) -> dict | None:
+        """An answer; None if it is not what its process says by itself: the user's code can write to any open file."""
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            answer = json.loads(line)
+            if answer["number"] != place.number or place.key not in self._deadlines:
+                return None
+            if "event" in answer:
+                return answer if answer["event"] in ("error", "bad_value") and isinstance(answer["message"], str) else None
+            shape = SHAPES[place.asked]
+            if not all(isinstance(answer.get(name), kinds) for name, kinds in shape.items()):
+                return None
+            ids = answer.get("prompt") or answer.get("ids") or []
+            is_finite = math.isfinite(answer.get("reward") or 0.0) and math.isfinite(answer["seconds"])
+            if is_finite and all(type(token) is int and 0 <= token < self.vocabulary for token in ids):
+                return answer
+        return None
+
+    def _order(self) -> None:
+        """Gives the warm process what it has room for."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._orders and self._ready:
+                order, theirs = self._orders[0]
+                data = [json.dumps(order).encode()]
+                socket.send_fds(self._control, data, [theirs.fileno()] if theirs else [])
+                self._orders.popleft()
+                if theirs:
+                    theirs.close()
+
+    def _hear_of_ends(self) -> bool:
+        """What the warm process says of episodes' processes that have ended. False if it has ended itself."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    data = self._control.recv(LARGEST)
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    return False
+                message = json.loads(data)
+                if place := self._by_fork.get(message["ended"]):
+                    self._fail(place.key, *_ending(message["code"]))
+        return True
+
+    def _lost(self) -> None:
+        """The warm process has ended, and all that it had forked with it."""
+        for key in [*self._places]:
+            self._fail(key, "died", "the process that it was forked from was ended")
+        self.close()
+        self._start()
+        self._ready = self._await_ready()
+
+
+def _ending(code: int) -> tuple[str, str]:
+    """The event that a process's end is, and how it ended."""
+    if code == -signal.SIGXCPU:
+        return "timeout", "no answer within the CPU time of --env-cpu-limit"
+    return "died", f"its process was killed by signal {-code}" if code < 0 else f"its process exited with code {code}"
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

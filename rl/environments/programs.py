@@ -1,0 +1,188 @@
+"""What runs in an environment's process: a user's environment, tools as functions, or a class of TRL whose methods are tools.
+
+All three are one program here: `reset(row, seed)` returns the messages that it adds to the prompt, `step(message)` the messages
+that answer the model's, a reward or None, and whether the episode is over. Functions of the user may be async.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are no tools
+
+
+class BadValue(Exception):
+    """The user's code returned what it may not."""
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """This process's loop, for everything async in an episode."""
+    return asyncio.new_event_loop()
+
+
+def awaited(value: Any) -> Any:
+    """What an async function returns, or another one has returned."""
+    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+def tool_methods(cls: type) -> list[str]:
+    """A TRL environment's tools: its public methods."""
+    return [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in OWN]
+
+
+class OwnEnvironment:
+    """A class with `step`."""
+
+    def __init__(self, instance: Any):
+        self.instance = instance
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        if not hasattr(self.instance, "reset"):
+            return []
+        return as_messages(awaited(self.instance.reset(row, seed)))
+
+    def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
+        calls = message.pop("calls")
+        good = [{"type": "function", "function": call} for call in calls if isinstance(call, dict)]
+        malformed = [call for call in calls if isinstance(call, str)]
+        message |= ({"tool_calls": good} if good else {}) | ({"malformed": malformed} if malformed else {})
+        answer = awaited(self.instance.step(message))
+        if not isinstance(answer, tuple | list) or len(answer) != 3:
+            raise BadValue(f"step returned {answer!r:.100}, not (messages, reward or None, done)")
+        messages, reward, done = as_messages(answer[0]), as_reward(answer[1]), bool(answer[2])
+        if not messages and not done:
+            raise BadValue("step returned no message, and is not done")
+        return messages, reward, done
+
+    def reward(self) -> float | None:
+        return None
+
+
+class ToolEnvironment:
+    """Functions that the model may call: the episode ends with the first turn that calls none."""
+
+    def __init__(self, tools: dict[str, Callable], instance: Any = None):
+        """instance: of a TRL environment, whose methods the tools are."""
+        self.tools, self.instance = tools, instance
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        if not hasattr(self.instance, "reset"):
+            return []
+        answer = awaited(self.instance.reset(**row))
+        return as_messages([{"role": "user", "content": answer}] if isinstance(answer, str) else answer)
+
+    def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
+        if not message["calls"]:
+            return [], self.reward(), True
+        return [self._answer(call) for call in message["calls"]], None, False
+
+    def reward(self) -> float | None:
+        """Of the whole episode; None is not scored here."""
+        if not hasattr(self.instance, "get_reward"):
+            return None
+        return as_reward(awaited(self.instance.get_reward()))
+
+    def _answer(self, call: dict | str) -> dict:
+        """What the model reads: the tool's result, or what was wrong with the call or in the tool."""
+        if isinstance(call, str):
+            return {"role": "tool", "content": f"error: {call}"}
+        name = call["name"]
+        if name not in self.tools:
+            return {"role": "tool", "name": name, "content": f"error: there is no tool {name!r}: {', '.join(self.tools)}"}
+        try:
+            inspect.signature(self.tools[name]).bind(**call["arguments"])
+        except TypeError as error:
+            return {"role": "tool", "name": name, "content": f"error: {error}"}
+        try:
+            result = awaited(self.tools[name](**call["arguments"]))
+        except (OSError, MemoryError, ImportError):  # of the machine, not of the model's arguments: nobody's answer
+            raise
+        except Exception as error:
+            result = f"error: {type(error).__name__}: {error}"
+        return {"role": "tool", "name": name, "content": result if isinstance(result, str) else _as_text(result)}
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return str(value)
+
+
+def as_messages(value: Any) -> list[dict]:
+    """The messages that a user's code returned. Raises BadValue if they are none."""
+    for message in value or ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadValue(f"{message!r:.100} is no message {{role, content}}")
+        if isinstance(message.get("content"), list):
+            raise BadValue("a message has images or other parts: only text is possible here")
+        if not isinstance(message.get("content"), str):
+            raise BadValue(f"the content of a message is {message.get('content')!r:.100}, no text")
+    return list(value or ())
+
+
+def as_reward(value: Any) -> float | None:
+    """The reward that a user's code returned. Raises BadValue if it is neither None nor a finite number of fp32."""
+    if value is None:
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) > 3e38:
+        raise BadValue(f"the reward is {value!r:.100}, neither None nor a finite number of fp32")
+    return float(value)
+
+
+class Programs:
+    """What the user's file has, imported once: a program for each episode, and the schemas of its tools."""
+
+    def __init__(self, things: list[Any], are_tools: bool):
+        """things: functions, or one class. Raises TypeError for what is neither."""
+        self.cls = None if are_tools else things[0]
+        self.is_own = self.cls is not None and hasattr(self.cls, "step")
+        if self.cls is None:
+            self.functions = {function.__name__: function for function in things}
+        elif self.is_own:
+            self.functions = {function.__name__: function for function in getattr(self.cls, "tools", ())}
+        else:
+            self.functions = {name: getattr(self.cls, name) for name in tool_methods(self.cls)}
+        if not self.functions and not self.is_own:
+            raise TypeError(f"{self.cls.__name__} has neither a method step nor public methods that could be tools")
+
+    @property
+    def scores_at_end(self) -> bool:
+        """Whether an episode that is cut is asked for its reward."""
+        return not self.is_own and hasattr(self.cls, "get_reward")
+
+    def schemas(self) -> list[dict]:
+        """Of the tools, as chat templates take them."""
+        from transformers.utils import get_json_schema
+
+        schemas = [get_json_schema(function) for function in self.functions.values()]
+        for schema in schemas:
+            parameters = schema["function"].get("parameters", {})
+            parameters.get("properties", {}).pop("self", None)
+            if "required" in parameters:
+                parameters["required"] = [name for name in parameters["required"] if name != "self"]
+        return schemas
+
+    def new(self) -> OwnEnvironment | ToolEnvironment:
+        """The program of an episode."""
+        if self.cls is None:
+            return ToolEnvironment(self.functions)
+        instance = self.cls()
+        if self.is_own:
+            return OwnEnvironment(instance)
+        return ToolEnvironment({name: getattr(instance, name) for name in self.functions}, instance)
+
+
+def seed_random(seed: int) -> None:
+    """Forks of one process would draw the same numbers."""
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)

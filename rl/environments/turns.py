@@ -1,0 +1,112 @@
+"""The tokens between two turns of the model, and what a turn says.
+
+What an environment answers is appended to the tokens that were sampled, which are never encoded again. The text between is the
+chat template's own. It is found by rendering a dummy conversation with a mark where the model's turn would be: what stands
+behind the end token that follows the mark comes before the next sampled token. Names of special tokens within an answer are
+encoded as plain text, because an answer is data.
+"""
+
+import re
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.environments.calls import format_of, parse
+from rl.errors import UserError
+
+MARK = "mark7f3a"  # in place of what the model has said
+BREAK = "\ue000"  # cuts the name of a special token in an answer; of private use, left out of answers
+ANSWER = {"role": "tool", "content": "answer"}
+SHORTEST = 3  # characters of a name that is cut: whitespace and single letters among the added tokens are plain text anyhow
+UNUSED = re.compile(r"<.?(unused|reserved).*>", re.IGNORECASE)  # thousands in some tokenizers
+
+
+class Turns:
+    """Of one model and its tools."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict], end_tokens: set[int], form: str = "auto"):
+        """schemas: of the tools, as chat templates take them. Raises UserError for a chat template that does not serve."""
+        self.tokenizer, self.schemas, self.end_tokens = tokenizer, schemas or None, end_tokens
+        if not tokenizer.chat_template:
+            raise UserError("--env: the model's tokenizer has no chat template, which says what stands between two turns.")
+        self._ends = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens)]
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if not UNUSED.fullmatch(token.content)]
+        names = sorted((name for name in added if len(name.strip()) >= SHORTEST), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in schemas or ()}
+        self._calls = self._accepted_calls() if schemas else []
+        self.form = self._form() if form == "auto" and schemas else form
+        self.begins_thinking = self._render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
+        self.between([ANSWER if schemas else {"role": "user", "content": "?"}])
+
+    def between(self, messages: list[dict]) -> list[int]:
+        """The tokens after a turn of the model, whose last is its end token, that the messages [{role, content}] make: up to
+        where the model's next turn begins."""
+        is_tool = any(message["role"] == "tool" for message in messages)
+        said = {"role": "assistant", "content": "", "tool_calls": self._calls} if is_tool and self._calls else None
+        said = said or {"role": "assistant", "content": MARK}
+        text = self._render([{"role": "user", "content": "?"}, said, *map(self._as_data, messages)])
+        rest = text[text.index(MARK) + len(MARK) :] if MARK in text else ""
+        found = min(((rest.index(end), end) for end in self._ends if end in rest), default=None)
+        if found is None:
+            raise UserError(
+                f"--env: between a turn and the next message the chat template puts none of the model's end tokens "
+                f"({', '.join(self._ends)}). Name the one that it puts there as eos_token_id in generation_config.json."
+            )
+        at, end = found
+        return self._encode(rest[at + len(end) :])
+
+    def prompt(self, messages: list[dict], added: list[dict]) -> list[int]:
+        """The tokens of a prompt of these messages, and of those that an environment adds."""
+        return self._encode(self._render([*messages, *map(self._as_data, added)]))
+
+    def message(self, ids: list[int]) -> dict:
+        """What the model has said: {role, content}, with "tool_calls" if it has made any, and "malformed", a list of reasons,
+        if some cannot be read."""
+        whole = self.tokenizer.decode(ids, skip_special_tokens=True)
+        said = {"role": "assistant", "content": whole, "calls": []}
+        if not self.schemas:
+            return said
+        text = self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
+        content, found = parse(text, self.form, self._parameters, self.begins_thinking)
+        return said | {"content": content if found else whole, "calls": found}
+
+    def _render(self, messages: list[dict]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=self.schemas, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise what they like
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"--env: the model's chat template refuses the roles {roles} ({error}).") from None
+
+    def _encode(self, text: str) -> list[int]:
+        parts = self.tokenizer(text.split(BREAK), add_special_tokens=False)["input_ids"]
+        return [token for part in parts for token in part]
+
+    def _as_data(self, message: dict) -> dict:
+        """The message with names of special tokens cut, for a template that may want a tool's name and number."""
+        content = message["content"].replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text
+        if self._names:
+            content = self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], content)
+        more = {"name": message.get("name", "tool"), "tool_call_id": "call00001"} if message["role"] == "tool" else {}
+        return {"role": message["role"], "content": content} | more
+
+    def _accepted_calls(self) -> list[dict]:
+        """A dummy turn's calls as the template takes them: with arguments as an object, or as text. Without a call, if it shows
+        none, a tool's answer follows text."""
+        for arguments in ({"mark": MARK}, f'{{"mark": "{MARK}"}}'):
+            name = self.schemas[0]["function"]["name"]
+            calls = [{"type": "function", "id": "call00001", "function": {"name": name, "arguments": arguments}}]
+            said = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                if MARK in self._render([{"role": "user", "content": "?"}, said, self._as_data(ANSWER)]):
+                    return calls
+            except UserError:
+                continue
+        return []
+
+    def _form(self) -> str:
+        if self._calls:
+            said = {"role": "assistant", "content": "", "tool_calls": self._calls}
+            text = self._render([{"role": "user", "content": "?"}, said, self._as_data(ANSWER)])
+            if form := format_of(text[text.rindex("?", 0, text.index(MARK)) :]):
+                return form
+        raise UserError("--tools: the chat template writes a call in none of our formats. Name one with --tool-format.")

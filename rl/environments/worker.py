@@ -1,0 +1,214 @@
+"""The process from which environments are forked: `python -m rl.environments.worker PARENT_PID`, started by
+rl/environments/pool.py.
+
+It imports the user's file and the tokenizer once, stays single-threaded, and forks a process for each episode, which reads
+items from a socket of its own and answers in JSON lines. It reports each one's end, and ends what it left in its process group.
+A guard (rl/rewards/descendants.py) ends all of them with the rank.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+from rl.environments.programs import BadValue, Programs, seed_random
+from rl.errors import UserError
+from rl.rewards import descendants
+from rl.rewards.worker import import_file, in_one_line, limit_cpu
+
+LARGEST = 1 << 17  # bytes of a message between this process and the rank
+OPEN_FILES = 256  # of an environment
+
+
+def main(parent: int) -> None:
+    if not descendants.guard(parent):
+        return
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the user's code prints goes to stderr
+    settings = json.loads(control.recv(LARGEST))
+    try:
+        warm = Warm(settings)
+    except (Exception, SystemExit) as error:
+        control.send(json.dumps({"failed": str(error) if isinstance(error, UserError) else in_one_line(error)}).encode())
+        return
+    ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.programs.scores_at_end}
+    control.send(json.dumps(ready).encode())
+    gc.collect()
+    gc.freeze()  # what is shared with the forks stays shared
+    Forks(control, warm).serve()
+
+
+class Warm:
+    """What all episodes share: the user's code, the tokenizer, the tokens between turns."""
+
+    def __init__(self, settings: dict):
+        """settings: as rl/environments/pool.py has them."""
+        path, _, names = settings["spec"].rpartition(":")
+        module = import_file(path, "user_environment")
+        if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
+            raise AttributeError(f"{path} has no {missing[0]!r} that could be called")
+        self.settings, things = settings, [getattr(module, name) for name in names.split(",")]
+        self.programs = Programs(things, settings["are_tools"])
+        with _without_torch():
+            from transformers import AutoTokenizer
+
+            from rl.environments.turns import Turns
+
+            tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
+            self.turns = Turns(tokenizer, self.programs.schemas(), set(settings["end_tokens"]), settings["form"])
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Has transformers do without torch, unless the user's file has imported it: a quarter of the memory, and forks that take a
+    third of the time."""
+    if "torch" in sys.modules:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that there is no torch
+    sys.modules["torch"] = None
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+class Forks:
+    """The episodes' processes, as their parent sees them."""
+
+    def __init__(self, control: socket.socket, warm: Warm):
+        self.control, self.warm = control, warm
+        self._numbers: dict[int, int] = {}  # pid -> its episode's number
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Until the rank closes its end."""
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
+        while True:
+            ready = {file for file, _ in poller.poll()}
+            if self._woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 1 << 12)
+                self._reap()
+            if self.control.fileno() in ready and not self._obey():
+                return
+
+    def _obey(self) -> bool:
+        """Does what the rank asks for: forks an episode, or ends one. False if the rank has closed its end."""
+        data, files, _, _ = socket.recv_fds(self.control, LARGEST, 1)
+        if not data:
+            return False
+        message = json.loads(data)
+        if "fork" in message:
+            self._fork(message["fork"], files[0])
+        for pid in [pid for pid, number in self._numbers.items() if number == message.get("kill")]:
+            os.kill(pid, signal.SIGKILL)  # it is not reaped: no other process can have its number
+        return True
+
+    def _fork(self, number: int, file: int) -> None:
+        pid = os.fork()
+        if pid:
+            os.close(file)
+            self._numbers[pid] = number
+            return
+        try:
+            descendants.end_with_parent()
+            os.setsid()
+            os.set_inheritable(file, False)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for own in (self.control.fileno(), self._woken, self._wake):
+                os.close(own)
+            self.control.detach()
+            _limit(self.warm.settings)
+            Episode(self.warm, socket.socket(fileno=file)).serve()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Reports the processes that have ended, after ending the rest of their groups."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ended.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                number = self._numbers.pop(ended.si_pid, None)
+                self.control.send(json.dumps({"ended": number, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _limit(settings: dict) -> None:
+    if settings["memory_gb"]:
+        memory = int(settings["memory_gb"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class Episode:
+    """One episode, in its own process."""
+
+    def __init__(self, warm: Warm, rank: socket.socket):
+        self.turns, self.cpu_seconds = warm.turns, warm.settings["cpu_seconds"]
+        self.items, self.rank, self._pid = rank.makefile("r"), rank, os.getpid()
+        self._new, self._program = warm.programs.new, None
+
+    def serve(self) -> None:
+        """One item after the other, until the rank closes its end."""
+        for line in self.items:
+            item = json.loads(line)
+            if self.cpu_seconds:
+                limit_cpu(self.cpu_seconds)
+            started = time.monotonic()
+            try:
+                reply = {"reset": self._reset, "step": self._step, "end": self._end}[item["do"]](item)
+            except BadValue as error:
+                reply = {"event": "bad_value", "message": in_one_line(error)}
+            except (Exception, SystemExit) as error:
+                reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
+            if os.getpid() != self._pid:  # a fork made by the user's code
+                return
+            reply |= {"number": item["number"], "seconds": time.monotonic() - started}
+            self.rank.sendall(json.dumps(reply).encode() + b"\n")
+
+    def _reset(self, item: dict) -> dict:
+        """Answers with the prompt's tokens, if the environment adds messages to it."""
+        seed_random(item["own_seed"])
+        self._program = self._new()
+        added = self._program.reset(item["row"], item["seed"])
+        if not added:
+            return {}
+        if not isinstance(item["row"].get("prompt"), list):
+            raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
+        return {"prompt": self.turns.prompt(item["row"]["prompt"], added)}
+
+    def _step(self, item: dict) -> dict:
+        """Answers with the tokens before the model's next turn, and what the turn was worth."""
+        message = self.turns.message(item["ids"])
+        calls = [isinstance(call, dict) for call in message["calls"]]
+        messages, reward, done = self._program.step(message)
+        ids = [] if done else self.turns.between(messages)
+        return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
+
+    def _end(self, item: dict) -> dict:
+        """Answers with the reward of an episode that was cut."""
+        return {"reward": self._program.reward()}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

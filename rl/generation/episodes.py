@@ -1,0 +1,389 @@
+"""Responses of several turns (--env, --tools): whose word it is, and what is appended.
+
+To the engine an episode is one response that is continued: what the environment answers is appended to its tokens, and the
+request is added again with them as its `so_far`. The mask tells the policy's tokens from the environment's, so its runs are the
+turns. An episode of a run that was stopped is played again from them: the environment has to answer what was recorded.
+"""
+
+import dataclasses
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl.data.job import Job
+from rl.environments.args import EnvironmentArgs
+from rl.environments.pool import Environments
+from rl.generation.engine import Engine, Output, Request, request_seed
+from rl.model.pretrained import end_token_ids
+from rl.rewards.pool import Score
+from rl.samples.group import Group, Response
+
+OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
+WAIT = 5e-3  # seconds to wait for an environment where there is nothing to sample
+BY_ROWS = 2  # processes for each response that the engine decodes at once
+
+
+@dataclass
+class Episode:
+    """A response of several turns on its way."""
+
+    request: Request
+    output: Output | None = None  # so far; None while the engine has it, or before it begins
+    in_engine: bool = False
+    is_over: bool = False
+    at: int = 0  # tokens of the turns that have ended, and of what answered them
+    turns: int = 0
+    rewards: list[list] = field(default_factory=list)  # [token, reward], of the last token of each turn that has one
+    calls: int = 0
+    malformed: int = 0
+    seconds: float = 0.0  # that its environment took
+    cut: str = ""  # what ended it early: "turns" or "length"
+    event: Score | None = None  # why it cannot be scored
+    again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
+    restarts: int = 0
+
+    def add(self, answer: dict) -> None:
+        """What an environment's answer counts."""
+        self.seconds += answer["seconds"]
+        self.calls += answer.get("calls", 0)
+        self.malformed += answer.get("malformed", 0)
+
+
+@dataclass
+class Beginning:
+    """A prompt whose environments are being reset."""
+
+    partial: Group | None
+    n: int
+    left: set[int]  # of the n, those that have not answered
+    prompts: dict[int, list[int]] = field(default_factory=dict)  # of those that add to it
+
+
+class Episodes:
+    """The episodes of a generator."""
+
+    def __init__(self, environments: Environments, engine: Engine, args: EnvironmentArgs, tokenizer: Any, end_tokens: set[int]):
+        self.environments, self.engine, self.args = environments, engine, args
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+        self.scores_at_end = environments.ready["scores_at_end"]
+        self.paused_below = 0  # keys whose answers wait: those that `generate` has put aside
+        self._of: dict[tuple[int, int], Episode] = {}
+        self._works: dict[int, Any] = {}  # the generator's Work, by key
+        self._queue: deque[int] = deque()  # keys without environments yet
+        self._beginnings: dict[int, Beginning] = {}
+        self._answers: list[tuple[tuple[int, int], dict]] = []
+        self._ended: list[Output] = []
+        self._replayed: list[tuple] | None = None  # what is to be added to the engine, in `replay`
+
+    # -- what the generator asks
+
+    def begin(self, key: int, work: Any, requests: list[Request], partial: Group | None) -> None:
+        """Starts a prompt's episodes, or plays those of `partial` again."""
+        self._works[key] = work
+        self._of |= {request.id: Episode(request) for request in requests}
+        self._beginnings[key] = Beginning(partial, len(requests), {request.id[1] for request in requests})
+        self._queue.append(key)
+        self._admit()
+
+    def hear(self) -> list[Output] | None:
+        """Takes what environments have answered, and adds to the engine what it is to continue. Returns the responses that
+        ended with it; None if no environment is at work."""
+        self._admit()
+        at_work = self.environments.waiting
+        idle = at_work and (not self.engine.num_unfinished or self.blocked)
+        self._answers += self.environments.poll(WAIT if idle else 0.0)
+        if not self.blocked:
+            self._take()
+        ended, self._ended = self._ended, []
+        return ended if ended or at_work else None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the engine waits for environments (--env-lock-step)."""
+        return self.args.in_lock_step and self.environments.waiting > 0
+
+    @property
+    def coming(self) -> int:
+        """Responses that the engine does not have yet."""
+        return sum(beginning.n for beginning in self._beginnings.values())
+
+    def turns_ended(self, outputs: list[Output]) -> list[Output]:
+        """Hands the turns that the engine has finished to their environments. Returns those with which a response ends: a turn
+        that the budget cuts is the last, and no tool runs."""
+        for output in outputs:
+            episode = self._of[output.id]
+            episode.output, episode.in_engine = output, False
+            if episode.event:
+                self._finish(output.id, "stop")
+            elif output.finish_reason == "length":
+                self._cut(output.id)
+            else:
+                self._say(output.id, len(output.token_ids))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def replay(self) -> None:
+        """Plays all episodes again that were begun with what was recorded, before others start. They are added to the engine
+        as if the run had not stopped: first those whose turn it was cut in, then those whose environment had the word."""
+        self._replayed = []
+        while self._queue or self._beginnings or self.environments.waiting:
+            self._admit()
+            self._answers += self.environments.poll(1.0)
+            if not self.blocked:
+                self._take()
+        for _, _, request in sorted(self._replayed, key=lambda item: item[:2]):
+            self.engine.add(request)
+        self._replayed = None
+
+    def outputs(self) -> dict[tuple[int, int], Output]:
+        """Of the episodes that the engine does not have: what they are so far."""
+        nothing = lambda id: Output(id, [], [], [], "unfinished")  # noqa: E731
+        beginning = {id for id in self._of if id[0] in self._beginnings}
+        return {id: e.output or nothing(id) for id, e in self._of.items() if e.output or id in beginning}
+
+    def score(self, id: tuple[int, int], has_verifier: bool) -> Score | None:
+        """Of an episode that has ended, by its environment; None where a verifier scores it. An episode that nobody scores was
+        cut before its environment could: that is worth 0."""
+        episode = self._of[id]
+        if episode.event or episode.rewards:
+            return episode.event or Score(sum(reward for _, reward in episode.rewards))
+        if has_verifier:
+            return None
+        if episode.cut:
+            return Score(0.0)
+        return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
+
+    def extra(self, id: tuple[int, int]) -> dict[str, float]:
+        """The further numbers of an episode that has ended."""
+        episode = self._of[id]
+        mask = self._works[id[0]].mask(id[1], len(episode.output.token_ids))
+        sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
+        return {
+            "turns": episode.turns,
+            "tokens_per_turn": sampled / max(1, episode.turns),
+            "tool_calls": episode.calls,
+            "malformed_calls": episode.malformed,
+            "cut_by_turns": float(episode.cut == "turns"),
+            "cut_by_length": float(episode.cut == "length"),
+            "environment_seconds": episode.seconds,
+            "restarts": episode.restarts,
+        }
+
+    def rewards(self, id: tuple[int, int]) -> list[list] | None:
+        """[token, reward] of each turn, with --turn-rewards, of an episode that could be scored."""
+        return self._of[id].rewards if self.args.turn_rewards and not self._of[id].event else None
+
+    def drop(self, key: int) -> None:
+        """Forgets a prompt whose responses are handed over."""
+        for id in [id for id in self._of if id[0] == key]:
+            del self._of[id]
+        del self._works[key]
+
+    # -- the beginning
+
+    def _admit(self) -> None:
+        """Forks the environments of prompts that have none, as many as there is room for."""
+        room = BY_ROWS * self.args.max_num_seqs
+        while self._queue and (len(self.environments) < room or self._replayed is not None):
+            key = self._queue.popleft()
+            for number in sorted(self._beginnings[key].left):
+                self._fork((key, number))
+
+    def _fork(self, id: tuple[int, int]) -> None:
+        key, number = id
+        prompt, seed = self._works[key].prompt, self.args.seed
+        known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
+        own = request_seed(seed, key, number)
+        self.environments.begin(id, row=prompt.row | known, seed=request_seed(seed, key, OF_GROUP), own_seed=own)
+
+    def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        key, number = id
+        beginning = self._beginnings.get(key)
+        if beginning is None:  # it starts again
+            self._start(id, None, None)
+            return
+        beginning.left.discard(number)
+        if prompt:
+            beginning.prompts[number] = prompt
+        if not beginning.left:
+            self._start_all(key, self._beginnings.pop(key))
+
+    def _start_all(self, key: int, beginning: Beginning) -> None:
+        """All environments of the prompt are reset. What they add to it is the same for all of them."""
+        work = self._works[key]
+        alive = [id for id, episode in self._of.items() if id[0] == key and not episode.event]
+        prompts = {id: beginning.prompts.get(id[1]) for id in alive}
+        partial, first = beginning.partial, next(iter(prompts.values()), None)
+        wrong = None
+        if first and len(first) > self.args.max_prompt_length:
+            wrong = f"with what reset adds, the prompt has {len(first)} tokens, more than --max-prompt-length"
+        elif first and work.prompt.images:
+            wrong = "reset adds to a prompt that has images"
+        elif first:
+            work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.tokenizer.decode(first))
+        if partial is not None and first and partial.prompt_ids.tolist() != first:
+            partial = None
+        for id in alive:
+            episode = self._of[id]
+            if wrong or prompts[id] != first:
+                self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
+                continue
+            episode.request = dataclasses.replace(episode.request, prompt_ids=work.prompt.ids)
+            self._start(id, partial and partial.responses[id[1]], partial)
+
+    def _start(self, id: tuple[int, int], before: Response | None, partial: Group | None) -> None:
+        if before is None or not len(before.token_ids):
+            self._add(id, None)
+            return
+        episode, mask = self._of[id], np.ones(len(before.token_ids), bool) if before.mask is None else before.mask
+        parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
+        routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
+        episode.output = Output(id, *parts, before.finish_reason, routes)
+        episode.again.extend(len(list(run)) for _, run in itertools.groupby(mask.tolist()))
+        if before.mask is not None:
+            self._works[id[0]].masks[id[1]] = before.mask
+        self._play(id)
+
+    # -- turn after turn
+
+    def _take(self) -> None:
+        """Does what the answers say: in lock step in an order that is not that of their arrival."""
+        held = [item for item in self._answers if item[0][0] < self.paused_below]
+        answers = [item for item in self._answers if item[0][0] >= self.paused_below]
+        self._answers = held
+        for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
+            if id not in self._of or self._of[id].is_over:
+                continue
+            if "event" in answer:
+                self._fail(id, answer)
+            elif answer["asked"] == "reset":
+                self._was_reset(id, answer.get("prompt"))
+            elif answer["asked"] == "end":
+                self._of[id].add(answer)
+                self._reward(id, answer["reward"])
+                self._finish(id, "length")
+            else:
+                self._answered(id, answer)
+
+    def _say(self, id: tuple[int, int], end: int) -> None:
+        """The model's turn, up to token `end`, to the environment."""
+        episode = self._of[id]
+        episode.turns += 1
+        self.environments.ask(id, "step", ids=episode.output.token_ids[episode.at : end])
+        episode.at = end
+
+    def _answered(self, id: tuple[int, int], answer: dict) -> None:
+        episode, ids = self._of[id], answer["ids"]
+        episode.add(answer)
+        self._reward(id, answer["reward"])
+        if episode.again:
+            recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
+            if answer["done"] or recorded != ids:
+                self._restart(id)
+                return
+            self._append(id, len(ids))
+            if episode.again:
+                self._play(id)
+            else:
+                self._add(id, episode.output)
+        elif answer["done"]:
+            self._finish(id, "stop")
+        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= episode.request.sampling.max_tokens:
+            self._end(id, "turns" if episode.turns >= self.args.max_turns else "length")
+        else:
+            o = episode.output
+            lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
+            self._append(id, len(ids))
+            self._add(id, Output(id, *lists, "unfinished", o.routes))
+
+    def _reward(self, id: tuple[int, int], reward: float | None) -> None:
+        if reward is not None:
+            self._of[id].rewards.append([self._of[id].at - 1, reward])
+
+    def _append(self, id: tuple[int, int], tokens: int) -> None:
+        """Notes that the next tokens are the environment's."""
+        episode, masks = self._of[id], self._works[id[0]].masks
+        known = masks.get(id[1], np.zeros(0, bool))
+        if len(known) < episode.at + tokens:  # else they were recorded
+            turn, answer = np.ones(episode.at - len(known), bool), np.zeros(tokens, bool)
+            masks[id[1]] = np.concatenate([known, turn, answer])
+        episode.at += tokens
+
+    def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
+        """Has the engine sample the next turn."""
+        episode = self._of[id]
+        was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
+        episode.output, episode.in_engine = None, True
+        request = dataclasses.replace(
+            episode.request, so_far=so_far and dataclasses.replace(so_far, finish_reason="unfinished")
+        )
+        if self._replayed is None:
+            self.engine.add(request)
+        else:
+            self._replayed.append((not was_playing, id, request))
+
+    # -- played again
+
+    def _play(self, id: tuple[int, int]) -> None:
+        """The next recorded turn; the last may have been cut, by the end of the run or of the budget."""
+        episode = self._of[id]
+        end = episode.at + episode.again.popleft()
+        if episode.again or episode.output.token_ids[end - 1] in self.end_tokens:
+            self._say(id, end)
+        elif episode.output.finish_reason == "unfinished":
+            self._add(id, episode.output)
+        else:
+            self._cut(id)
+
+    def _restart(self, id: tuple[int, int]) -> None:
+        """An environment that answers otherwise than it did: its response is made again."""
+        self.environments.end(id)
+        self._works[id[0]].masks.pop(id[1], None)
+        self._of[id] = Episode(self._of[id].request, restarts=self._of[id].restarts + 1)
+        self._fork(id)
+
+    # -- the end
+
+    def _cut(self, id: tuple[int, int]) -> None:
+        """The budget cuts a turn: the episode ends, and its environment does not hear of it."""
+        episode = self._of[id]
+        episode.turns += 1
+        episode.at = len(episode.output.token_ids)
+        self._end(id, "length")
+
+    def _end(self, id: tuple[int, int], cut: str) -> None:
+        """The end of an episode that its environment has not ended: it may still have a reward for it."""
+        episode = self._of[id]
+        episode.cut = cut
+        if self.scores_at_end and not episode.rewards:
+            self.environments.ask(id, "end")
+        else:
+            self._finish(id, "length")
+
+    def _finish(self, id: tuple[int, int], reason: str) -> None:
+        episode = self._of[id]
+        self.environments.end(id)
+        episode.is_over = True
+        episode.output = dataclasses.replace(episode.output, finish_reason=reason)
+        self._ended.append(episode.output)
+
+    def _fail(self, id: tuple[int, int], answer: dict) -> None:
+        """What befell an environment costs its own response."""
+        episode = self._of[id]
+        self.environments.end(id)
+        episode.event = Score(None, event=answer["event"], message=answer["message"])
+        if episode.in_engine:  # its turn is the last
+            return
+        episode.output = episode.output or Output(id, [], [], [], "length")
+        self._finish(id, "stop")
+        if id[0] in self._beginnings:
+            self._was_reset(id, None)
+
+
+def make(args: EnvironmentArgs, job: Job, engine: Engine) -> Episodes:
+    """The episodes of the generator whose flags these are."""
+    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
+    return Episodes(job.environments, engine, args, job.tokenizer, ends)

@@ -1,0 +1,97 @@
+"""Environments that behave badly, and some that do not, for the tests of their processes."""
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+
+DRAWN = []
+
+
+class Rude:
+    """What the row's ground truth names is done in the first step."""
+
+    tools = ()
+
+    def reset(self, row, seed):
+        self.what, self.seed, self.steps = row["ground_truth"], seed, 0
+        print("an environment prints", flush=True)
+        if self.what == "raises in reset":
+            raise RuntimeError("no")
+        return [{"role": "user", "content": row["says"]}] if "says" in row else None
+
+    def step(self, message):
+        self.steps += 1
+        act = getattr(self, f"_{self.what.replace(' ', '_')}", None)
+        if act:
+            return act(message)
+        return [{"role": "user", "content": f"{self.what} {message['content']}"}], None, self.steps == 3
+
+    def _raises(self, message):
+        raise RuntimeError("no")
+
+    def _hangs(self, message):
+        time.sleep(1000)
+
+    def _burns(self, message):
+        while True:
+            pass
+
+    def _exits(self, message):
+        os._exit(3)
+
+    def _kills_its_parent(self, message):
+        os.kill(os.getppid(), 9)
+        time.sleep(1000)
+
+    def _eats(self, message):
+        return bytearray(1 << 34), None, True
+
+    def _opens(self, message):
+        return [open(os.devnull) for _ in range(1000)], None, True
+
+    def _lies(self, message):
+        for file in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(file, b'{"number": 2, "ids": [999999], "reward": 1.0, "done": true, "calls": 0, "malformed": 0}\n')
+        return [], 1.0, True
+
+    def _returns_nan(self, message):
+        return [], float("nan"), True
+
+    def _returns_none(self, message):
+        return None
+
+    def _returns_nothing(self, message):
+        return [], None, False
+
+    def _returns_an_image(self, message):
+        return [{"role": "user", "content": [{"type": "image"}]}], None, False
+
+    def _leaves_a_child(self, message):
+        if not os.fork():
+            time.sleep(1000)
+        return [], 1.0, True
+
+    def _sleeps(self, message):
+        time.sleep(1.0)
+        return [], 1.0, True
+
+    def _says_secrets(self, message):
+        return [{"role": "user", "content": str(os.environ.get("MY_TOKEN")) + str(os.environ.get("RANK"))}], None, False
+
+    def _draws(self, message):
+        DRAWN.append(1)
+        return [{"role": "user", "content": f"{random.random()} {self.seed} {len(DRAWN)}"}], None, False
+
+
+class Waits:
+    """An async one."""
+
+    async def reset(self, row, seed):
+        await asyncio.sleep(0)
+
+    async def step(self, message):
+        await asyncio.sleep(0)
+        return [{"role": "user", "content": "async"}], 0.5, False

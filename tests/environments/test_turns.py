@@ -1,0 +1,116 @@
+"""The tokens between turns: the chat template's own, appended, and an environment's words are data in them."""
+
+import pytest
+from families import FAMILIES, WIDE, end_tokens, tokenizer_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.environments.turns import Turns
+from rl.errors import UserError
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Computes.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}, "n": {"type": "integer"}}},
+    },
+}
+TOOL, USER = {"role": "tool", "name": "calculate", "content": "391"}, {"role": "user", "content": "391"}
+# family -> what stands between a sampled end token and the next sampled one, after a call and after text
+BETWEEN = {
+    "qwen2_5": ("\n<|im_start|>user\n<tool_response>\n391\n</tool_response><|im_end|>\n<|im_start|>assistant\n",) * 2,
+    "qwen3_5_think": (
+        "\n<|im_start|>user\n<tool_response>\n391\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "\n<|im_start|>user\n391<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    ),
+    "llama3_1": (
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"391"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+        "<|start_header_id|>user<|end_header_id|>\n\n391<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "glm4moe": ("\n<tool_response>\n391\n</tool_response><|assistant|>", "\n391<|assistant|>"),
+    "deepseekv3": (
+        "<|tool▁outputs▁begin|><|tool▁output▁begin|>391<|tool▁output▁end|><|tool▁outputs▁end|>".translate(WIDE),
+        "<|User|>391<|Assistant|><think>\n".translate(WIDE),
+    ),
+    "gemma3": (None, "\n<start_of_turn>user\n391<end_of_turn>\n<start_of_turn>model\n"),
+}
+BETWEEN["qwen2_5"] = BETWEEN["qwen3"] = (BETWEEN["qwen2_5"][0], "\n<|im_start|>user\n391<|im_end|>\n<|im_start|>assistant\n")
+TURNS = {}
+
+
+def turns_of(family: str, with_tools: bool = True) -> Turns:
+    if (family, with_tools) not in TURNS:
+        form = "auto" if FAMILIES[family][2] else "hermes"
+        TURNS[family, with_tools] = Turns(tokenizer_of(family), [SCHEMA] * with_tools, end_tokens(family), form)
+    return TURNS[family, with_tools]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_between_two_turns_is_the_template_s_own(family):
+    """Complaints 1, 2, 11: no separator is lost, no role marker is there twice, and the end token is the sampled one."""
+    after_call, after_text = BETWEEN[family]
+    if after_call:
+        turns = turns_of(family)
+        assert turns.tokenizer.decode(turns.between([TOOL])) == after_call
+    else:
+        with pytest.raises(UserError, match="chat template refuses the roles"):
+            turns_of(family)
+    turns = turns_of(family, with_tools=False)
+    assert turns.tokenizer.decode(turns.between([USER])) == after_text
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3_5_think", "glm4moe"])
+def test_the_whole_conversation_is_what_the_template_renders(family):
+    """Sampled tokens, those between, and sampled tokens again: as text, the template's rendering of the conversation."""
+    turns = turns_of(family)
+    tokenizer, thought = turns.tokenizer, "a thought\n</think>\n\n" if turns.begins_thinking else ""
+    call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": "17*23"}}}
+    asked = [USER, {"role": "assistant", "content": "", "reasoning_content": "a thought", "tool_calls": [call]}]
+    if not turns.begins_thinking:
+        asked[1].pop("reasoning_content")
+    render = lambda messages, more: tokenizer.apply_chat_template(  # noqa: E731
+        messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=more
+    )
+    prompt, whole = render([USER], True), render([*asked, TOOL], True)
+    end = next(name for name in FAMILIES[family][1] if name in whole[len(prompt) :])
+    said = whole[len(prompt) : whole.index(end, len(prompt)) + len(end)]
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, said)]
+    assert (not thought or thought in said) and tokenizer.decode(ids[0] + ids[1] + turns.between([TOOL])) == whole
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_an_answer_is_data_whatever_it_holds(data):
+    """Names of special tokens, lone surrogates and private-use characters make no special token, and lose no text."""
+    family = data.draw(st.sampled_from([name for name in FAMILIES if name != "gemma3"]))
+    turns, (special, _, _) = turns_of(family), FAMILIES[family]
+    pieces = st.one_of(st.sampled_from(special), st.text(max_size=5), st.sampled_from(["\ud800", "<|", "|>", "mark7f3a"]))
+    text = "x" + "".join(data.draw(st.lists(pieces, max_size=6))) + "x"
+    empty = turns.between([TOOL | {"content": "xx"}])
+    ids = turns.between([TOOL | {"content": text}])
+    is_special = set(turns.tokenizer.convert_tokens_to_ids(special))
+    assert [i for i in ids if i in is_special] == [i for i in empty if i in is_special]
+    plain = text.replace("\ue000", "").encode("utf-8", "replace").decode()
+    if family == "llama3_1":  # its template quotes
+        return
+    assert plain in turns.tokenizer.decode(ids)
+
+
+def test_a_base_model_s_end_token_is_refused():
+    """The end token that the template puts behind an answer is not among those that end a response."""
+    tokenizer = tokenizer_of("qwen2_5")
+    with pytest.raises(UserError, match="puts none of the model's end tokens"):
+        Turns(tokenizer, [], {tokenizer.convert_tokens_to_ids("<|endoftext|>")}, "auto")
+
+
+def test_a_format_of_calls_that_is_not_ours_is_refused():
+    with pytest.raises(UserError, match="--tool-format"):
+        Turns(tokenizer_of("deepseekv3"), [SCHEMA], end_tokens("deepseekv3"), "auto")
+
+
+def test_a_turn_without_a_call_says_what_a_plain_response_says():
+    """One-turn environment: the text is that which a verifier would be given without one."""
+    turns = turns_of("qwen3")
+    ids = turns.tokenizer("<think>\nwell\n</think>\n\n42<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert turns.message(ids)["content"] == turns.tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,362 @@
+"""Responses of several turns: whose tokens are whose, where they end, who scores them, and that none is lost by a stop."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import train_async
+import train_sync
+from rl.data.prompts import Prompt
+from rl.generation.engine import Output, Request, SamplingParams, request_seed
+from rl.generation.episodes import Episodes
+from rl.generation.generator import VALIDATION, Generator
+from rl.generation.scripted import ScriptedEngine
+from rl.learning.batch import Batch
+from rl.rewards.pool import Score
+from rl.samples.group import Group
+
+END, ANSWER = 1, [90, 91, 92]
+TURN = [5, 6, END]  # of the model
+
+
+class Played:
+    """In place of processes: `answer(key, turn, ids)` is what an environment says to the model's turn, counted from 1."""
+
+    def __init__(self, answer, scores_at_end=False, shuffled=False):
+        self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
+        self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
+
+    def __len__(self):
+        return len(self.alive)
+
+    @property
+    def waiting(self):
+        return len(self._pending)
+
+    def begin(self, key, row, seed, own_seed):
+        self.alive.add(key)
+        self.turns[key] = 0
+        self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
+
+    def ask(self, key, what, ids=None):
+        self.asked.append((key, what, ids))
+        if what == "end":
+            self._pending.append((key, {"asked": "end", "seconds": 0.0, "reward": 0.25}))
+            return
+        self.turns[key] += 1
+        said = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []} | self.answer(key, self.turns[key], ids)
+        self._pending.append((key, {"asked": "step", "seconds": 1.0} | said))
+
+    def end(self, key):
+        self.alive.discard(key)
+
+    def poll(self, wait=0.0):
+        done, self._pending = self._pending, []
+        if self.shuffled:  # some answer later than others
+            random.shuffle(done)
+            if len(done) > 1 and random.random() < 0.5:
+                done, self._pending = done[1:], done[:1]
+        return done
+
+
+def script(request: Request) -> tuple[list[int], list[float]]:
+    """Every turn is TURN, behind what there is; one that is cut continues."""
+    before = request.so_far
+    ids, log_probs = (list(before.token_ids), list(before.log_probs)) if before else ([], [])
+    begun = next((n for n in (2, 1) if ids[-n:] == TURN[:n]), 0)
+    return ids + TURN[begun:], log_probs + [-1.0] * len(TURN[begun:])
+
+
+def until(last: int, reward: float | None = None):
+    """An environment that ends the episode with its answer to turn `last`."""
+    return lambda key, turn, ids: {"done": turn >= last, "ids": [] if turn >= last else ANSWER, "reward": reward}
+
+
+def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, **flags):
+    """A generator over a scripted engine and `answer`."""
+    played = answer if isinstance(answer, Played) else Played(answer)
+    args = Args(rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
+    pool = SimpleNamespace(events=Counter(), pending=[], texts={})
+    pool.hand_back = lambda key, score: pool.pending.append((key, score))
+
+    def submit(key, source, text, *_):
+        pool.texts[key] = text
+        pool.pending.append((key, Score(7.0)))
+
+    pool.submit, pool.poll = submit, lambda: [pool.pending.pop(0) for _ in list(pool.pending)]
+    pool.wait = lambda _: pool.poll()
+    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
+    prompt = Prompt([2, 3], "", "demo", "1", {}, "", row=row or {})
+    job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], val_prompts=[prompt])
+    job.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    engine = ScriptedEngine(script, END)
+    engine.version = 3
+    plain = Args(rollout_n=n, max_response_length=length)
+    generator = Generator(engine, job, pool, plain, ranks)
+    generator.args = args
+    generator.episodes = Episodes(played, engine, args, job.tokenizer, {END})
+    return generator, played
+
+
+def finish(generator) -> Group:
+    done = []
+    while not done:
+        done = generator.score(generator.decode())
+    return done[0]
+
+
+def test_turns_and_answers_alternate():
+    """Complaint 1: what was sampled is what is trained; the mask is as long as the tokens; an answer's tokens have log-prob 0
+    and the version of the token before them."""
+    generator, played = make(until(3, 0.5))
+    generator.start(0)
+    group = finish(generator)
+    for number, response in enumerate(group.responses):
+        assert response.token_ids.tolist() == TURN + ANSWER + TURN + ANSWER + TURN
+        assert response.mask.tolist() == ([True] * 3 + [False] * 3) * 2 + [True] * 3
+        assert response.log_probs.tolist() == ([-1.0] * 3 + [0.0] * 3) * 2 + [-1.0] * 3
+        assert response.versions.tolist() == [3] * 15 and response.finish_reason == "stop" and response.score == 1.5
+        assert [ids for key, _, ids in played.asked if key == (0, number)] == [TURN] * 3
+        assert response.extra["turns"] == 3 and response.extra["tool_calls"] == 3 and response.extra["tokens_per_turn"] == 3
+        assert response.extra["environment_seconds"] == 3.0
+    assert not played.alive and not generator.pool.texts
+
+
+def test_a_verifier_scores_the_last_turn_where_nobody_has():
+    """What a tool has answered is no answer of the model."""
+    generator, _ = make(until(2))
+    generator.start(0)
+    assert [r.score for r in finish(generator).responses] == [7.0, 7.0]
+    assert generator.pool.texts == {(0, i): " ".join(map(str, TURN)) for i in range(2)}
+
+
+@pytest.mark.parametrize("length", [8, 2])
+def test_a_turn_that_the_budget_cuts_is_the_last(length):
+    """Complaints 13 and 14: the episode ends as "length", no tool runs, and the engine samples nothing after it."""
+    generator, played = make(until(3), length=length)
+    generator.start(0)
+    group = finish(generator)
+    whole = [*TURN, *ANSWER, *TURN][:length]
+    assert all(r.token_ids.tolist() == whole and r.finish_reason == "length" for r in group.responses)
+    assert len(played.asked) == (2 if length == 8 else 0) and not generator.engine.num_unfinished
+    assert all(r.extra["cut_by_length"] == 1 and r.score == 7.0 for r in group.responses)
+
+
+@pytest.mark.parametrize("length", [3, 5, 6])
+def test_an_answer_that_does_not_fit_is_left_out_whole(length):
+    """Complaint 15; without room for one token behind it, it does not fit either."""
+    generator, _ = make(until(3), length=length)
+    generator.start(0)
+    for response in finish(generator).responses:
+        assert response.token_ids.tolist() == TURN and response.mask is None and response.finish_reason == "length"
+        assert response.extra["cut_by_length"] == 1
+
+
+def test_an_episode_is_unfinished_while_its_environment_is_at_work():
+    """--partial-rollout off: no weights are taken between two turns."""
+    generator, _ = make(until(2))
+    generator.start(0)
+    seen = []
+    while not generator.score(generator.decode()):
+        seen.append((generator.has_unfinished, generator.engine.num_unfinished > 0))
+    assert (True, False) in seen and (False, True) not in seen and not generator.has_unfinished
+
+
+def test_max_turns_ends_an_episode_after_the_last_answer():
+    generator, played = make(Played(until(9), scores_at_end=True), max_turns=2)
+    generator.start(0)
+    for response in finish(generator).responses:
+        assert response.token_ids.tolist() == TURN + ANSWER + TURN and response.score == 0.25
+        assert response.extra["cut_by_turns"] == 1 and response.finish_reason == "length"
+    assert sum(what == "step" for _, what, _ in played.asked) == 4
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens():
+    def rewards(key, turn, ids):
+        return {"done": turn == 3, "ids": ANSWER if turn < 3 else [], "reward": [0.5, None, 2.0][turn - 1]}
+
+    for by_turn, expected in ((True, {2: 0.5, 14: 2.0}), (False, {14: 2.5})):
+        generator, _ = make(rewards, turn_rewards=by_turn)
+        generator.start(0)
+        group = Group.from_bytes(finish(generator).to_bytes())
+        batch = Batch.of([group])
+        reward = batch.token_reward().view(2, 15)
+        assert {i: r for i, r in enumerate(reward[0].tolist()) if r} == pytest.approx(expected)
+        assert torch.equal(reward[0], reward[1]) and batch.score.tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_environment_that_fails_costs_its_own_response(turn):
+    """Complaint 16: unscored, never 0; the others of its group are not touched."""
+
+    def answer(key, at, ids):
+        failed = {"event": "timeout", "message": "the environment: slow"} if key[1] == 0 and at == turn else {}
+        return until(2, 1.0)(key, at, ids) | failed
+
+    generator, _ = make(answer, n=3)
+    generator.start(0)
+    first, *others = finish(generator).responses
+    assert first.score is None and first.error == "timeout: the environment: slow"
+    assert len(first.token_ids) == (3 if turn == 1 else 9)
+    assert all(r.score == 2.0 and r.token_ids.tolist() == TURN + ANSWER + TURN for r in others)
+
+
+def test_a_failed_episode_has_no_rewards_of_turns():
+    """With --on-reward-error zero it is worth 0 on every token, whatever its first turn was worth."""
+
+    def answer(key, turn, ids):
+        return until(3, 1.0)(key, turn, ids) | ({"event": "died", "message": "gone"} if turn == 2 and key[1] == 0 else {})
+
+    generator, _ = make(answer, turn_rewards=True, on_reward_error="zero")
+    generator.start(0)
+    batch = Batch.of([finish(generator)])
+    assert batch.score.tolist() == [0.0, 3.0]
+    assert not batch.token_reward()[batch.seq == 0].any() and batch.token_reward()[batch.seq == 1].sum() == 3.0
+
+
+def test_what_reset_adds_is_the_group_s_prompt():
+    """Complaint 21: training and validation see the same first prompt."""
+    prompts = []
+    generator, _ = make(until(1), row={"prompt_ids": [2, 3, 4, 8]})
+    generator.engine.script = lambda request: prompts.append(request.prompt_ids) or script(request)
+    generator.start(0)
+    assert finish(generator).prompt_ids.tolist() == [2, 3, 4, 8] and prompts == [[2, 3, 4, 8]] * 2
+    generator.start_validation()
+    while generator.is_validating:
+        generator.score(generator.decode())
+    assert prompts[2:] == [[2, 3, 4, 8]] and generator.take_rows()[0]["score"] == 7.0
+    generator, _ = make(until(1), row={"prompt_ids": [2] * 65})
+    generator.start(0)
+    assert all(r.score is None and "--max-prompt-length" in r.error for r in finish(generator).responses)
+
+
+def varied(key, turn, ids):
+    """As many turns as the response's number, and other answers each."""
+    return {"done": turn > key[1], "ids": [] if turn > key[1] else [80 + turn] * (1 + key[1]), "reward": float(turn)}
+
+
+@pytest.mark.parametrize("steps", range(1, 18, 2))
+def test_a_stop_loses_nothing(steps):
+    """Complaint 20: stopped after any step, as a kill between two tokens does, and resumed from the record."""
+    whole, _ = make(varied, n=4)
+    whole.start(0)
+    expected = finish(whole)
+    generator, _ = make(varied, n=4)
+    generator.start(0)
+    done = []
+    for _ in range(steps):
+        done += generator.score(generator.decode())
+    if done:
+        return
+    (group,) = generator.unfinished()
+    resumed, played = make(varied, n=4)
+    resumed.start(0, Group.from_bytes(group.to_bytes()))
+    found = finish(resumed)
+    for r, e in zip(found.responses, expected.responses, strict=True):
+        assert r.token_ids.tolist() == e.token_ids.tolist() and r.log_probs.tolist() == e.log_probs.tolist()
+        masks = [np.ones(len(x.token_ids), bool) if x.mask is None else x.mask for x in (r, e)]
+        assert np.array_equal(*masks) and r.score == e.score and r.extra == e.extra and r.finish_reason == e.finish_reason
+    assert not played.alive
+
+
+def test_an_environment_that_answers_otherwise_starts_its_response_again():
+    generator, _ = make(until(3, 1.0))
+    generator.start(0)
+    for _ in range(6):
+        generator.score(generator.decode())
+    (group,) = generator.unfinished()
+    assert [len(r.token_ids) for r in group.responses] == [9, 9]
+    other = lambda key, turn, ids: until(3, 1.0)(key, turn, ids) | ({"ids": [70]} if key[1] == 0 and turn < 3 else {})  # noqa: E731
+    resumed, _ = make(other)
+    resumed.start(0, group)
+    first, second = finish(resumed).responses
+    assert first.token_ids.tolist() == [*TURN, 70, *TURN, 70, *TURN] and first.extra["restarts"] == 1
+    assert first.mask.tolist() == [True] * 3 + [False] + [True] * 3 + [False] + [True] * 3 and first.score == 3.0
+    assert second.token_ids.tolist() == TURN + ANSWER + TURN + ANSWER + TURN and second.extra["restarts"] == 0
+
+
+def test_in_lock_step_results_do_not_depend_on_who_answers_first():
+    """train_sync.py with --over-sample: which groups end first, and in which order the engine gets them, is the same."""
+    seen = set()
+    for seed in range(6):
+        random.seed(seed)
+        generator, _ = make(Played(varied, shuffled=True), n=3, Args=train_sync.Args)
+        added = []
+        generator.engine.script = lambda request, added=added: added.append((request.id, request.so_far)) or script(request)
+        generator.begin([100])
+        groups = generator.generate([0]) + generator.generate([1])
+        seen.add(repr((groups, added)))
+    assert len(seen) == 1
+
+
+def test_what_is_put_aside_is_not_sampled_in_a_validation():
+    generator, _ = make(until(2), n=1, Args=train_sync.Args)
+    generator.begin([5])
+    (first,) = generator.generate([0])
+    assert first.ticket == 0 and generator.tickets == [5]
+    generator.start_validation()
+    while generator.is_validating:
+        assert not generator.score(generator.decode())
+    assert len(generator.take_rows()) == 1 and generator.tickets == [5]
+    (next_one,) = generator.generate([1])
+    assert next_one.ticket == 1 or next_one.ticket == 5
+    assert VALIDATION not in generator.working
+
+
+def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
+    """Every trained token, over the whole episode, on the embedded engine, with its own sampling."""
+    from transformers import AutoModelForCausalLM
+
+    from rl.generation.embedded.engine import TransformersEngine
+
+    engine = TransformersEngine(models["qwen3"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
+    model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
+    answer = lambda key, turn, ids: {"done": turn == 4, "ids": [20 + turn, 8, 9] if turn < 4 else [], "reward": 1.0}  # noqa: E731
+    generator, _ = make(answer, n=6, length=40)
+    generator.engine = engine
+    generator.episodes = Episodes(Played(answer), engine, generator.args, generator.job.tokenizer, {1, 2, 3, 4, 5, 6})
+    generator.sampling = SamplingParams(max_tokens=40)
+    generator.start(0)
+    responses = finish(generator).responses
+    assert sum(r.extra["turns"] for r in responses) > 8
+    for r in responses:
+        ids = torch.tensor([[2, 3, *r.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0].log_softmax(-1)
+        expected = logits[1:-1].gather(1, torch.tensor(r.token_ids.tolist())[:, None])[:, 0]
+        mask = torch.ones(len(r.token_ids), dtype=torch.bool) if r.mask is None else torch.tensor(r.mask)
+        torch.testing.assert_close(torch.tensor(r.log_probs)[mask], expected[mask], atol=1e-4, rtol=0)
+        assert not torch.tensor(r.log_probs)[~mask].any()
+    assert len({tuple(r.token_ids.tolist()) for r in responses}) > 1 and request_seed(0, 0, 0) != request_seed(0, 0, 1)
+
+
+def test_the_routes_of_added_tokens_are_known(models):
+    """--router-replay R3: every token but the last has its experts, those that one pass over the whole episode chooses."""
+    from rl.generation.embedded.engine import TransformersEngine
+    from rl.model.router import RouterArgs
+
+    def engine_of():
+        router = RouterArgs(router_replay="R3")
+        return TransformersEngine(models["moe"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6}, router=router)
+
+    def answer(key, turn, ids):
+        return {"done": turn == 3, "ids": [20 + turn, 8, 9] if turn < 3 else [], "reward": 1.0}
+
+    generator, _ = make(answer, n=4, length=40)
+    generator.engine = engine_of()
+    generator.episodes = Episodes(Played(answer), generator.engine, generator.args, generator.job.tokenizer, {1, 2, 3, 4, 5, 6})
+    generator.sampling = SamplingParams(max_tokens=40)
+    generator.start(0)
+    group = finish(generator)
+    assert max(r.extra["turns"] for r in group.responses) > 1
+    for r in group.responses:
+        n, whole = len(r.token_ids), engine_of()
+        before = Output(0, r.token_ids.tolist(), r.log_probs.tolist(), r.versions.tolist(), "unfinished")
+        whole.add(Request(0, [2, 3], SamplingParams(max_tokens=n + 1), 0, so_far=before))
+        (output,) = whole.step()
+        assert len(r.routes) == n - 1
+        assert np.array_equal(np.concatenate([group.prompt_routes, r.routes]), output.routes[: 2 + n - 1])

@@ -1,0 +1,118 @@
+"""Responses of several turns in whole runs: the bits that are promised, and a resume in the middle of a tool."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from helpers import bits, is_documented, left_over, run_script, start, train
+
+ENVIRONMENTS = '''
+import time
+
+
+class One:
+    def step(self, message):
+        return [], None, True
+
+
+class Slow:
+    """The demo's calculator, with tools that take a while."""
+
+    def calculate(self, expression: str) -> str:
+        """Computes a product.
+
+        Args:
+            expression: Two numbers with * between them.
+        """
+        time.sleep(0.02 * int(expression[0]))
+        a, b = expression.split("*")
+        return str(int(a) * int(b))
+'''
+CALCULATOR = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
+SHORT = ["--train-batch-size", "4", "--test-freq", "0"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+@pytest.mark.slow
+def test_an_environment_of_one_turn_changes_no_bit(file, demo_model, tmp_path):
+    flags = ["--total-training-steps", "3", "--test-freq", "3", "--val-max-samples", "20", "--no-val-before-train"]
+    plain, run, _ = train("train_sync.py", *flags, out=tmp_path / "plain")
+    found, own, _ = train("train_sync.py", *flags, "--env", f"{file}:One", out=tmp_path / "one")
+    assert bits(run) == bits(own)
+    name = "val-core/demo/acc/mean@1"
+    assert plain[3][name] == found[3][name] and found[3]["reward/extra/turns/mean"] == 1
+
+
+@pytest.mark.slow
+def test_sync_async_and_replay_train_the_same_bits(tmp_path):
+    """Complaint 6 as a whole: nothing of a tool's answer reaches the loss in one mode and not in another."""
+    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "5", "--lr", "1e-3"]
+    found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync")
+    record = ["--staleness-threshold", "0", "--record-samples", tmp_path / "samples"]
+    _, split, _ = train("train_async.py", *flags, *record, ranks=2, out=tmp_path / "async")
+    assert bits(sync) == bits(split)
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in found if step) > 0
+    assert all(found[step]["response_length/trained/mean"] <= found[step]["response_length/mean"] for step in found if step)
+    said = run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
+    assert "bit for bit" in said
+
+
+@pytest.mark.slow
+def test_one_step_off_has_turns_too(tmp_path):
+    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "3"]
+    found, _, _ = train("train_one_step_off.py", *flags, ranks=2, out=tmp_path)
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+    assert not {name for m in found.values() for name in m if name not in ("step", "time") and not is_documented(name)}
+
+
+@pytest.mark.slow
+def test_over_sampling_resumes_bit_for_bit(file, tmp_path):
+    """Episodes are under way when the run stops: which tool answers first has no effect, and none is lost."""
+    flags = [*CALCULATOR[:2], *CALCULATOR[4:], "--env", f"{file}:Slow", *SHORT, "--over-sample", "0.5", "--lr", "1e-3"]
+    both = [*flags, "--experiment-name", "run", "--output-dir", tmp_path / "parts", "--lr-scheduler-type", "constant"]
+    straight = [*flags, "--lr-scheduler-type", "constant", "--total-training-steps", "6"]
+    _, whole, _ = train("train_sync.py", *straight, out=tmp_path / "straight")
+    run_script("train_sync.py", *both, "--total-training-steps", "3", "--max-ckpt-to-keep", "1")
+    run_script("train_sync.py", *both, "--total-training-steps", "6", "--max-ckpt-to-keep", "1")
+    assert bits(whole) == bits(tmp_path / "parts" / "run")
+
+
+@pytest.mark.slow
+def test_kill_9_while_tools_are_at_work_loses_no_ticket(file, tmp_path):
+    """Complaint 20, and no process is left."""
+    flags = [*CALCULATOR[:2], *CALCULATOR[4:], "--env", f"{file}:Slow", *SHORT, "--lr", "1e-3", "--save-freq", "1"]
+    flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
+    job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
+    until = time.monotonic() + 120
+    while not [*tmp_path.glob("run/step_00000[3-9]")] and time.monotonic() < until:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    job.stdout.close()
+    while left_over(mark) and time.monotonic() < until + 60:
+        time.sleep(0.1)
+    assert not left_over(mark)
+    step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
+    done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
+    started, trained, dropped, flying = map(
+        int, re.search(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout).groups()
+    )
+    assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
+
+
+@pytest.mark.slow
+def test_vllm_continues_episodes_across_publishes(tmp_path):
+    """Complaint 19: the log-probs of all trained tokens are those of the learner's forward pass over the whole episode."""
+    pytest.importorskip("vllm")
+    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "4", "--staleness-threshold", "0", "--lr", "1e-3"]
+    found, _, _ = train("train_async.py", *flags, "--engine", "vllm", ranks=2, out=tmp_path, timeout=280, imported="vllm")
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in range(1, 5)) > 0
+    assert max(found[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
