@@ -1051,8 +1051,9 @@ def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -
     exact where it stands: no ratio has to weigh it.
 
     sum_j p_j gap_j, gap = lp - lt, j over the K and the bucket, of at least 1e-6. The gradient is that of
-    sum_k sg(p_k (gap_k - gap of the bucket)) lp_k, exactly 0 where the two agree. The reverse KL is GKD's (arXiv 2306.13649),
-    the bucket TRL's: without it, mass outside the K would be free.
+    sum_k sg(p_k (gap_k - gap of the bucket)) lp_k, exactly 0 where the two agree.
+
+    GKD with the reverse KL, arXiv 2306.13649. The bucket is TRL's: without it, mass outside the K would be free.
     """
     if log_prob.shape != teacher_log_prob.shape or log_prob.shape[:1] != mask.shape or log_prob.dim() != 2:
         found = f"log_prob {tuple(log_prob.shape)}, teacher_log_prob {tuple(teacher_log_prob.shape)}, mask {tuple(mask.shape)}"

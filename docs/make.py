@@ -92,6 +92,7 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
+    "top_k_reverse_kl": "--teacher-top-k 20",
     "off_policy_tokens": "--off-policy-mask-threshold",
     "rollout_rejection_mask": "--rollout-rs batch_k2 --rollout-rs-threshold 0.02",
 }

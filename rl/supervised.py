@@ -45,6 +45,8 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     record_samples: ClassVar = None
     reward: ClassVar = None
     teacher: ClassVar = None
+    has_environment: ClassVar = False
+    engine: ClassVar = "transformers"
 
     @property
     def prompts_per_step(self) -> int:

@@ -21,7 +21,7 @@ from rl.data.tables import check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranges import Range
 from rl.ranks import launch
-from rl.ranks.divided_work import Division
+from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
 
 
@@ -106,7 +106,7 @@ class Demonstrations(Sequence):
 
     def _measure(self, rows: int, split: str) -> Sequence[int]:
         """The rows that are used. Each rank of a node reads a part of them: what cannot be used is an error now."""
-        work, own = Division(), Measured()
+        work, own = DividedWork(), Measured()
         part = track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0)
         try:
             for row in part:

@@ -7,9 +7,8 @@ from torch import nn
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
-from rl.model.log_probs import ChunkedLogProbs
+from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
 from rl.model.router import Router
-from rl.model.top_log_probs import log_probs_at, top_tokens
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
 LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; those of further tokens are made twice
