@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,14 @@ class Environments:
 
     # -- episodes
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def keys(self) -> Iterable[Hashable]:
+        """Of the episodes that have a process."""
+        return self._places.keys()
 
     @property
     def waiting(self) -> int:
-        """Environments that have not answered, and events that nobody has taken."""
-        return len(self._deadlines) + len(self._events)
+        """Environments that have not answered."""
+        return len(self._deadlines)
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
         """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""
@@ -173,7 +174,7 @@ class Environments:
             self._deadlines.pop(key, None)
             if not place.has_ended:
                 self._selector.unregister(place.socket)
-                self._orders.append(({"kill": place.fork}, None))
+            self._orders.append(({"kill": place.fork}, None))  # it may have closed its socket, and live on
             place.socket.close()
             self._by_fork.pop(place.fork, None)
             self._order()
@@ -184,9 +185,11 @@ class Environments:
         self._order()
         due = next(iter(self._deadlines.values()), math.inf) - time.monotonic()
         answers, lost = [], False
-        for entry, mask in self._selector.select(0 if self._events else max(0.0, min(wait, due))):
+        for entry, mask in self._selector.select(max(0.0, min(wait, due))):
             if entry.data is None:
                 lost = not self._hear_of_ends()
+                continue
+            if entry.data.fork not in self._by_fork:  # its end was heard of in this very poll
                 continue
             if mask & selectors.EVENT_WRITE:
                 self._write(entry.data)
@@ -225,6 +228,8 @@ class Environments:
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
+            if self._deadlines.pop(place.key, None):  # the rest had to wait for room
+                self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")
         answer = self._checked(place, line)
