@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,9 @@ class Environments:
 
     # -- episodes
 
-    def keys(self) -> Iterable[Hashable]:
-        """Of the episodes that have a process."""
-        return self._places.keys()
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of the episodes that have a process."""
+        return iter(self._places)
 
     @property
     def waiting(self) -> int:

@@ -83,11 +83,14 @@ class Turns:
 
     def _as_data(self, message: dict) -> dict:
         """The message with names of special tokens cut, for a template that may want a tool's name and number."""
-        content = message["content"].replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text
-        if self._names:
-            content = self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], content)
-        more = {"name": message.get("name", "tool"), "tool_call_id": "call00001"} if message["role"] == "tool" else {}
-        return {"role": message["role"], "content": content} | more
+        plain = {"role": message["role"], "content": self._cut(message["content"])}
+        if message["role"] != "tool":
+            return plain
+        return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
+
+    def _cut(self, text: str) -> str:
+        text = text.replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text
+        return self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], text) if self._names else text
 
     def _accepted_calls(self) -> list[dict]:
         """A dummy turn's calls as the template takes them: with arguments as an object, or as text. Without a call, if it shows

@@ -188,7 +188,7 @@ class Episodes:
     def _admit(self) -> None:
         """Forks the environments of prompts that have none, as many as there is room for next to those put aside."""
         for key in [key for key in self._queue if key >= self.paused_below]:
-            at_work = sum(key >= self.paused_below for key, _ in self.environments.keys())
+            at_work = sum(key >= self.paused_below for key, _ in self.environments)
             if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
                 return
             self._queue.remove(key)

@@ -30,8 +30,8 @@ class Played:
         self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
-    def keys(self):
-        return self.alive
+    def __iter__(self):
+        return iter(self.alive)
 
     @property
     def waiting(self):
