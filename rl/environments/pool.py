@@ -8,19 +8,16 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import resource
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl import printable
@@ -29,12 +26,12 @@ from rl.environments.worker import LARGEST
 from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.rewards import descendants
-from rl.rewards.environment import check_passed, reward_environment
+from rl.rewards.environment import check_passed
+from rl.rewards.pool import plain
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process, which only an environment could end
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 SHAPES = {  # of answers, by what was asked: name -> types
     "reset": {"prompt": (list, type(None))},
     "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
@@ -93,11 +90,8 @@ class Environments:
         self._starts += 1
         self._selector, self._orders = selectors.DefaultSelector(), deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = reward_environment(os.environ, self.args.reward_env) | ONE_THREAD
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "rl.environments.worker", str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=env, start_new_session=True)
+        passed, nowhere = self.args.reward_env, subprocess.DEVNULL
+        self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=nowhere)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
         self._control.send(json.dumps(self._settings).encode())
@@ -163,7 +157,7 @@ class Environments:
         if place is None:  # its event is on the way
             return
         place.asked, place.number = what, place.number + 1
-        line = json.dumps({"do": what, "number": place.number} | item, default=_plain)
+        line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
         self._deadlines[key] = time.monotonic() + self.args.env_timeout
         self._write(place)
@@ -299,8 +293,3 @@ def _ending(code: int) -> tuple[str, str]:
     if code == -signal.SIGXCPU:
         return "timeout", "no answer within the CPU time of --env-cpu-limit"
     return "died", f"its process was killed by signal {-code}" if code < 0 else f"its process exited with code {code}"
-
-
-def _plain(value: Any) -> Any:
-    """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

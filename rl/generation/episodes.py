@@ -158,7 +158,9 @@ class Episodes:
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """The further numbers of an episode that has ended."""
+        """The further numbers of an episode that has ended; none if its prompt's images could not be prepared."""
+        if id not in self._of:
+            return {}
         episode = self._of[id]
         mask = self._works[id[0]].mask(id[1], len(episode.output.token_ids))
         sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
@@ -175,13 +177,14 @@ class Episodes:
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
         """[token, reward] of each turn, with --turn-rewards, of an episode that could be scored."""
-        return self._of[id].rewards if self.args.turn_rewards and not self._of[id].event else None
+        episode = self._of.get(id)
+        return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
         for id in [id for id in self._of if id[0] == key]:
             del self._of[id]
-        del self._works[key]
+        self._works.pop(key, None)
 
     # -- the beginning
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import train_async
 import train_sync
+from rl.data.images import ImageError
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
@@ -347,6 +349,17 @@ def test_a_validation_has_room_next_to_what_is_put_aside():
     for _ in range(100):
         generator.score(generator.decode())
     assert not generator.is_validating and len(generator.take_rows()) == 1
+
+
+def test_images_that_cannot_be_prepared_cost_their_prompt_and_nothing_else():
+    def prepare():
+        raise ImageError("broken")
+
+    generator, played = make(until(1, 1.0))
+    generator.job.prompts[0] = replace(generator.job.prompts[0], images=SimpleNamespace(prepare=prepare, digest=""))
+    generator.start(0)
+    assert all(r.score is None and "broken" in r.error and not r.extra for r in finish(generator).responses)
+    assert not played.asked
 
 
 def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
