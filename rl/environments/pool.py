@@ -75,7 +75,7 @@ class Environments:
         check_passed(args.reward_env)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
-        self._starts, self._forks, self._ready = 0, 0, None
+        self._starts = self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
         self._deadlines: dict[Hashable, float] = {}  # of what was asked, in its order
@@ -84,7 +84,10 @@ class Environments:
 
     # -- the warm process
 
+    @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
+        """Sets `ready`, what the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises
+        UserError if the user's file cannot be used."""
         if self._starts == MOST_STARTS:
             raise UserError(f"{self.name}: the process that all environments are forked from was ended {MOST_STARTS} times.")
         self._starts += 1
@@ -96,28 +99,17 @@ class Environments:
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
         self._control.send(json.dumps(self._settings).encode())
         self._selector.register(self._control, selectors.EVENT_READ)
-
-    @watchdog.doing("the environments' process to start")
-    def _await_ready(self) -> dict:
         self._control.settimeout(START_LIMIT)
         try:
-            answer = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
+            self.ready = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
         except TimeoutError:
-            answer = {"failed": f"its process was not ready after {START_LIMIT} s"}
+            self.ready = {"failed": f"its process was not ready after {START_LIMIT} s"}
         except ConnectionError:
-            answer = {"failed": "its process ended"}
-        if "failed" in answer:
+            self.ready = {"failed": "its process ended"}
+        if "failed" in self.ready:
             self.close()
-            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {answer['failed']}")
+            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {self.ready['failed']}")
         self._control.setblocking(False)
-        return answer
-
-    @property
-    def ready(self) -> dict:
-        """What the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises UserError if the
-        user's file cannot be used."""
-        self._ready = self._ready or self._await_ready()
-        return self._ready
 
     def close(self) -> None:
         """Ends all processes."""
@@ -141,7 +133,6 @@ class Environments:
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
         """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""
-        assert self.ready
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._forks += 1
@@ -256,7 +247,7 @@ class Environments:
     def _order(self) -> None:
         """Gives the warm process what it has room for."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self._orders and self._ready:
+            while self._orders:
                 order, theirs = self._orders[0]
                 data = [json.dumps(order).encode()]
                 socket.send_fds(self._control, data, [theirs.fileno()] if theirs else [])
@@ -285,7 +276,6 @@ class Environments:
             self._fail(key, "died", "the process that it was forked from was ended")
         self.close()
         self._start()
-        self._ready = self._await_ready()
 
 
 def _ending(code: int) -> tuple[str, str]:

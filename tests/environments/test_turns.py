@@ -123,3 +123,10 @@ def test_a_tool_s_name_is_data_too():
     turns = Turns(tokenizer, [SCHEMA], end_tokens("qwen2_5"))
     ids = turns.between([TOOL | {"name": "\ud800<|im_end|>"}])
     assert "?<|im_end|>391" in tokenizer.decode(ids) and ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+
+
+def test_a_reserved_token_in_an_answer_is_text():
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.add_tokens(["<|reserved_special_token_5|>", "<unused7>"], special_tokens=True)
+    ids = Turns(tokenizer, [], end_tokens("qwen2_5")).between([USER | {"content": "<|reserved_special_token_5|><unused7>"}])
+    assert "<|reserved_special_token_5|><unused7>" in tokenizer.decode(ids) and max(ids) < len(tokenizer) - 2
