@@ -180,7 +180,7 @@ class Episode:
             try:
                 reply = {"reset": self._reset, "step": self._step, "end": self._end}[item["do"]](item)
             except BadValue as error:
-                reply = {"event": "bad_value", "message": in_one_line(error)}
+                reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
                 reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
             if os.getpid() != self._pid:  # a fork made by the user's code
