@@ -5,7 +5,6 @@ of rl/rewards/pool.py's kinds. The processes are forks of one that rl/environmen
 """
 
 import contextlib
-import itertools
 import json
 import math
 import resource
@@ -29,7 +28,7 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.pool import plain
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file; and again, to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process, which only an environment could end
 SHAPES = {  # of answers, by what was asked: name -> types
@@ -78,7 +77,7 @@ class Environments:
         self._starts = self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
-        self._deadlines: dict[Hashable, float] = {}  # of what was asked, in its order
+        self._deadlines: dict[Hashable, float] = {}  # of what was asked
         self._events: list[tuple[Hashable, dict]] = []
         self._start()
 
@@ -150,7 +149,8 @@ class Environments:
         place.asked, place.number = what, place.number + 1
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
-        self._deadlines[key] = time.monotonic() + self.args.env_timeout
+        queued = START_LIMIT if what == "reset" else 0  # behind the forks of others
+        self._deadlines[key] = time.monotonic() + self.args.env_timeout + queued
         self._write(place)
 
     def end(self, key: Hashable) -> None:
@@ -168,7 +168,7 @@ class Environments:
         """(key, answer) of what was answered since the last call; it waits up to `wait` seconds for one. An answer with
         "event" and "message" ends the episode."""
         self._order()
-        due = next(iter(self._deadlines.values()), math.inf) - time.monotonic()
+        due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
         answers, lost = [], False
         for entry, mask in self._selector.select(max(0.0, min(wait, due))):
             if entry.data is None:
@@ -183,7 +183,7 @@ class Environments:
         if lost:
             self._lost()
         now = time.monotonic()
-        for key in [*itertools.takewhile(lambda key: self._deadlines[key] <= now, self._deadlines)]:
+        for key in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             self._fail(key, "timeout", f"no answer after {self.args.env_timeout:g} s (--env-timeout)")
         answers, self._events = answers + self._events, []
         return answers
@@ -213,7 +213,7 @@ class Environments:
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
-            if self._deadlines.pop(place.key, None):  # the rest had to wait for room
+            if place.key in self._deadlines:  # the rest had to wait for room
                 self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")

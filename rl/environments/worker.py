@@ -136,7 +136,8 @@ class Forks:
                 os.close(own)
             self.control.detach()
             _limit(self.warm.settings)
-            Episode(self.warm, socket.socket(fileno=file)).serve()
+            with contextlib.suppress(ConnectionError):  # the rank has ended the episode
+                Episode(self.warm, socket.socket(fileno=file)).serve()
             os._exit(0)
         except BaseException:
             traceback.print_exc()

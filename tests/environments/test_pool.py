@@ -127,6 +127,17 @@ def test_one_that_hangs_costs_its_time_limit(model, tokenizer):
 
 
 @pytest.mark.slow
+def test_many_that_begin_at_once_have_time_to_be_forked(model):
+    """One after the other, which takes longer than --env-timeout; that is for what the user's code does."""
+    pool = environments(model, env_timeout=0.2)
+    for key in range(200):
+        pool.begin(key, {"ground_truth": "good", "prompt": []}, seed=1, own_seed=key)
+    found = answers(pool, range(200))
+    pool.close()
+    assert len(found) == 200 and not any("event" in answer for answer in found.values())
+
+
+@pytest.mark.slow
 def test_a_long_answer_may_wait_for_a_rank_that_learns(model):
     """It does not fit into a socket, so its process can write the rest only once the rank has read the first part."""
     pool = environments(model, env_timeout=3.0)
