@@ -48,15 +48,9 @@ def model_dir() -> str:
     return demo.made_once("demo-calculator", VERSION, _make)
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """One token a character, and one for all of a call that is the same in each."""
-    return demo.tokenizer_of(SPECIAL, CHARACTERS, CHAT_TEMPLATE)
-
-
-def build_model(vocab_size: int) -> Qwen2ForCausalLM:
-    """Of 2 layers."""
+def _build_model(vocabulary: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
-        vocab_size=vocab_size,
+        vocab_size=vocabulary,
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -73,8 +67,8 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
 
 
 def _make(directory: str) -> None:
-    tokenizer = build_tokenizer()
-    model = build_model(len(tokenizer))
+    tokenizer = demo.tokenizer_of(SPECIAL, CHARACTERS, CHAT_TEMPLATE)
+    model = _build_model(len(tokenizer))
     _teach(model, tokenizer)
     demo.save(model, directory)
     tokenizer.save_pretrained(directory)
@@ -100,16 +94,13 @@ def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
 def _rows(tokenizer: Qwen2Tokenizer, problem: tuple[int, int], answer: str | None) -> tuple[list[int], list[bool]]:
     """A conversation's token ids, and which of them the model says. answer: a guess; None asks."""
     a, b = problem
-    text, said = f"<|user|>{a}*{b}=<|assistant|>", [f"{answer}<|end|>"]
+    parts = [f"<|user|>{a}*{b}=<|assistant|>", f"{answer}<|end|>"]  # the user's, the model's and so on
     if answer is None:
-        said = [f"{CALL}{a}*{b}{END_OF_CALL}<|end|>", f"{a * b}<|end|>"]
+        parts[1:] = [f"{CALL}{a}*{b}{END_OF_CALL}<|end|>", f"\n<|tool|>{a * b}<|assistant|>", f"{a * b}<|end|>"]
     ids, mask = [], []
-    for part, is_said in [(text, False), (said[0], True)] + (
-        [(f"\n<|tool|>{a * b}<|assistant|>", False), (said[1], True)] if answer is None else []
-    ):
-        of_part = tokenizer(part)["input_ids"]
+    for number, of_part in enumerate(tokenizer(parts)["input_ids"]):
         ids += of_part
-        mask += [is_said] * len(of_part)
+        mask += [number % 2 == 1] * len(of_part)
     return ids, mask
 
 

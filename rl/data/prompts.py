@@ -68,7 +68,7 @@ class Prompt:
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
     images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
-    row: dict = field(default_factory=dict)  # its columns as they were read, images aside
+    row: dict = field(default_factory=dict)  # its columns, images aside; "prompt": messages, or a string that is used as it is
 
 
 class PromptOrder:
@@ -149,7 +149,7 @@ class PromptDataset(Sequence):
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
             images=of_row,
-            row={name: value for name, value in row.items() if name != self.args.image_key},
+            row={name: value for name, value in row.items() if name != self.args.image_key} | {"prompt": self._asked(row)},
         )
 
     def sources(self) -> dict[str, str]:
@@ -308,9 +308,9 @@ class PromptDataset(Sequence):
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
         key = self.args.prompt_key if self.args.prompt_key in row else "question"
-        prompt = row[key]
-        is_chat = not (isinstance(prompt, str) and key == self.args.prompt_key)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = self._asked(row)
+        is_chat = not isinstance(prompt, str)
+        messages = prompt if is_chat else [{"role": "user", "content": prompt}]
         if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
             raise UserError(
                 f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
@@ -321,6 +321,13 @@ class PromptDataset(Sequence):
         if self.prep and self.args.image_key in row:
             messages = images.with_places(messages)
         return Text(self._render_chat(where, messages), True) if is_chat else Text(prompt, False)
+
+    def _asked(self, row: dict) -> Any:
+        """The row's prompt: chat messages, or a string that is used as it is."""
+        if self.args.prompt_key in row:
+            return row[self.args.prompt_key]
+        question = row["question"]
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
     def _render_chat(self, where: str, messages: list[dict]) -> str:
         if not self.tokenizer.chat_template:

@@ -5,22 +5,18 @@ of rl/rewards/pool.py's kinds. The processes are forks of one that rl/environmen
 """
 
 import contextlib
-import itertools
 import json
 import math
-import os
 import resource
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl import printable
@@ -29,12 +25,12 @@ from rl.environments.worker import LARGEST
 from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.rewards import descendants
-from rl.rewards.environment import check_passed, reward_environment
+from rl.rewards.environment import check_passed
+from rl.rewards.pool import plain
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file; and again, to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process, which only an environment could end
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 SHAPES = {  # of answers, by what was asked: name -> types
     "reset": {"prompt": (list, type(None))},
     "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
@@ -78,52 +74,41 @@ class Environments:
         check_passed(args.reward_env)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
-        self._starts, self._forks, self._ready = 0, 0, None
+        self._starts = self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
-        self._deadlines: dict[Hashable, float] = {}  # of what was asked, in its order
+        self._deadlines: dict[Hashable, float] = {}  # of what was asked
         self._events: list[tuple[Hashable, dict]] = []
         self._start()
 
     # -- the warm process
 
+    @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
+        """Sets `ready`, what the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises
+        UserError if the user's file cannot be used."""
         if self._starts == MOST_STARTS:
             raise UserError(f"{self.name}: the process that all environments are forked from was ended {MOST_STARTS} times.")
         self._starts += 1
         self._selector, self._orders = selectors.DefaultSelector(), deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = reward_environment(os.environ, self.args.reward_env) | ONE_THREAD
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "rl.environments.worker", str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=env, start_new_session=True)
+        passed, nowhere = self.args.reward_env, subprocess.DEVNULL
+        self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=nowhere)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
         self._control.send(json.dumps(self._settings).encode())
         self._selector.register(self._control, selectors.EVENT_READ)
-
-    @watchdog.doing("the environments' process to start")
-    def _await_ready(self) -> dict:
         self._control.settimeout(START_LIMIT)
         try:
-            answer = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
+            self.ready = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
         except TimeoutError:
-            answer = {"failed": f"its process was not ready after {START_LIMIT} s"}
+            self.ready = {"failed": f"its process was not ready after {START_LIMIT} s"}
         except ConnectionError:
-            answer = {"failed": "its process ended"}
-        if "failed" in answer:
+            self.ready = {"failed": "its process ended"}
+        if "failed" in self.ready:
             self.close()
-            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {answer['failed']}")
+            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {self.ready['failed']}")
         self._control.setblocking(False)
-        return answer
-
-    @property
-    def ready(self) -> dict:
-        """What the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises UserError if the
-        user's file cannot be used."""
-        self._ready = self._ready or self._await_ready()
-        return self._ready
 
     def close(self) -> None:
         """Ends all processes."""
@@ -136,17 +121,17 @@ class Environments:
 
     # -- episodes
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of the episodes that have a process."""
+        return iter(self._places)
 
     @property
     def waiting(self) -> int:
-        """Environments that have not answered, and events that nobody has taken."""
-        return len(self._deadlines) + len(self._events)
+        """Environments that have not answered."""
+        return len(self._deadlines)
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
         """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""
-        assert self.ready
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._forks += 1
@@ -162,9 +147,10 @@ class Environments:
         if place is None:  # its event is on the way
             return
         place.asked, place.number = what, place.number + 1
-        line = json.dumps({"do": what, "number": place.number} | item, default=_plain)
+        line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
-        self._deadlines[key] = time.monotonic() + self.args.env_timeout
+        queued = START_LIMIT if what == "reset" else 0  # behind the forks of others
+        self._deadlines[key] = time.monotonic() + self.args.env_timeout + queued
         self._write(place)
 
     def end(self, key: Hashable) -> None:
@@ -173,7 +159,7 @@ class Environments:
             self._deadlines.pop(key, None)
             if not place.has_ended:
                 self._selector.unregister(place.socket)
-                self._orders.append(({"kill": place.fork}, None))
+            self._orders.append(({"kill": place.fork}, None))  # it may have closed its socket, and live on
             place.socket.close()
             self._by_fork.pop(place.fork, None)
             self._order()
@@ -182,11 +168,13 @@ class Environments:
         """(key, answer) of what was answered since the last call; it waits up to `wait` seconds for one. An answer with
         "event" and "message" ends the episode."""
         self._order()
-        due = next(iter(self._deadlines.values()), math.inf) - time.monotonic()
+        due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
         answers, lost = [], False
-        for entry, mask in self._selector.select(0 if self._events else max(0.0, min(wait, due))):
+        for entry, mask in self._selector.select(max(0.0, min(wait, due))):
             if entry.data is None:
                 lost = not self._hear_of_ends()
+                continue
+            if entry.data.fork not in self._by_fork:  # its end was heard of in this very poll
                 continue
             if mask & selectors.EVENT_WRITE:
                 self._write(entry.data)
@@ -195,7 +183,7 @@ class Environments:
         if lost:
             self._lost()
         now = time.monotonic()
-        for key in [*itertools.takewhile(lambda key: self._deadlines[key] <= now, self._deadlines)]:
+        for key in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             self._fail(key, "timeout", f"no answer after {self.args.env_timeout:g} s (--env-timeout)")
         answers, self._events = answers + self._events, []
         return answers
@@ -225,6 +213,8 @@ class Environments:
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
+            if place.key in self._deadlines:  # the rest had to wait for room
+                self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")
         answer = self._checked(place, line)
@@ -257,7 +247,7 @@ class Environments:
     def _order(self) -> None:
         """Gives the warm process what it has room for."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self._orders and self._ready:
+            while self._orders:
                 order, theirs = self._orders[0]
                 data = [json.dumps(order).encode()]
                 socket.send_fds(self._control, data, [theirs.fileno()] if theirs else [])
@@ -286,7 +276,6 @@ class Environments:
             self._fail(key, "died", "the process that it was forked from was ended")
         self.close()
         self._start()
-        self._ready = self._await_ready()
 
 
 def _ending(code: int) -> tuple[str, str]:
@@ -294,8 +283,3 @@ def _ending(code: int) -> tuple[str, str]:
     if code == -signal.SIGXCPU:
         return "timeout", "no answer within the CPU time of --env-cpu-limit"
     return "died", f"its process was killed by signal {-code}" if code < 0 else f"its process exited with code {code}"
-
-
-def _plain(value: Any) -> Any:
-    """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+OF_THE_MACHINE = OSError, MemoryError, ImportError  # such a failure is nobody's answer
+OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # which the model gave
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are no tools
 
 
@@ -102,9 +104,9 @@ class ToolEnvironment:
             return {"role": "tool", "name": name, "content": f"error: {error}"}
         try:
             result = awaited(self.tools[name](**call["arguments"]))
-        except (OSError, MemoryError, ImportError):  # of the machine, not of the model's arguments: nobody's answer
-            raise
         except Exception as error:
+            if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
+                raise
             result = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "name": name, "content": result if isinstance(result, str) else _as_text(result)}
 

@@ -17,7 +17,7 @@ MARK = "mark7f3a"  # in place of what the model has said
 BREAK = "\ue000"  # cuts the name of a special token in an answer; of private use, left out of answers
 ANSWER = {"role": "tool", "content": "answer"}
 SHORTEST = 3  # characters of a name that is cut: whitespace and single letters among the added tokens are plain text anyhow
-UNUSED = re.compile(r"<.?(unused|reserved).*>", re.IGNORECASE)  # thousands in some tokenizers
+UNUSED = r"(?i:<[^<>\s]?(?:unused|reserved)[^<>\s]*>)"  # thousands in some tokenizers
 
 
 class Turns:
@@ -29,9 +29,9 @@ class Turns:
         if not tokenizer.chat_template:
             raise UserError("--env: the model's tokenizer has no chat template, which says what stands between two turns.")
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens)]
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if not UNUSED.fullmatch(token.content)]
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if not re.fullmatch(UNUSED, token.content)]
         names = sorted((name for name in added if len(name.strip()) >= SHORTEST), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        self._names = re.compile("|".join([*map(re.escape, names), UNUSED]))
         self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in schemas or ()}
         self._calls = self._accepted_calls() if schemas else []
         self.form = self._form() if form == "auto" and schemas else form
@@ -83,11 +83,14 @@ class Turns:
 
     def _as_data(self, message: dict) -> dict:
         """The message with names of special tokens cut, for a template that may want a tool's name and number."""
-        content = message["content"].replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text
-        if self._names:
-            content = self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], content)
-        more = {"name": message.get("name", "tool"), "tool_call_id": "call00001"} if message["role"] == "tool" else {}
-        return {"role": message["role"], "content": content} | more
+        plain = {"role": message["role"], "content": self._cut(message["content"])}
+        if message["role"] != "tool":
+            return plain
+        return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
+
+    def _cut(self, text: str) -> str:
+        text = text.replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text
+        return self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
     def _accepted_calls(self) -> list[dict]:
         """A dummy turn's calls as the template takes them: with arguments as an object, or as text. Without a call, if it shows

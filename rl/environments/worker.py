@@ -26,6 +26,7 @@ from rl.rewards.worker import import_file, in_one_line, limit_cpu
 
 LARGEST = 1 << 17  # bytes of a message between this process and the rank
 OPEN_FILES = 256  # of an environment
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(parent: int) -> None:
@@ -34,6 +35,7 @@ def main(parent: int) -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the user's code prints goes to stderr
+    os.environ.update(ONE_THREAD)
     settings = json.loads(control.recv(LARGEST))
     try:
         warm = Warm(settings)
@@ -134,7 +136,8 @@ class Forks:
                 os.close(own)
             self.control.detach()
             _limit(self.warm.settings)
-            Episode(self.warm, socket.socket(fileno=file)).serve()
+            with contextlib.suppress(ConnectionError):  # the rank has ended the episode
+                Episode(self.warm, socket.socket(fileno=file)).serve()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -178,7 +181,7 @@ class Episode:
             try:
                 reply = {"reset": self._reset, "step": self._step, "end": self._end}[item["do"]](item)
             except BadValue as error:
-                reply = {"event": "bad_value", "message": in_one_line(error)}
+                reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
                 reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
             if os.getpid() != self._pid:  # a fork made by the user's code

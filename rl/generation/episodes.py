@@ -19,7 +19,6 @@ from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, Request, request_seed
 from rl.model.pretrained import end_token_ids
 from rl.rewards.pool import Score
-from rl.samples.group import Group, Response
 
 OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment where there is nothing to sample
@@ -56,7 +55,7 @@ class Episode:
 class Beginning:
     """A prompt whose environments are being reset."""
 
-    partial: Group | None
+    recorded: list[int] | None  # the prompt behind which its responses were sampled before
     n: int
     left: set[int]  # of the n, those that have not answered
     prompts: dict[int, list[int]] = field(default_factory=dict)  # of those that add to it
@@ -72,7 +71,7 @@ class Episodes:
         self.paused_below = 0  # keys whose answers wait: those that `generate` has put aside
         self._of: dict[tuple[int, int], Episode] = {}
         self._works: dict[int, Any] = {}  # the generator's Work, by key
-        self._queue: deque[int] = deque()  # keys without environments yet
+        self._queue: list[int] = []  # keys without environments yet
         self._beginnings: dict[int, Beginning] = {}
         self._answers: list[tuple[tuple[int, int], dict]] = []
         self._ended: list[Output] = []
@@ -80,11 +79,14 @@ class Episodes:
 
     # -- what the generator asks
 
-    def begin(self, key: int, work: Any, requests: list[Request], partial: Group | None) -> None:
-        """Starts a prompt's episodes, or plays those of `partial` again."""
+    def begin(
+        self, key: int, work: Any, requests: list[Request], before: list[Output | None], prompt: list[int] | None
+    ) -> None:
+        """Starts a prompt's episodes, or plays those again that were recorded. before: what each has become already; prompt:
+        behind which it was sampled."""
         self._works[key] = work
-        self._of |= {request.id: Episode(request) for request in requests}
-        self._beginnings[key] = Beginning(partial, len(requests), {request.id[1] for request in requests})
+        self._of |= {request.id: Episode(request, output) for request, output in zip(requests, before, strict=True)}
+        self._beginnings[key] = Beginning(prompt, len(requests), {request.id[1] for request in requests})
         self._queue.append(key)
         self._admit()
 
@@ -140,9 +142,8 @@ class Episodes:
 
     def outputs(self) -> dict[tuple[int, int], Output]:
         """Of the episodes that the engine does not have: what they are so far."""
-        nothing = lambda id: Output(id, [], [], [], "unfinished")  # noqa: E731
-        beginning = {id for id in self._of if id[0] in self._beginnings}
-        return {id: e.output or nothing(id) for id, e in self._of.items() if e.output or id in beginning}
+        elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
+        return {id: output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()}
 
     def score(self, id: tuple[int, int], has_verifier: bool) -> Score | None:
         """Of an episode that has ended, by its environment; None where a verifier scores it. An episode that nobody scores was
@@ -157,7 +158,9 @@ class Episodes:
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """The further numbers of an episode that has ended."""
+        """The further numbers of an episode that has ended; none if its prompt's images could not be prepared."""
+        if id not in self._of:
+            return {}
         episode = self._of[id]
         mask = self._works[id[0]].mask(id[1], len(episode.output.token_ids))
         sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
@@ -174,21 +177,24 @@ class Episodes:
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
         """[token, reward] of each turn, with --turn-rewards, of an episode that could be scored."""
-        return self._of[id].rewards if self.args.turn_rewards and not self._of[id].event else None
+        episode = self._of.get(id)
+        return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
         for id in [id for id in self._of if id[0] == key]:
             del self._of[id]
-        del self._works[key]
+        self._works.pop(key, None)
 
     # -- the beginning
 
     def _admit(self) -> None:
-        """Forks the environments of prompts that have none, as many as there is room for."""
-        room = BY_ROWS * self.args.max_num_seqs
-        while self._queue and (len(self.environments) < room or self._replayed is not None):
-            key = self._queue.popleft()
+        """Forks the environments of prompts that have none, as many as there is room for next to those put aside."""
+        for key in [key for key in self._queue if key >= self.paused_below]:
+            at_work = sum(key >= self.paused_below for key, _ in self.environments)
+            if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
+                return
+            self._queue.remove(key)
             for number in sorted(self._beginnings[key].left):
                 self._fork((key, number))
 
@@ -203,7 +209,7 @@ class Episodes:
         key, number = id
         beginning = self._beginnings.get(key)
         if beginning is None:  # it starts again
-            self._start(id, None, None)
+            self._start(id)
             return
         beginning.left.discard(number)
         if prompt:
@@ -216,35 +222,31 @@ class Episodes:
         work = self._works[key]
         alive = [id for id, episode in self._of.items() if id[0] == key and not episode.event]
         prompts = {id: beginning.prompts.get(id[1]) for id in alive}
-        partial, first = beginning.partial, next(iter(prompts.values()), None)
-        wrong = None
+        first, wrong = next(iter(prompts.values()), None), None
         if first and len(first) > self.args.max_prompt_length:
             wrong = f"with what reset adds, the prompt has {len(first)} tokens, more than --max-prompt-length"
         elif first and work.prompt.images:
             wrong = "reset adds to a prompt that has images"
         elif first:
             work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.tokenizer.decode(first))
-        if partial is not None and first and partial.prompt_ids.tolist() != first:
-            partial = None
         for id in alive:
-            episode = self._of[id]
             if wrong or prompts[id] != first:
                 self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
                 continue
-            episode.request = dataclasses.replace(episode.request, prompt_ids=work.prompt.ids)
-            self._start(id, partial and partial.responses[id[1]], partial)
+            if self._of[id].output and beginning.recorded != work.prompt.ids:
+                self._forget(id)
+            self._of[id].request = dataclasses.replace(self._of[id].request, prompt_ids=work.prompt.ids)
+            self._start(id)
 
-    def _start(self, id: tuple[int, int], before: Response | None, partial: Group | None) -> None:
-        if before is None or not len(before.token_ids):
+    def _start(self, id: tuple[int, int]) -> None:
+        episode = self._of[id]
+        if episode.output is None:
             self._add(id, None)
             return
-        episode, mask = self._of[id], np.ones(len(before.token_ids), bool) if before.mask is None else before.mask
-        parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
-        routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
-        episode.output = Output(id, *parts, before.finish_reason, routes)
-        episode.again.extend(len(list(run)) for _, run in itertools.groupby(mask.tolist()))
-        if before.mask is not None:
-            self._works[id[0]].masks[id[1]] = before.mask
+        tokens = len(episode.output.token_ids)
+        mask = self._works[id[0]].mask(id[1], tokens)
+        runs = [[True] * tokens] if mask is None else [list(run) for _, run in itertools.groupby(mask.tolist())]
+        episode.again.extend(map(len, runs))
         self._play(id)
 
     # -- turn after turn
@@ -341,9 +343,13 @@ class Episodes:
     def _restart(self, id: tuple[int, int]) -> None:
         """An environment that answers otherwise than it did: its response is made again."""
         self.environments.end(id)
+        self._forget(id)
+        self._fork(id)
+
+    def _forget(self, id: tuple[int, int]) -> None:
+        """Drops what was recorded of an episode."""
         self._works[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(self._of[id].request, restarts=self._of[id].restarts + 1)
-        self._fork(id)
 
     # -- the end
 

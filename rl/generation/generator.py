@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -304,19 +303,12 @@ class Generator:
             return
         self.working[key] = work
         requests = self._requests(key, work, sampling)
+        recorded = [_recorded(request.id, partial, work) for request in requests]
         if self.episodes:
-            self.episodes.begin(key, work, requests, partial)
+            self.episodes.begin(key, work, requests, recorded, partial and partial.prompt_ids.tolist())
             return
-        for request, before in zip_longest(requests, partial.responses if partial else ()):
-            if before is None or not len(before.token_ids):
-                self.engine.add(request)
-                continue
-            parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
-            if before.mask is not None:
-                work.masks[request.id[1]] = before.mask
-            routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
-            output = Output(request.id, *parts, before.finish_reason, routes)
-            if output.finish_reason == "unfinished":
+        for request, output in zip(requests, recorded, strict=True):
+            if output is None or output.finish_reason == "unfinished":
                 self.engine.add(dataclasses.replace(request, so_far=output))
             else:
                 self._submit(output)
@@ -385,6 +377,18 @@ def _response(
         routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
         rewards=rewards or None,
     )
+
+
+def _recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output | None:
+    """What response `id` was when the run was stopped; None if it had no token."""
+    before = partial.responses[id[1]] if partial else None
+    if before is None or not len(before.token_ids):
+        return None
+    if before.mask is not None:
+        work.masks[id[1]] = before.mask
+    parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
+    routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
+    return Output(id, *parts, before.finish_reason, routes)
 
 
 def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:

@@ -13,7 +13,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from rl.rewards.environment import reward_environment
 
 SET_DEATH_SIGNAL = 1  # options of prctl
 SET_SUBREAPER = 36
@@ -44,6 +48,16 @@ def guard(starter: int) -> bool:
 def end_with_parent() -> None:
     """Has the system end this process when its parent ends."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
+    """Runs a module whose process becomes a guard; the number of this process is its last argument. passed: --reward-env;
+    pipes: as subprocess.Popen takes them."""
+    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    env = reward_environment(os.environ, passed)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -168,7 +168,7 @@ class ScoringPool:
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        self._threads.queue.put((key, json.dumps(item, default=_plain)))
+        self._threads.queue.put((key, json.dumps(item, default=plain)))
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
             self._threads.start_one()
@@ -370,7 +370,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -7,14 +7,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rl import printable
 from rl.rewards import descendants
-from rl.rewards.environment import reward_environment
 
 REPLY_LIMIT = 1 << 24  # bytes of one answer; more is not a score
 LOOK = 0.1  # seconds after which one who waits asks again how long it may
@@ -39,12 +36,8 @@ class ScoringProcess:
 
     def __init__(self, reward: str | None, memory_gb: float, cpu_seconds: float, passed: Sequence[str] = ()):
         """reward: path/to/file.py:function; without it a built-in verifier, which each item names. passed: --reward-env."""
-        command = [sys.executable, "-m", "rl.rewards.worker", reward or "", str(memory_gb), str(cpu_seconds), str(os.getpid())]
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        env = reward_environment(os.environ, passed)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, bufsize=0)
+        command, pipe = ("rl.rewards.worker", reward or "", str(memory_gb), str(cpu_seconds)), subprocess.PIPE
+        self.process = descendants.start(*command, passed=passed, stdin=pipe, stdout=pipe, bufsize=0)
         os.set_blocking(self.process.stdin.fileno(), False)  # a long item goes in pieces
         self.asked = 0  # items so far: an answer with another number is none of the process's own
         self._read = b""

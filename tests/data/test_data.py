@@ -76,6 +76,7 @@ def test_verls_layout_chat_and_string(tmp_path):
 
 def test_plain_question_and_answer(tmp_path):
     (row,) = dataset(write(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "1+1 is\n#### 1,002"}))
+    assert row.row["prompt"] == [{"role": "user", "content": "1+1="}]  # for an environment, which may add messages
     assert row.ground_truth == "1002" and row.data_source == "openai/gsm8k"
     assert row.text == "<|user|>1+1=<|assistant|>"
     (row,) = dataset(write(tmp_path / "b.jsonl", {"question": "1+1=", "answer": "(3, 4)", "data_source": "math"}))

@@ -69,6 +69,13 @@ class Rude:
     def _returns_an_image(self, message):
         return [{"role": "user", "content": [{"type": "image"}]}], None, False
 
+    def _closes_its_files(self, message):
+        os.closerange(3, 64)
+        time.sleep(1000)
+
+    def _says_much(self, message):
+        return [{"role": "user", "content": "word " * 200_000}], None, False
+
     def _leaves_a_child(self, message):
         if not os.fork():
             time.sleep(1000)

@@ -97,16 +97,56 @@ def test_what_an_environment_does_costs_its_own_response(rude, tokenizer):
     assert tokenizer.decode(found["good"]["ids"]).startswith("\n<|im_start|>user\ngood hello<|im_end|>")
     assert "only text" in found["returns an image"]["message"]
     rude.end("good")
-    assert not len(rude) and not rude.waiting
+    assert not list(rude) and not rude.waiting
+
+
+def test_an_end_may_be_heard_of_before_its_socket_is_looked_at(rude, monkeypatch):
+    rude.begin("exits", {"ground_truth": "exits", "prompt": []}, seed=1, own_seed=1)
+    answers(rude, ["exits"])
+    rude.ask("exits", "step", ids=[1])
+    select, until = rude._selector.select, time.monotonic() + 20
+    while len(select(0)) < 2 and time.monotonic() < until:  # its socket's end, and what its parent says of it
+        time.sleep(0.05)
+    parent_first = lambda wait: sorted(select(wait), key=lambda item: item[0].data is not None)  # noqa: E731
+    monkeypatch.setattr(rude._selector, "select", parent_first)
+    assert [answer["event"] for _, answer in rude.poll()] == ["died"]
 
 
 @pytest.mark.slow
 def test_one_that_hangs_costs_its_time_limit(model, tokenizer):
-    """Complaint 18."""
+    """Complaint 18; its process does not outlive its episode, even if nobody can speak to it any more."""
     pool = environments(model, env_timeout=2.0)
-    found = played(pool, tokenizer, "hangs", "good")
-    pool.close()
+    found = played(pool, tokenizer, "hangs", "closes its files", "good")
     assert found["hangs"]["event"] == "timeout" and "--env-timeout" in found["hangs"]["message"] and "ids" in found["good"]
+    assert found["closes its files"]["event"] == "timeout"
+    until = time.monotonic() + 20
+    while len(descendants(pool._process.pid)) > 2 and time.monotonic() < until:
+        pool.poll(0.1)
+    assert len(descendants(pool._process.pid)) == 2  # what all are forked from, and the good one
+    pool.close()
+
+
+@pytest.mark.slow
+def test_many_that_begin_at_once_have_time_to_be_forked(model):
+    """One after the other, which takes longer than --env-timeout; that is for what the user's code does."""
+    pool = environments(model, env_timeout=0.2)
+    for key in range(200):
+        pool.begin(key, {"ground_truth": "good", "prompt": []}, seed=1, own_seed=key)
+    found = answers(pool, range(200))
+    pool.close()
+    assert len(found) == 200 and not any("event" in answer for answer in found.values())
+
+
+@pytest.mark.slow
+def test_a_long_answer_may_wait_for_a_rank_that_learns(model):
+    """It does not fit into a socket, so its process can write the rest only once the rank has read the first part."""
+    pool = environments(model, env_timeout=3.0)
+    pool.begin("a", {"ground_truth": "says much", "prompt": []}, seed=1, own_seed=1)
+    answers(pool, "a")
+    pool.ask("a", "step", ids=[1])
+    time.sleep(4.0)
+    assert len(answers(pool, "a")["a"]["ids"]) > 200_000
+    pool.close()
 
 
 def test_many_slow_ones_do_not_hold_up_a_fast_one(rude, tokenizer):

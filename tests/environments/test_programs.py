@@ -1,5 +1,7 @@
 """A user's environment, tools as functions, and a TRL environment's class as it is, all as one program."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,15 @@ def said(*calls, content=""):
     return {"role": "assistant", "content": content, "calls": list(calls)}
 
 
+def read(path: str) -> str:
+    """Reads a file.
+
+    Args:
+        path: Its path.
+    """
+    return Path(path).read_text()
+
+
 def call(name, **arguments):
     return {"name": name, "arguments": arguments}
 
@@ -68,6 +79,8 @@ def test_tools_answer_in_order_and_say_what_is_wrong():
     assert "there is no tool 'other'" in contents[3] and contents[4] == "error: the call has no end"
     assert {message["role"] for message in messages} == {"tool"} and reward is None and not done
     assert program.step(said(content="3.5")) == ([], None, True)
+    missing = Programs([read], are_tools=True).new().step(said(call("read", path="/no/such/file")))
+    assert missing[0][0]["content"].startswith("error: FileNotFoundError")  # the model gave the path
     with pytest.raises(ConnectionError):  # the machine's failure is no answer to the model
         program.step(said(call("offline", page="x")))
 

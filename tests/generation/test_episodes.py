@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import train_async
 import train_sync
+from rl.data.images import ImageError
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
@@ -30,8 +32,8 @@ class Played:
         self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
-    def __len__(self):
-        return len(self.alive)
+    def __iter__(self):
+        return iter(self.alive)
 
     @property
     def waiting(self):
@@ -263,6 +265,33 @@ def test_a_stop_loses_nothing(steps):
     assert not played.alive
 
 
+def test_responses_that_another_prompt_began_start_again():
+    """Reset has added a message before the stop, and adds none now."""
+    generator, _ = make(until(3, 1.0), row={"prompt_ids": [2, 3, 4, 8]})
+    generator.start(0)
+    for _ in range(6):
+        generator.score(generator.decode())
+    (group,) = generator.unfinished()
+    resumed, _ = make(until(3, 1.0))
+    added = []
+    resumed.engine.script = lambda request: added.append(request) or script(request)
+    resumed.start(0, group)
+    assert all(r.extra["restarts"] == 1 and r.score == 3.0 for r in finish(resumed).responses)
+    assert added[0].so_far is None and {tuple(request.prompt_ids) for request in added} == {(2, 3)}
+
+
+def test_a_stop_right_behind_another_loses_nothing():
+    """Before its environments are reset a resumed episode is what was recorded of it."""
+    generator, _ = make(until(3, 1.0))
+    generator.start(0)
+    for _ in range(6):
+        generator.score(generator.decode())
+    (group,) = generator.unfinished()
+    resumed, _ = make(until(3, 1.0))
+    resumed.start(0, group)
+    assert [g.to_bytes() for g in resumed.unfinished()] == [group.to_bytes()]
+
+
 def test_an_environment_that_answers_otherwise_starts_its_response_again():
     generator, _ = make(until(3, 1.0))
     generator.start(0)
@@ -273,7 +302,11 @@ def test_an_environment_that_answers_otherwise_starts_its_response_again():
     other = lambda key, turn, ids: until(3, 1.0)(key, turn, ids) | ({"ids": [70]} if key[1] == 0 and turn < 3 else {})  # noqa: E731
     resumed, _ = make(other)
     resumed.start(0, group)
-    first, second = finish(resumed).responses
+    done = []
+    while not done:
+        done = resumed.score(resumed.decode())
+        assert all(len(g.responses) == 2 for g in resumed.unfinished())  # a checkpoint can be saved at any time
+    first, second = done[0].responses
     assert first.token_ids.tolist() == [*TURN, 70, *TURN, 70, *TURN] and first.extra["restarts"] == 1
     assert first.mask.tolist() == [True] * 3 + [False] + [True] * 3 + [False] + [True] * 3 and first.score == 3.0
     assert second.token_ids.tolist() == TURN + ANSWER + TURN + ANSWER + TURN and second.extra["restarts"] == 0
@@ -305,6 +338,28 @@ def test_what_is_put_aside_is_not_sampled_in_a_validation():
     (next_one,) = generator.generate([1])
     assert next_one.ticket == 1 or next_one.ticket == 5
     assert VALIDATION not in generator.working
+
+
+def test_a_validation_has_room_next_to_what_is_put_aside():
+    """--max-num-seqs bounds processes, of which those put aside end only in the next call."""
+    generator, _ = make(until(3), n=2, Args=train_sync.Args, max_num_seqs=1)
+    generator.begin([5, 6, 7])
+    generator.generate([0])
+    generator.start_validation()
+    for _ in range(100):
+        generator.score(generator.decode())
+    assert not generator.is_validating and len(generator.take_rows()) == 1
+
+
+def test_images_that_cannot_be_prepared_cost_their_prompt_and_nothing_else():
+    def prepare():
+        raise ImageError("broken")
+
+    generator, played = make(until(1, 1.0))
+    generator.job.prompts[0] = replace(generator.job.prompts[0], images=SimpleNamespace(prepare=prepare, digest=""))
+    generator.start(0)
+    assert all(r.score is None and "broken" in r.error and not r.extra for r in finish(generator).responses)
+    assert not played.asked
 
 
 def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
