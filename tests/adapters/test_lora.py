@@ -32,6 +32,7 @@ CASES = [  # model, rank, target
     ("qwen2-untied", 8, ("q_proj", "v_proj")),
     ("qwen3", 8, ("all-linear",)),
     ("moe", 4, ATTENTION),
+    ("qwen3_5", 4, ("all-linear",)),  # with a gated delta net, whose convolution is no expert
 ]
 
 
