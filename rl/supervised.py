@@ -17,8 +17,8 @@ from rl.data.image_prompts import takes_images
 from rl.data.job import Job
 from rl.data.prompts import PromptOrder
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
-from rl.learning.learner import LearnerArgs
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs

@@ -25,6 +25,7 @@ SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update"],
+    "rl/learning/placement.py": ["one rank", "one update"],
     "rl/learning/loss_means.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
     "rl/learning/batch.py": ["one rank", "a rank without work"],
