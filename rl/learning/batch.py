@@ -318,7 +318,8 @@ class MicroBatch:
         predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
         if not mask.all():
             predict, index = predict[mask], index[mask]
-        return MicroBatch(inputs, layout, predict.to(device), batch.token[index].long().to(device), index, routes)
+        labels = moved(batch.token[index].long(), device=device)
+        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes)
 
 
 class Tokens:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from rl.errors import UserError
 from rl.model.attention_kernels import Segments, attend
-from rl.ranks.device import is_accelerator, packed_attention
+from rl.ranks.device import is_accelerator, moved, packed_attention
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
@@ -61,11 +61,11 @@ class Packed:
         self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
         self.tokens = len(scatter)  # T
-        self.position_ids = torch.from_numpy(within[scatter]).to(self.device)  # [T]
+        self.position_ids = moved(torch.from_numpy(within[scatter]), device=self.device)  # [T]
 
     def inputs(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a model's forward takes of the row [T], [1, T] each, on the device."""
-        return {"input_ids": row[None].to(self.device), "position_ids": self.position_ids[None]}
+        return {"input_ids": moved(row[None], device=self.device), "position_ids": self.position_ids[None]}
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence. query [T, H, D]; key, value [T, H_kv, D]; returns [T, H, D]."""
@@ -164,7 +164,10 @@ def linear_layers(config: PretrainedConfig | None) -> list[int]:
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
     """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
     tokens. A window that none of them outgrows is full attention."""
-    if differ := getattr(config, "per_layer_attributes", None):  # Gemma 4: heads of two sizes
+    differ = getattr(config, "per_layer_attributes", None)  # Gemma 4: heads of two sizes
+    if not differ and getattr(config, "global_head_dim", None) not in (None, getattr(config, "head_dim", None)):
+        differ = {"head_dim"}  # as transformers 5.5 has it
+    if differ:
         raise UserError(f"{where}: its layers differ in {', '.join(sorted(differ))}, which is not supported. {REMEDY}")
     if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [1]):
         raise UserError(  # Llama 4 counts a row's tokens from its beginning: a packed row has many sequences

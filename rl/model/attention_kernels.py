@@ -21,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.ranks.device import packed_attention
+from rl.ranks.device import moved, packed_attention
 
 COMPRESSED = 2048  # rows and columns of the mask that stands for a causal one of any size
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the ends
@@ -43,7 +43,7 @@ class Segments:
         keys, self.device = np.concatenate(seen), device
         self.keys = None  # [K] which tokens of the row the keys are of, on the device; None: all, in order
         if len(keys) > self.ends[0][-1]:
-            self.keys = torch.from_numpy(keys).to(device)
+            self.keys = moved(torch.from_numpy(keys), device=device)
 
     def __len__(self) -> int:
         return len(self.ends[0])
@@ -57,7 +57,7 @@ class Segments:
     @functools.cached_property
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The ends of queries and of keys behind a 0, int32 [S + 1] each, on the device."""
-        return tuple(torch.tensor([0, *ends], dtype=torch.int32).to(self.device) for ends in self.ends)
+        return tuple(moved(torch.tensor([0, *ends], dtype=torch.int32), device=self.device) for ends in self.ends)
 
 
 def attend(kernel: str, segments: Segments, query, key, value, scaling: float) -> torch.Tensor:

@@ -6,6 +6,9 @@ import types
 import pytest
 import torch
 
+import train_async
+import train_one_step_off
+import train_sync
 from rl.errors import UserError
 from rl.generation.choose_engine import choose_engine, make_engine
 from rl.generation.engine import EngineArgs
@@ -50,3 +53,10 @@ def test_vllm_that_is_missing_is_said_with_a_remedy(without_vllm):
 def test_tensor_parallelism_needs_vllm(models):
     with pytest.raises(UserError, match=r"--rollout-tp 2: .* needs --engine vllm"):
         make_engine(models["qwen3"], EngineArgs(engine="transformers", rollout_tp=2), 64, "float32", CPU, False)
+
+
+def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner():
+    """vllm-ascend's sleep mode does not start with expandable segments."""
+    scripts = (train_sync, train_one_step_off, train_async)
+    assert [script.Args().engine_sleeps for script in scripts] == [True, False, False]
+    assert not train_sync.Args(free_cache_engine=False).engine_sleeps

@@ -123,6 +123,7 @@ def test_what_cannot_be_is_refused(measured):
     assert got["indivisible"].startswith("UserError: --rollout-tp 2: the 1 generating rank(s)")
     assert got["too hot"].startswith("UserError: --val-temperature 3: vLLM samples at 2 at most")
     assert got["small batch"].startswith("UserError: --max-num-batched-tokens 100 is less than one sequence, 200 tokens")
+    assert "vLLM does not start with" in got["freed meanwhile"] and "current free memory 33.0 GiB" in got["freed meanwhile"]
     assert "do not fit in 200" in got["too long"] and "1 unfinished" in got["sleep"]
 
 
@@ -188,7 +189,8 @@ def test_an_engine_that_sleeps_wakes_for_its_weights_first(measured):
     """The KV cache returns only after the new weights, so both together need not fit next to the learner's peak."""
     refused = "RuntimeError: the engine sleeps and has no weights: it must be updated before it generates"
     got = measured("tied")["sleeping"]
-    assert got == ["sleep 2", refused, "wake ['weights']", "load", "wake ['kv_cache']", True]
+    weights = ["empty cache", "wake ['weights']", "load"]  # what the learner has freed is given back first
+    assert got == ["sleep 2", refused, *weights, "empty cache", "wake ['kv_cache']", True]
 
 
 def test_bfloat16(measured):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 import train_sync
+from rl import training_run
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
@@ -26,6 +27,7 @@ from rl.model.shards import local
 from rl.plan.memory_count import MemoryCount
 from rl.ranges import check
 from rl.record.precision import in_words, precisions
+from rl.training_run import TrainingRun
 
 CASES = {
     "moments on the host": {"optimizer_offload": True},
@@ -260,6 +262,17 @@ def test_the_micro_batch_that_auto_chooses_goes_with_the_checkpoint(models, rank
     assert later.micro_batch_tokens == 4096, "a number that was given, too"
     later.chosen_tokens = 512
     assert choose_micro_batch_tokens(auto, later) == max(longest, 512), "a number is kept as long as it holds a sequence"
+
+
+@pytest.mark.parametrize(("unfinished", "calls"), [(0, ["sleep", "measure"]), (3, ["measure"])])
+def test_micro_batches_are_measured_while_an_engine_on_the_device_sleeps(monkeypatch, unfinished, calls):
+    """One with unfinished responses, of a checkpoint, cannot."""
+    seen = []
+    monkeypatch.setattr(training_run, "choose_micro_batch_tokens", lambda *_: seen.append("measure") or 512)
+    engine = SimpleNamespace(num_unfinished=unfinished, sleep=lambda: seen.append("sleep"))
+    run = SimpleNamespace(args=train_sync.Args(), learner=SimpleNamespace(), generator=SimpleNamespace(engine=engine))
+    TrainingRun._choose_micro_batch(run)
+    assert seen == calls and run.learner.chosen_tokens == 512
 
 
 @pytest.mark.parametrize(("sharing", "longest"), [(1, 100), (1, 9000), (4, 40_000)])

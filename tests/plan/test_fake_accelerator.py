@@ -81,7 +81,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # the host has no kernel to be checked
     "check_kernel": r"x\.to",
     # indices may lie on the host
-    "MicroBatch.of": "nothing|torch.cat",
+    "MicroBatch.of": r"nothing|moved\(predict",
     "PrefillLayout.__init__": "torch.tensor",
     "DecodeLayout.__init__": r"torch.arange\(len",
     "FillingChain.convolved": "",

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
@@ -36,9 +37,10 @@ from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.model import forward_check, policy
-from rl.plan.fake_device import FakeDevice, start
+from rl.plan.fake_device import OWN, FakeDevice, aten, start
 from rl.plan.memory_count import MemoryCount
 from rl.ranks import device, host_memory
+from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
@@ -67,6 +69,22 @@ class Bridge:
         return self
 
     def wait(self) -> None: ...
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: values that it reads, and copies of memory that is not pinned."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not OWN.issuperset(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        x, to = (args or [None])[0], kwargs.get("device")
+        crosses = func is aten._to_copy.default and to and is_accelerator(torch.device(to)) != is_accelerator(x.device)
+        reads = func is aten._local_scalar_dense.default and is_accelerator(x.device)
+        self.count += bool(reads or (crosses and not kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
 
 
 class Rows(list):
@@ -105,10 +123,12 @@ def learn(
     prompts=2,
     over_host=False,
     equal=(),
+    waits=None,
     **flags,
 ) -> None:
     """Two updates of a learner, number `rank` of `ranks`: packing, log-probs, reference, losses, backward, optimizer; then a
-    publish, and what a checkpoint holds. equal: prompts all of whose scores are equal."""
+    publish, and what a checkpoint holds. equal: prompts all of whose scores are equal. waits: times that the host waits for the
+    device in the updates."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     flags = {"dtype": "float32"} | flags
@@ -126,7 +146,9 @@ def learn(
         model.state_tensors()  # as a resume begins
         divided = Division.of(args, model)
         batch = with_images(path, groups, divided, model.ranks) if images else Batch.of(groups, divided)
-        metrics = script.learn(args, model, KLControl(args), batch, Timers())
+        with Waits() as seen:
+            metrics = script.learn(args, model, KLControl(args), batch, Timers())
+        assert waits in (None, seen.count), seen.count
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
         assert (metrics["perf/forward_only"] > 0) == bool(equal)
@@ -287,7 +309,7 @@ CASES = {  # a new kind of model is a line more
     "one rank": lambda m: learn(m["qwen2-tied"]),
     "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True),
     "many ranks": lambda m: learn(
-        m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1
+        m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1, waits=6
     ),
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
         m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True

@@ -160,6 +160,12 @@ def test_the_precision_follows_the_device_unless_it_is_given(machine):
     assert train_sync.Args().dtype == "bfloat16" and train_sync.Args(dtype="float32").dtype == "float32"
 
 
+@pytest.mark.parametrize(("kind", "slow"), [("npu", True), ("cuda", False), ("cpu", False)])
+def test_requests_have_seeds_of_their_own_but_on_an_npu(machine, kind, slow):
+    machine(kind)
+    assert device.seeds_are_slow() == slow and train_sync.Args().rollout_seeds == "auto"
+
+
 def test_streams_are_made_once(machine, monkeypatch):
     made = []
     monkeypatch.setattr(torch, "Stream", lambda place: made.append(place) or len(made))

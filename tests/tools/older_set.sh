@@ -6,7 +6,8 @@
 # It exits with 77 where pip cannot install.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-tests=(delta_net vision vision_engine images lean_layers router sharded_weights engine experts demo_vl)
+tests=(delta_net forward_check grouped_experts lean_layers router sharded_weights)
+tests+=(vision vision_engine vision_experts vision_sequence images engine experts demo_vl)
 if [[ ${1:-} == --this-torch ]]; then
   shift
   venv=${1:-$(mktemp -d)}

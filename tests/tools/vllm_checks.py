@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed
+import vllm
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,6 +30,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
+from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
@@ -220,6 +222,7 @@ def refusals(engine, model) -> dict:
     out["indivisible"] = refusal(lambda: start("any model", rollout_tp=2))
     out["small batch"] = refusal(lambda: start("any model", max_num_batched_tokens=100))
     out["too hot"] = refusal(lambda: start("any model", val_temperature=3.0))
+    out["freed meanwhile"] = refusal(lambda: start_while_memory_is_freed(model.name_or_path))
     out["too long"] = refusal(lambda: engine.add(Request(0, [3] * 190, SamplingParams(max_tokens=11), 0)))
     out["missing"] = refusal(lambda: engine.update([(k, v) for k, v in weights.items() if k != name], version=1))
     out["misnamed"] = refusal(lambda: engine.update([*weights.items(), ("model.misnamed", weights[name])], version=1))
@@ -229,12 +232,27 @@ def refusals(engine, model) -> dict:
     return out
 
 
+def start_while_memory_is_freed(path: str) -> None:
+    """Start vLLM, whose profiling finds more free memory at its end than at its beginning."""
+    given = vllm.LLMEngine.from_engine_args
+
+    def from_engine_args(_):
+        raise AssertionError("Error in memory profiling. Initial free memory 20.1 GiB, current free memory 33.0 GiB.")
+
+    vllm.LLMEngine.from_engine_args = from_engine_args
+    try:
+        start(path)
+    finally:
+        vllm.LLMEngine.from_engine_args = given
+
+
 def sleeping(engine, model) -> list:
     """Return the calls, in order, that a device with a sleep mode would receive. This one has none."""
     inner, calls, load = engine.engine, [], engine.weights.load
     inner.sleep = lambda level: calls.append(f"sleep {level}")
     inner.wake_up = lambda tags: calls.append(f"wake {tags}")
     engine.weights.load = lambda weights: (calls.append("load"), load(weights))
+    vllm_engine.empty_cache = lambda: calls.append("empty cache")
     engine.sleeps = True
     engine.sleep()
     engine.sleep()
@@ -280,12 +298,12 @@ class DeafSampler(ForgetfulSampler):
 
 
 def samplers(path: str) -> dict:
-    """Engines whose samplers do not take the setting, and one whose requests have no seeds."""
+    """Engines whose samplers do not take the setting, and one whose requests have no seeds, as on an NPU."""
     given = gpu_model_runner.Sampler
     gpu_model_runner.Sampler = DeafSampler
     out = {"deaf": refusal(lambda: start(path))}
-    gpu_model_runner.Sampler = ForgetfulSampler
-    engine, model = start(path, rollout_seeds="off"), AutoModelForCausalLM.from_pretrained(path)
+    gpu_model_runner.Sampler, vllm_engine.seeds_are_slow = ForgetfulSampler, lambda: True
+    engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
     gpu_model_runner.Sampler = given
     assert engine.engine.model_executor.driver_worker.worker.model_runner.sampler.__class__ is ForgetfulSampler
     outputs = drain(engine, requests_for(0.6))
