@@ -33,6 +33,7 @@ from rl import flag_needs, flag_words, flags
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
 from rl.data.args import DataArgs
+from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.ranges import flag
@@ -46,7 +47,8 @@ from rl.samples.schedule import ScheduleArgs
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}  # made them, and so did
-SAMPLED |= {field.name for part in (DataArgs, EngineArgs, RewardArgs, ScheduleArgs) for field in dataclasses.fields(part)}
+PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, ScheduleArgs)
+SAMPLED |= {field.name for part in PARTS for field in dataclasses.fields(part)}
 SAMPLED -= PLACES
 
 

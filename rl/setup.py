@@ -23,7 +23,8 @@ from rl.data.prompts import PromptDataset, PromptOrder
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.model.router import check_replay
 from rl.ranges import Range

@@ -1,5 +1,6 @@
 """What train_sft.py needs beyond its algorithm: its flags, the start, and a run without samples and rewards."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 
+from rl import flag_needs
+from rl.adapters import lora
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.image_prompts import takes_images
 from rl.data.job import Job
 from rl.data.prompts import PromptOrder
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
-from rl.learning.learner import LearnerArgs
-from rl.model.pretrained import check_model, end_token_ids, load_config, load_tokenizer, resolve
+from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
@@ -70,14 +73,21 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     be used."""
     torch.manual_seed(args.seed)
     path = resolve(args.model)
-    if takes_images(load_config(path, args.trust_remote_code)):
+    config = load_config(path, args.trust_remote_code)
+    if takes_images(config):
         raise UserError(f"--model {path}: it takes images, and a supervised start is of text alone. Train it by reward.")
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
+    if args.adapted:
+        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
+        flag_needs.warn(lora.rate_warnings(args, flag_needs.given(type(args), sys.argv[1:])))
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     rows = Demonstrations(args.train_files, "train", tokenizer, args, ends)
     val_files = args.val_files or (("demo",) if args.train_files == ("demo",) else ())
-    val_rows = Demonstrations(val_files, "val", tokenizer, args, ends) if val_files and args.test_freq > 0 else None
+    if args.val_only and not val_files:
+        raise UserError("--val-only: there is nothing to validate on. Add --val-files.")
+    validates = bool(val_files) and (args.test_freq > 0 or args.val_only)
+    val_rows = Demonstrations(val_files, "val", tokenizer, args, ends) if validates else None
     order = PromptOrder(len(rows), args.seed, args.shuffle)
     return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
 
@@ -98,15 +108,13 @@ def _to_group(ticket: int, rows: Demonstrations, index: int) -> Group:
 class SupervisedRun(TrainingRun):
     """A run whose batches are demonstrations."""
 
+    plotted = "nll"
+
     def batch(self, step: int) -> Batch:
         """Begins the step: its conversations. A collective of the learners."""
         size = self.args.train_batch_size
         tickets = range((step - 1) * size, step * size)
         return self.begin(to_groups(self.job.prompts, {ticket: self.job.order(ticket)[1] for ticket in tickets}))
-
-    def finish(self) -> None:
-        """Waits for the last checkpoint and closes the record."""
-        self.record.finish(self.saver.finish(self.job.total_steps), plot="nll")
 
     def _look_at_start(self) -> None:
         self._skipped = self.learner.skipped

@@ -11,7 +11,6 @@ from rl.algorithm.fates import Fates
 from rl.algorithm.health import Health
 from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.algorithm.source_counts import SourceCounts
-from rl.checkpoint.push import open_repository, push
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
@@ -46,6 +45,8 @@ class Part(Protocol):
 class TrainingRun:
     """A learner's run, from its first step or the last that was saved to its end."""
 
+    plotted = "reward"  # the curve that is drawn at the end
+
     def __init__(
         self,
         args: CommonArgs,
@@ -67,9 +68,12 @@ class TrainingRun:
             job.environments.close()
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
-        self._pushes = bool(args.push_to and learner.ranks.is_main and not args.val_only)
-        if self._pushes:
-            open_repository(args.push_to)
+        self._hub = None  # where --push-to asks for one
+        if args.push_to and learner.ranks.is_main and not args.val_only:
+            from rl.checkpoint import push  # late: other runs do not need it
+
+            self._hub = push
+            self._hub.open_repository(args.push_to)
         self._identity = Identity(args, job.script, job.path, job.prompts)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
@@ -278,9 +282,9 @@ class TrainingRun:
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
         checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
-        self.record.finish(checkpoint)
-        if checkpoint and self._pushes:
-            print(f"hub         {push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
+        self.record.finish(checkpoint, self.plotted)
+        if checkpoint and self._hub:
+            print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
 
     def _with_images(self, rows: list[dict]) -> list[dict]:
         """The rows with their prompts' image files, on the rank that writes them down."""

@@ -69,7 +69,8 @@ def measure(path: str) -> None:
     import torch
     from memory import Peak
 
-    from rl.learning.learner import Learner, LearnerArgs
+    from rl.learning.args import LearnerArgs
+    from rl.learning.learner import Learner
     from rl.ranks import dist, launch, process
     from rl.split import Split
     from rl.weights.publisher import Publisher

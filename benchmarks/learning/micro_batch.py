@@ -20,8 +20,9 @@ import torch
 import tyro
 from common import RESULTS, Rounds, over, random_model, ratios, setting, table, words, write
 
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.plan.memory_count import MemoryCount
 from rl.ranks import process
 from rl.ranks.dist import Ranks

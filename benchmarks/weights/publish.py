@@ -25,7 +25,8 @@ from torch.distributed import PrefixStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import device, process
 from rl.ranks.host import cpu_name
 from rl.split import Split, init_split

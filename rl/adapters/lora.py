@@ -199,7 +199,8 @@ def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None
                 f"{', '.join(ends)}; experts, embeddings, the output layer and a vision tower cannot have adapters here."
             )
         return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in setting.target)]
-    if any(parameter.dim() > 2 for layer in decoder_layers(model) for parameter in layer.parameters()):
+    others = [module for module in of_decoder if not isinstance(module, nn.Conv1d)]  # one is in each gated delta net
+    if any(parameter.dim() > 2 for module in others for parameter in module.parameters(recurse=False)):
         raise UserError(
             f"--lora-target all-linear: {where} is a mixture whose experts are no linear layers, and they cannot have adapters "
             f"here. Name the layers that can: --lora-target {' '.join(ends)}."

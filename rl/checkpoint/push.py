@@ -17,6 +17,7 @@ from rl.record import validations
 from rl.record.run import METRICS
 
 CURVES = {"critic/score/mean": "reward", "response_length/mean": "tokens of a response", "actor/entropy": "entropy"}
+CURVES_SUPERVISED = {"actor/nll": "-log p of an answer's token", "val/nll": "the same, of the validation"}
 
 
 def open_repository(repo: str) -> None:
@@ -57,18 +58,27 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
 
 
 def model_card(args, script: str, run_dir: Path) -> str:
-    """The text of README.md: what was trained from what, the first, the best and the last validation, and how reward, length
-    and entropy moved."""
+    """The text of README.md: what was trained from what, the first, the best and the last validation, and how the curves
+    moved."""
     rows = [row for row in _rows(run_dir / METRICS) if row["step"]]
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     head = ["---", "library_name: transformers", *([f"base_model: {args.model}"] if is_on_hub else []), "tags:"]
-    head += ["- reinforcement-learning", "---", "", f"# {args.push_to.rpartition('/')[2]}", ""]
-    words = f"`--adv-estimator {args.adv_estimator}`, `--loss-mode {args.loss_mode}`"
+    is_supervised = not hasattr(args, "adv_estimator")  # train_sft.py
+    what = "supervised training" if is_supervised else "reinforcement learning"
+    head += [f"- {what.replace(' ', '-')}", "---", "", f"# {args.push_to.rpartition('/')[2]}", ""]
     base = args.model if is_on_hub else Path(args.model).name
-    steps = f"{rows[-1]['step'] if rows else 0:,} steps of {args.prompts_per_step:,} prompts, {args.rollout_n} responses each"
-    head += [f"`{base}` after reinforcement learning with `{script}.py`: {steps}, {words}, learning rate {args.lr:g},"]
+    steps = f"{rows[-1]['step'] if rows else 0:,} steps of {args.prompts_per_step:,} "
+    if is_supervised:
+        steps += "conversations"
+    else:
+        steps += f"prompts, {args.rollout_n} responses each, `--adv-estimator {args.adv_estimator}`, "
+        steps += f"`--loss-mode {args.loss_mode}`"
+    head += [f"`{base}` after {what} with `{script}.py`: {steps}, learning rate {args.lr:g},"]
     head += [f"seed {args.seed} (rl {__version__}).", ""]
-    return "\n".join([*head, *_validations(validations.read(run_dir)), *_training(rows)])
+    if args.adapted:
+        head += ["Adapters (LoRA) were trained: the weights here have them added, `adapter/` has them alone.", ""]
+    curves = CURVES_SUPERVISED if is_supervised else CURVES
+    return "\n".join([*head, *_validations(validations.read(run_dir)), *_training(rows, curves)])
 
 
 def _validations(rows: list[dict]) -> list[str]:
@@ -88,13 +98,13 @@ def _validations(rows: list[dict]) -> list[str]:
     return [*lines, ""]
 
 
-def _training(rows: list[dict]) -> list[str]:
+def _training(rows: list[dict], curves: dict[str, str]) -> list[str]:
     """A table of the means of the first and the last tenth of the steps; empty without any."""
     if not rows:
         return []
     tenth = -(-len(rows) // 10)
     lines = ["## Training", "", f"| | first {tenth} | last {tenth} steps |", "|---|---|---|"]
-    for name, title in CURVES.items():
+    for name, title in curves.items():
         both = (_mean([row.get(name) for row in part]) for part in (rows[:tenth], rows[-tenth:]))
         lines.append(f"| {title} | {' | '.join(map(_number, both))} |")
     return [*lines, ""]

@@ -39,7 +39,8 @@ from rl.checkpoint.manifest import (
 from rl.checkpoint.shard_files import ShardFiles
 from rl.data.image_prompts import TOWER
 from rl.errors import UserError
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranges import Range
 from rl.ranks import dist, launch
 from rl.record.identity import Identity

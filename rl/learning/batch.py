@@ -20,9 +20,9 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
-from rl.learning.top_tokens import TopTokens
 from rl.model import vision_sharing
 from rl.model.attention import Packed
+from rl.model.log_probs import TopTokens
 from rl.model.router import UNKNOWN, row_of_routes
 from rl.model.sequence_parallel import Piece
 from rl.model.vision_forward import RowImages
@@ -280,7 +280,7 @@ class MicroBatch:
     own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
-    top: TopTokens | None = None  # of a teacher (rl/learning/top_tokens.py)
+    top: TopTokens | None = None  # of a teacher
 
     @property
     def real_tokens(self) -> int:

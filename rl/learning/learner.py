@@ -1,211 +1,43 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-FSDP2 shards every decoder layer and the rest; not where one rank learns alone and on its device: there is nothing to gather or
-to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
-computes with weights that were cast once an update (rl/learning/masters.py).
 Gradients are summed over ranks, never averaged: the losses' denominators are global already.
 Left out: the loss itself, which is in the scripts and in losses.py.
 """
 
 import contextlib
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch.distributed.fsdp import FSDPModule
 
-from rl.adapters.lora import AdapterArgs, Adapters, WithoutAdapters, adapt
+from rl.adapters.lora import Adapters, WithoutAdapters
 from rl.data.image_prompts import image_sizes, tower_flops
-from rl.errors import UserError
-from rl.learning.activation_offload import keep_inputs_on_host
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import OF_BACKWARD
 from rl.learning.flops import Computed, head_flops, train_flops_per_token
 from rl.learning.forward_only import check_no_gradient
-from rl.learning.masters import keep_in_bf16, set_apart, take_masters
-from rl.learning.optimizer import OptimizerArgs, make_optimizer, moments, set_learning_rate
-from rl.learning.top_tokens import TopTokens
+from rl.learning.masters import set_apart, take_masters
+from rl.learning.optimizer import make_optimizer, moments, set_learning_rate
+from rl.learning.placement import load_policy
 from rl.model.attention_kernels import check_kernel
-from rl.model.compiled import compile_layers
-from rl.model.expert_parallel import clip_grad_norm, divide_experts, fetch_ahead, share_experts
-from rl.model.forward_check import check_policy
-from rl.model.lean_layers import keep_less
-from rl.model.loading import fill, open_weights
-from rl.model.policy import LOGITS_KEPT, Policy
-from rl.model.pretrained import empty_model, layers, load_config
-from rl.model.router import Router, RouterArgs, routes_for
+from rl.model.expert_parallel import clip_grad_norm, share_experts
+from rl.model.log_probs import TopTokens
+from rl.model.policy import Policy
+from rl.model.pretrained import load_config
+from rl.model.router import routes_for
 from rl.model.sequence_parallel import gather_log_probs, share_sequences
 from rl.model.shards import Shards, as_it_is, local
-from rl.ranges import Range
-from rl.ranks.device import default_dtype, is_accelerator, memory_gb, peak_flops
+from rl.ranks.device import is_accelerator, memory_gb, peak_flops
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
 UNMEASURED_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-micro-batch auto has not measured
-
-
-@dataclass
-class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
-    """Precision, memory and layout of the learners."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are fp32 in any
-    case; so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
-    third more time."""
-    compile: bool = False
-    """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
-    seconds, or a few with a warm cache on disk. It needs a C++ compiler on a CPU and Triton on a GPU."""
-    param_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
-    activation_offload: bool = False
-    """Keep each layer's input, which --gradient-checkpointing saves, in host memory until the backward pass."""
-    ref_offload: bool = True
-    """Keep the reference policy and the teacher in host memory while they are not in use (accelerators only)."""
-    max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
-    """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto: as many as the accelerator's memory
-    holds (8,192 with images), or as many as are fastest on a CPU. At least one sequence of full length."""
-    sequence_parallel: Annotated[int, Range(at_least=1)] = 1
-    """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
-    this many times --max-tokens-per-micro-batch tokens."""
-    expert_parallel: Annotated[int, Range(at_least=1)] = 1
-    """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
-    ppo_epochs: Annotated[int, Range(at_least=1)] = 1
-    """Passes over each batch."""
-    freeze_vision_tower: bool = False
-    """Do not train the vision tower of a model that takes images. It is published once."""
-
-    def __post_init__(self):
-        if self.dtype == "auto":
-            self.dtype = default_dtype()
-
-    @property
-    def masters_on_host(self) -> bool:
-        """Whether the fp32 weights are in host memory, and the device has them in bf16 (rl/learning/masters.py)."""
-        return self.optimizer_offload and self.dtype == "bfloat16"
-
-    def check(self) -> None:
-        """Raises UserError for flags of which only one can hold, or that cannot do what they are for."""
-        if self.optimizer_offload and self.param_offload:
-            raise UserError(
-                "--optimizer-offload: --param-offload keeps the moments in host memory already. Leave one of them out."
-            )
-        if self.activation_offload and not self.gradient_checkpointing:
-            raise UserError(
-                "--activation-offload moves what --gradient-checkpointing leaves; all activations are too much to move. Add "
-                "--gradient-checkpointing."
-            )
-
-
-def load_policy(
-    path: str,
-    args: LearnerArgs,
-    ranks: Ranks,
-    offload: bool,
-    role: Literal["policy", "reference", "teacher"],
-    trust_remote_code: bool,
-    seed: int = 0,
-) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
-    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what
-    is computed with them is not what transformers computes."""
-    trainable = role == "policy"
-    is_known = role == "reference"  # the policy has been read and checked from the same files
-    weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
-    if weights and not is_known:
-        if not args.compile:
-            keep_less(weights.model)
-        with weights.by_layer():
-            check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
-    model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
-    model.requires_grad_(trainable)
-    if args.freeze_vision_tower:
-        model.model.visual.requires_grad_(False)
-    adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
-    if adapters and args.dtype == "bfloat16":
-        keep_in_bf16(parameter for parameter in model.parameters() if not parameter.requires_grad)
-    if trainable and args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.activation_offload:
-            keep_inputs_on_host(model, ranks.device)
-    if args.compile:
-        compile_layers(model, path)
-    else:
-        keep_less(model)
-    logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
-    policy = Policy(model, Router.of(model, args), logits_kept)
-    policy.adapters = adapters
-    _compute_as_sampled(policy)
-    if args.dtype == "bfloat16" and not trainable:
-        keep_in_bf16(policy.parameters())
-    sharded = _shard(policy, args, ranks, offload)
-    _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, say=not is_known)
-    if adapters:
-        adapters.begin(model, seed)
-    if ranks.expert_parallel > 1:
-        fetch_ahead(layers(model))
-    return policy
-
-
-def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
-    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce or to move; with images in
-    bf16 there is, for FSDP casts what comes into each of their layers, too."""
-    options = {"mesh": ranks.mesh["data"]}
-    if "bfloat16" in (args.dtype, args.grad_dtype):
-        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    alone = ranks.world_size == 1 and not offload and args.grad_dtype == "float32"
-    if alone and (args.dtype == "float32" or not policy.takes_images):
-        return False
-    if ranks.expert_parallel > 1:
-        divide_experts(policy.model, ranks, options)
-    for layer in layers(policy.model):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
-    for module in policy.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # sum, not mean
-            module.set_force_sum_reduction_for_comms(True)
-    return True
-
-
-def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
-    """Gives all parameters memory, without values. tie: names of one parameter stay so; FSDP sees to that itself."""
-    names = defaultdict(list)
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    policy.to_empty(device=device)
-    for first, *others in names.values() if tie else ():
-        for name in others:
-            module, _, leaf = name.rpartition(".")
-            setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
-
-
-def _compute_as_sampled(policy: Policy) -> None:
-    """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
-    Gradient checkpointing alone asks a layer whether it trains, before the layer's forward."""
-    policy.eval()
-    for layer in policy.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training, layer.forward = True, partial(_in_eval, layer, layer.forward)
-
-
-def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):
-    layer.training = False
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        layer.training = True
 
 
 @dataclass(frozen=True)

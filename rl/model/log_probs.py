@@ -8,6 +8,7 @@ shift are one operation, no log-softmax is written, and the gradient takes the p
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -129,6 +130,26 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 # ------------------------------------------------------------------------- several tokens at each place (--teacher-top-k)
+
+
+@dataclass
+class TopTokens:
+    """A teacher's K most likely tokens at each of the n places of a micro-batch (--teacher-top-k), and the policy's log-probs
+    of the same."""
+
+    token: torch.Tensor  # [n, K] int32, in host memory
+    of_teacher: torch.Tensor  # [n, K] float32, its log-probs, in host memory
+    log_prob: torch.Tensor | None = None  # [n, K] float32, of the policy's last forward pass, with gradient
+
+    @property
+    def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The policy's and the teacher's, [n, K] each, on the policy's device."""
+        return self.log_prob, self.of_teacher.to(self.log_prob.device)
+
+    def labels(self, sampled: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """[m, 1 + K]: the sampled tokens [m] and those here. own: which of the n places the m are; None for all."""
+        token = self.token.to(sampled.device, torch.long)
+        return torch.cat([sampled[:, None], token if own is None else token[own]], 1)
 
 
 def top_tokens(

@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 from rl.algorithm.kl_control import KLControl
 from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
 from rl.errors import UserError
-from rl.learning import learner as learner_module
+from rl.learning import placement
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
@@ -112,7 +112,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     if args.teacher:
         load_config(resolve(args.teacher), args.trust_remote_code, "--teacher")  # raises UserError if there is none
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
-    learner_module.open_weights, learner_module.check_policy = _unread, lambda *_: None
+    placement.open_weights, placement.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
     with FakeDevice() as fake, count:

@@ -16,8 +16,9 @@ from rl.adapters import lora
 from rl.adapters.lora import AdaptedLinear
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.pretrained import empty_model, load_config
 from rl.model.shards import local
 from rl.ranges import check
@@ -32,6 +33,7 @@ CASES = [  # model, rank, target
     ("qwen2-untied", 8, ("q_proj", "v_proj")),
     ("qwen3", 8, ("all-linear",)),
     ("moe", 4, ATTENTION),
+    ("qwen3_5", 4, ("all-linear",)),  # with a gated delta net, whose convolution is no expert
 ]
 
 

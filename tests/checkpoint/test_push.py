@@ -21,7 +21,7 @@ ARGS = {
     "lr": 1e-6,
     "seed": 7,
 }
-ARGS |= {"rollout_n": 4, "prompts_per_step": 1024}
+ARGS |= {"rollout_n": 4, "prompts_per_step": 1024, "adapted": False}
 
 
 def write(run, validations, rows):
@@ -58,6 +58,15 @@ def test_a_local_model_is_named_without_its_path_and_an_empty_run_has_a_card(tmp
     card = push.model_card(SimpleNamespace(**ARGS | {"model": str(tmp_path)}), "train_sync", tmp_path)
     assert "base_model" not in card and str(tmp_path) not in card and f"`{tmp_path.name}` after" in card
     assert "##" not in card and "0 steps" in card
+
+
+def test_the_card_of_a_supervised_run_with_adapters(tmp_path):
+    write(tmp_path, [], [{"step": k, "actor/nll": 1 / k, "val/nll": 0.5} for k in (1, 2)])
+    flags = {name: value for name, value in ARGS.items() if name not in ("adv_estimator", "loss_mode", "rollout_n")}
+    card = push.model_card(SimpleNamespace(**flags | {"adapted": True}), "train_sft", tmp_path)
+    assert "- supervised-training\n" in card and "reinforcement" not in card and "`adapter/` has them alone" in card
+    assert "after supervised training with `train_sft.py`: 2 steps of 1,024 conversations, learning rate 1e-06,\nseed 7" in card
+    assert "| -log p of an answer's token | 1 | 0.5 |\n| the same, of the validation | 0.5 | 0.5 |" in card
 
 
 def test_a_push_that_fails_says_where_the_checkpoint_is(tmp_path, monkeypatch):

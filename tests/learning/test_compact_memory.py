@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 import train_sync
 from rl import training_run
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.compact_adamw import CompactAdamW
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.learning.token_budget import choose_micro_batch_tokens, settled
 from rl.model.log_probs import ChunkedLogProbs
 from rl.model.policy import LOGITS_KEPT

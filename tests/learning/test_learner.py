@@ -14,9 +14,10 @@ import transformers
 from helpers import SMALL, make_group, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl.learning import learner as learner_module
+from rl.learning import placement
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.learning.optimizer import lr_factor
 from rl.model import log_probs as log_probs_module
 
@@ -181,14 +182,14 @@ def test_more_ranks_than_responses_do_not_hang(compute, models):
 
 def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
     """Code loaded with --trust-remote-code may tie weights in a way unknown to transformers."""
-    empty = learner_module.empty_model
+    empty = placement.empty_model
 
     def by_hand(*of):
         model = empty(*of)
         model.tie_weights = lambda *_, **__: None
         return model
 
-    monkeypatch.setattr(learner_module, "empty_model", by_hand)
+    monkeypatch.setattr(placement, "empty_model", by_hand)
     model = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=1).policy.model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.learning import learner as learner_module
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch, micro_batches
 from rl.learning.flops import head_flops
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.samples.group import Group, Response
 from rl.samples.outlines import outlined
 

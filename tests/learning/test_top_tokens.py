@@ -7,8 +7,9 @@ from helpers import SMALL, make_group
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import policy
 from rl.ranks import dist
 

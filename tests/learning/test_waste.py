@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from helpers import make_group
 from torch import nn
 
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import pack
 from rl.learning.flops import Computed
-from rl.learning.learner import UNMEASURED_TOKENS, Learner, LearnerArgs
+from rl.learning.learner import UNMEASURED_TOKENS, Learner
 from rl.learning.token_budget import CPU_TOKENS
 from rl.model.attention import Packed
 from rl.model.sequence_parallel import Piece

@@ -8,8 +8,9 @@ from helpers import make_group
 from torch._inductor import config
 
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.compiled import compile_layers
 from rl.model.pretrained import empty_model, load_config
 

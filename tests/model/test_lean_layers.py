@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModel, LlamaConfig
 
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import lean_layers
 from rl.model.attention import ATTENTION, Packed
 from rl.model.shards import local
@@ -268,7 +269,7 @@ def test_a_learners_mlps_learn_the_same_bits(ranks, models, monkeypatch, flags):
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
 def test_a_learner_learns_what_it_learns_by_autograd(ranks, models, monkeypatch, kind):
     _, found, _ = gradients(models[kind], ranks, {})
-    monkeypatch.setattr("rl.learning.learner.keep_less", lambda model: None)
+    monkeypatch.setattr("rl.learning.placement.keep_less", lambda model: None)
     _, expected, _ = gradients(models[kind], ranks, {})
     assert all(map(torch.equal, found, expected))
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from rl.errors import UserError
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel

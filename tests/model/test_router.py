@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import router
 from rl.model.router import Router, RouterArgs, check_record
 from rl.samples.group import Group

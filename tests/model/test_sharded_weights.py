@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rl.errors import UserError
 from rl.hub import tensor_reader
-from rl.learning.learner import Learner, LearnerArgs, Policy
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import forward_check
 from rl.model.forward_check import check_policy
 from rl.model.loading import load_weights, open_weights
+from rl.model.policy import Policy
 
 FAMILIES = ["qwen2-tied", "qwen3", "moe", "qwen2.5-vl", "qwen3-vl-moe"]
 
@@ -75,7 +77,7 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
     expected, dice = load_weights(str(path), torch.float32), torch.get_rng_state()
     monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1000)  # pieces end anywhere
     monkeypatch.setattr("rl.model.loading.load_weights", None)  # nothing reads the model whole
-    monkeypatch.setattr("rl.learning.learner.check_policy", lambda *_: None)  # that has tests of its own
+    monkeypatch.setattr("rl.learning.placement.check_policy", lambda *_: None)  # that has tests of its own
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=1)
     for name, weight in learner.weights():
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.get_parameter(name)), name

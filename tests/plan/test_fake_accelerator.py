@@ -25,13 +25,14 @@ SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update"],
+    "rl/learning/placement.py": ["one rank", "one update"],
     "rl/learning/loss_means.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
     "rl/learning/batch.py": ["one rank", "a rank without work"],
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
-    "rl/model/log_probs.py": ["chunks"],
+    "rl/model/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
     "rl/learning/activation_offload.py": ["compact"],
     "rl/model/vision_forward.py": ["images"],
@@ -49,7 +50,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
-    "rl/learning/top_tokens.py": ["a teacher's tokens"],
     "rl/adapters/lora.py": ["adapters"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }

@@ -11,8 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.shards import Block, local
 from rl.ranks import process
 

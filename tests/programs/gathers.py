@@ -6,7 +6,8 @@ import sys
 import torch
 import torch.distributed as torch_dist
 
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import shards
 from rl.ranks import dist, process
 

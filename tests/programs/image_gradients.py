@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import whole
 from test_vision import dataset, make_batch
 
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import MicroBatch
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import process
 from rl.ranks.dist import all_reduce_sum
 

@@ -13,7 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory import Peak
 
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.shards import BUCKET_BYTES
 from rl.ranks import dist, launch, process
 from rl.split import Split

@@ -9,7 +9,8 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model import loading
 from rl.model.loading import load_weights
 from rl.ranks import process

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from rl.checkpoint import saver
 from rl.checkpoint.resume import CheckpointArgs
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import dist, host, launch, process
 from rl.split import Split
 from rl.weights.publisher import Publisher

@@ -27,7 +27,7 @@ from tiny_vlm import prompts_by_number
 
 import train_sync
 from rl.algorithm.kl_control import KLControl
-from rl.learning import learner as learner_module
+from rl.learning import placement
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
@@ -74,9 +74,9 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
     lengths, prompt, with_images = flags.pop("lengths"), flags.pop("prompt"), flags.pop("images", False)
     assert place.mesh.size() == place.world_size  # of real numbers: before anything is fake
     config = load_config(path)
-    learner_module.check_policy = lambda *_: None  # of values
+    placement.check_policy = lambda *_: None  # of values
     if fake:
-        learner_module.open_weights = dry_run._unread
+        placement.open_weights = dry_run._unread
     args = train_sync.Args(model=path, rollout_n=len(lengths), train_batch_size=2, ppo_mini_batch_size=1, **flags)
     groups, images = [make_group(ticket, lengths, prompt) for ticket in range(2)], []
     if with_images:

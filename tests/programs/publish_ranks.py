@@ -11,9 +11,10 @@ import torch
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.shards import local
 from rl.ranks import process
 from rl.samples.channel import Inbox, Outbox

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import dist, process
 from rl.samples.control import ControlBlock
 from rl.split import Split, init_split

@@ -16,7 +16,8 @@ from helpers import whole
 
 from rl.checkpoint import resume, saver
 from rl.checkpoint.resume import CheckpointArgs
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.shards import local
 from rl.ranks import process
 

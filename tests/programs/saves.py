@@ -14,7 +14,8 @@ import torch
 from rl.checkpoint import saver
 from rl.checkpoint.resume import CheckpointArgs
 from rl.hub import tensor_writer
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import dist, host, process
 
 

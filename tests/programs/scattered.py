@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from rl.checkpoint import manifest, resume
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.ranks import process
 from rl.ranks.dist import barrier, from_main
 

@@ -1,6 +1,8 @@
 """Which folder of rl/ may import which: each line of LAYERS imports only from the lines above it."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +92,11 @@ def test_a_folder_has_a_sign_and_few_files(folder):
         assert ast.get_docstring(tree) and len(tree.body) == 1
     if folder.name not in TOOLS:
         assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES
+
+
+def test_a_start_of_plain_training_imports_no_room_of_a_feature():
+    """Imported where a flag or the model asks for it."""
+    rooms = ["rl.adapters.lean", "rl.model.hybrid", "rl.environments.pool", "rl.checkpoint.push", "rl.supervised"]
+    code = f"import sys, train_sync; print([name for name in {rooms} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr

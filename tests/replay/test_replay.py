@@ -259,3 +259,8 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
 
     with pytest.raises(UserError, match=r"record begins with step 5, and .* has no whole checkpoint of step 4 or later"):
         replay.begin(Late, tmp_path, 6)
+
+
+def test_what_made_the_samples_is_no_flag_of_a_replay():
+    assert {"env", "tools", "max_turns", "turn_rewards", "rollout_n", "temperature", "reward"} <= replay.SAMPLED
+    assert not {"lora_rank", "teacher", "loss_mode", "val_files"} & replay.SAMPLED

@@ -17,8 +17,9 @@ from rl.data.demo import build_tokenizer
 from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.hub.names import hub_names
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.loading import load_weights
 from rl.model.pretrained import empty_model, load_config
 from rl.ranges import check

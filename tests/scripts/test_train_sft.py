@@ -5,16 +5,18 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL
+from helpers import SMALL, run_script
+from test_push import Hub
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train_sft
 from rl import flags
 from rl.data.demonstrations import Demonstration
+from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.ranks import dist
-from rl.supervised import to_groups
+from rl.supervised import set_up, to_groups
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,35 @@ def test_loss_and_gradient_are_those_of_transformers(ranks, rows, by_transformer
     metrics = train_sft.learn(learner, batch, lambda name: contextlib.nullcontext())
     assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5) and metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert float((found[0] - gradient).norm() / gradient.norm()) < 1e-5
+
+
+def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_model, tmp_path, capsys):
+    of = lambda *words: set_up(flags.read(train_sft.Args, args=["--test-freq", "0", *words]), "train_sft.py")  # noqa: E731
+    with pytest.raises(UserError, match=r"--lora-target all-linear: --model .* is a mixture"):
+        of("--model", demo_moe_model, "--lora-rank", "4")
+    with pytest.raises(UserError, match=r"--lora-target k_projection: no linear layer"):
+        of("--model", demo_model, "--lora-rank", "4", "--lora-target", "k_projection")
+    of("--model", demo_model, "--lora-rank", "4")
+    assert "is low for adapters" in capsys.readouterr().err
+
+
+def test_val_only_needs_something_to_validate_on(demo_model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    args = flags.read(train_sft.Args, args=["--val-only", "--train-files", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(UserError, match="--val-only: there is nothing to validate on"):
+        set_up(args, "train_sft.py")
+
+
+@pytest.mark.slow
+def test_a_run_is_pushed_and_val_only_saves_nothing(demo_model, tmp_path):
+    hub = Hub()
+    words = ["--max-length", 24, "--test-freq", 0, "--output-dir", tmp_path, "--lora-rank", 4, "--val-max-samples", 20]
+    words += ["--total-training-steps", 1]
+    run_script("train_sft.py", *words, "--push-to", "me/start", "--experiment-name", "run", env=hub.environment, fresh=True)
+    assert "adapter/adapter_config.json" in hub.files and "supervised training" in hub.files["README.md"].decode()
+    done = run_script("train_sft.py", *words, "--val-only", "--experiment-name", "look")
+    assert "step 0/0  validation nll " in done.stdout and "checkpoint" not in done.stdout
+    assert not [*(tmp_path / "look").glob("step_*")]
 
 
 def test_its_help_has_no_flag_of_samples_and_rewards(capsys):

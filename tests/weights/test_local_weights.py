@@ -6,7 +6,8 @@ from test_vision import vlms  # noqa: F401  (a fixture)
 
 from rl.data.image_prompts import TOWER
 from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.learner import Learner, LearnerArgs
+from rl.learning.args import LearnerArgs
+from rl.learning.learner import Learner
 from rl.model.shards import local
 from rl.weights.local import LocalWeights
 

@@ -1,0 +1,135 @@
+"""The models of a learner: read, sharded, and in the memory and the precision that the flags ask for.
+
+FSDP2 shards every decoder layer and the rest; not where one rank learns alone and on its device: there is nothing to gather or
+to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
+computes with weights that were cast once an update (rl/learning/masters.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl.adapters.lora import adapt
+from rl.learning.activation_offload import keep_inputs_on_host
+from rl.learning.args import LearnerArgs
+from rl.learning.masters import keep_in_bf16
+from rl.model.compiled import compile_layers
+from rl.model.expert_parallel import divide_experts, fetch_ahead
+from rl.model.forward_check import check_policy
+from rl.model.lean_layers import keep_less
+from rl.model.loading import fill, open_weights
+from rl.model.policy import LOGITS_KEPT, Policy
+from rl.model.pretrained import empty_model, layers, load_config
+from rl.model.router import Router
+from rl.ranks.device import is_accelerator
+from rl.ranks.dist import Ranks
+
+
+def load_policy(
+    path: str,
+    args: LearnerArgs,
+    ranks: Ranks,
+    offload: bool,
+    role: Literal["policy", "reference", "teacher"],
+    trust_remote_code: bool,
+    seed: int = 0,
+) -> Policy:
+    """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
+    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what
+    is computed with them is not what transformers computes."""
+    trainable = role == "policy"
+    is_known = role == "reference"  # the policy has been read and checked from the same files
+    weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
+    if weights and not is_known:
+        if not args.compile:
+            keep_less(weights.model)
+        with weights.by_layer():
+            check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
+    model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
+    model.requires_grad_(trainable)
+    if args.freeze_vision_tower:
+        model.model.visual.requires_grad_(False)
+    adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
+    if adapters and args.dtype == "bfloat16":
+        keep_in_bf16(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.activation_offload:
+            keep_inputs_on_host(model, ranks.device)
+    if args.compile:
+        compile_layers(model, path)
+    else:
+        keep_less(model)
+    logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
+    policy = Policy(model, Router.of(model, args), logits_kept)
+    policy.adapters = adapters
+    _compute_as_sampled(policy)
+    if args.dtype == "bfloat16" and not trainable:
+        keep_in_bf16(policy.parameters())
+    sharded = _shard(policy, args, ranks, offload)
+    _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
+    fill(model, weights, path, ranks, say=not is_known)
+    if adapters:
+        adapters.begin(model, seed)
+    if ranks.expert_parallel > 1:
+        fetch_ahead(layers(model))
+    return policy
+
+
+def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
+    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce or to move; with images in
+    bf16 there is, for FSDP casts what comes into each of their layers, too."""
+    options = {"mesh": ranks.mesh["data"]}
+    if "bfloat16" in (args.dtype, args.grad_dtype):
+        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
+    alone = ranks.world_size == 1 and not offload and args.grad_dtype == "float32"
+    if alone and (args.dtype == "float32" or not policy.takes_images):
+        return False
+    if ranks.expert_parallel > 1:
+        divide_experts(policy.model, ranks, options)
+    for layer in layers(policy.model):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # sum, not mean
+            module.set_force_sum_reduction_for_comms(True)
+    return True
+
+
+def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
+    """Gives all parameters memory, without values. tie: names of one parameter stay so; FSDP sees to that itself."""
+    names = defaultdict(list)
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    policy.to_empty(device=device)
+    for first, *others in names.values() if tie else ():
+        for name in others:
+            module, _, leaf = name.rpartition(".")
+            setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
+
+
+def _compute_as_sampled(policy: Policy) -> None:
+    """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
+    Gradient checkpointing alone asks a layer whether it trains, before the layer's forward."""
+    policy.eval()
+    for layer in policy.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training, layer.forward = True, partial(_in_eval, layer, layer.forward)
+
+
+def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):
+    layer.training = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.training = True
