@@ -40,7 +40,7 @@ CAUSES = [
     ("rl/learning/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
-LOADING = "load_policy"  # makes the weights of the policy, which it calls trainable, of the reference and of the teacher
+LOADING = "load_policy"  # makes the weights of the policy, the reference, the teacher and the critic: its `role`
 OTHER = "activations"
 PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
@@ -122,7 +122,8 @@ class MemoryCount(TorchDispatchMode):
         while frame:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
             if name == LOADING:
-                return "weights" if frame.f_locals["trainable"] else frame.f_locals["frozen_as"]
+                role = frame.f_locals["role"]
+                return "weights" if role == "policy" else role
             for end, function, cause in CAUSES:
                 if (file.endswith(end) or (end.endswith("/") and end in file)) and function in (None, name):
                     return "gradients" if cause == "logits" and tensor.shape in self.shapes else cause  # the head's own
