@@ -100,11 +100,11 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
 
 def formulas() -> dict[str, str]:
     """Functions of losses.py -> the flags that choose them; "" for one that has none."""
-    found = {"value_loss": ""} | OTHER_FLAGS
+    found = {"value_loss": "--adv-estimator gae"} | OTHER_FLAGS
     for flag, words in (("--adv-estimator", losses.ADVANTAGES), ("--loss-mode", losses.POLICY_LOSSES)):
         for word, entry in words.items():
             if word == entry.function.__name__:  # not verl's other name
-                found[word] = "" if "value" in entry.inputs else f"{flag} {word}"
+                found[word] = f"{flag} {word}"
     return found
 
 
