@@ -228,7 +228,8 @@ TABLE: dict[str, list[Row]] = {
         missing("critic.*", "but for the flags above the critic has the policy's flags"),
         unneeded("critic.enable", "with `--adv-estimator gae`"),
         unneeded("critic.ppo_m* critic.*micro_batch_size* critic.*max_token_len_per_gpu critic.use_dynamic_bsz "
-                 "critic.*offload* critic.model.enable_gradient_checkpointing critic.model.use_remove_padding critic.model.tokenizer_path "
+                 "critic.*offload* critic.model.enable_gradient_checkpointing critic.model.use_remove_padding "
+                 "critic.model.tokenizer_path "
                  "critic.ulysses_sequence_parallel_size critic.*.fsdp_size critic.model.trust_remote_code critic.checkpoint.* "
                  "critic.rollout_n critic.shuffle", "the policy's flags for memory and batches hold for the critic, too"),
         unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.teacher_model.inference.*",
