@@ -1,29 +1,22 @@
 """The critic: what it gives V of, its part of a step by hand, on several learners, and in a checkpoint."""
 
-import dataclasses
-import itertools
-import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import train_sync
 from helpers import demo, make_group, whole
 from layouts import ALONE, assert_taught_the_same, learn_on
 from transformers import AutoModelForCausalLM
 
-import losses
-from rl.algorithm.critic import check_critic, explained_variance, learn_values
+import train_sync
+from rl.algorithm.critic import check_critic, explained_variance
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
-from rl.generation.generator import make_generator
 from rl.learning.batch import Batch, micro_batches
 from rl.ranges import check
-from rl.ranks import dist
 from rl.ranks.timers import Timers
-from rl.rewards.pool import ScoringPool
-from rl.setup import make_learner, set_up
+from rl.setup import make_learner
 
 
 def make_args(model: str, **flags) -> train_sync.Args:
