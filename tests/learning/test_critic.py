@@ -152,9 +152,9 @@ class Frozen:
     """The demo, which samples and does not learn: `explained` trains a critic by train_sync.py's `learn`. A response's score is
     whether its first token's number is odd. (To judge sums takes the demo's critic ten times as long.)"""
 
-    def __init__(self, ranks, **flags):
-        fixed = {"rollout_n": 2, "train_batch_size": 64, "critic_lr": 1e-3, "lr_warmup_steps": 5, "critic_warmup": 100}
-        self.args = make_args(demo("demo"), lr_scheduler_type="constant", max_tokens_per_micro_batch=8192, **fixed | flags)
+    def __init__(self, ranks):
+        fixed = {"rollout_n": 1, "train_batch_size": 64, "critic_lr": 1e-3, "critic_ppo_epochs": 2, "lr_warmup_steps": 5}
+        self.args = make_args(demo("demo"), lr_scheduler_type="constant", critic_warmup=100, **fixed)
         job = set_up(self.args, train_sync.__file__)
         self.learner, self.pool = make_learner(self.args, job, ranks), ScoringPool(self.args)
         self.generator = make_generator(self.args, job, ranks, self.pool)
@@ -184,9 +184,9 @@ def test_a_critic_learns_what_can_be_known_before_a_token_and_no_more(demo_model
     by a critic that is a token behind, and all of it by one that sees its own token. Of shuffled scores nothing is known."""
     frozen = Frozen(ranks)
     before = {name: whole(p).clone() for name, p in frozen.learner.parameters.items()}
-    assert 0.5 < np.mean(frozen.explained(40, shuffled=False)[-5:]) < 0.8
+    assert 0.5 < np.mean(frozen.explained(30, shuffled=False)[-5:]) < 0.8
     assert all(torch.equal(whole(p), before[name]) for name, p in frozen.learner.parameters.items())
-    assert abs(np.mean(Frozen(ranks).explained(30, shuffled=True)[-5:])) < 0.15
+    assert abs(np.mean(Frozen(ranks).explained(20, shuffled=True)[-5:])) < 0.15
 
 
 CASE = {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95, "critic_ppo_epochs": 2, "ppo_mini_batch_size": 2, "critic_lr": 1e-3}
