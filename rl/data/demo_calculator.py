@@ -75,23 +75,26 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
 def _make(directory: str) -> None:
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
-    rng = random.Random(0)
-    pairs = [tuple(map(int, row["prompt"][0]["content"].rstrip("=").split("*"))) for row in problems("train")]
-    phases = [
-        demo.Phase(
-            "asking and guessing",
-            1500,
-            lambda: _loss(model, tokenizer, pairs, rng),
-            1e-3,
-            0.98,
-            falling=False,
-            ends=lambda: _uses_answers(model, tokenizer, pairs[:128]) > 0.97,
-            every=20,
-        )
-    ]
-    demo.train_in(model, phases, "making the demo-calculator model (once)")
+    _teach(model, tokenizer)
     demo.save(model, directory)
     tokenizer.save_pretrained(directory)
+
+
+def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
+    """Until it gives the tool's answer nearly always."""
+    rng = random.Random(0)
+    pairs = [tuple(map(int, row["prompt"][0]["content"].rstrip("=").split("*"))) for row in problems("train")]
+    asking = demo.Phase(
+        "asking and guessing",
+        1500,
+        lambda: _loss(model, tokenizer, pairs, rng),
+        1e-3,
+        0.98,
+        falling=False,
+        ends=lambda: _uses_answers(model, tokenizer, pairs[:128]) > 0.97,
+        every=20,
+    )
+    demo.train_in(model, [asking], "making the demo-calculator model (once)")
 
 
 def _rows(tokenizer: Qwen2Tokenizer, problem: tuple[int, int], answer: str | None) -> tuple[list[int], list[bool]]:

@@ -91,7 +91,7 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
     outputs = dict(enumerate(outputs or [output] * len(scores)))
     work = Work(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
-    generator.args = args
+    generator.args, generator.episodes = args, None
     return Generator._group(generator, 0, work)
 
 
@@ -143,9 +143,15 @@ def test_a_validation_has_the_reward_functions_other_numbers():
     outcomes = [Score(1.0, {"acc": 0.0, "length": 3.0}), Score(0.0, {"acc": 1.0, "length": 6.0, "form": 1.0})]
     outcomes.append(Score(None, event="died", message="gone"))
     generator, rows = Generator.__new__(Generator), []
-    generator._text = lambda _: "text"
+    generator._text, generator.episodes = lambda *_, **__: "text", None
     for index, source in enumerate(("d", "other/e")):
-        work = Work(Prompt([1], "1", source, "1", {}, "row 0"), 3, False, dict.fromkeys(range(3)), dict(enumerate(outcomes)))
+        work = Work(
+            Prompt([1], "1", source, "1", {}, "row 0"),
+            3,
+            False,
+            dict.fromkeys(range(3), Output((0, 0), [5], [-0.1], [0], "stop")),
+            dict(enumerate(outcomes)),
+        )
         rows += json.loads(json.dumps([generator._row(index, work, number) for number in range(3)]))
     metrics = validation_metrics(rows)
     for source in ("d", "other/e"):
@@ -198,10 +204,12 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
 
 def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     """In the table as in the metrics: it counts as the worst, here below 0, and stands there with no score of its own."""
-    work = Work(Prompt([1], "1", "demo", "1", {}, "row 0"), 2, False, {0: None, 1: None})
+    work = Work(
+        Prompt([1], "1", "demo", "1", {}, "row 0"), 2, False, dict.fromkeys(range(2), Output((0, 0), [5], [-0.1], [0], "stop"))
+    )
     work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})
     generator = Generator.__new__(Generator)
-    generator._text = lambda _: "text"
+    generator._text, generator.episodes = lambda *_, **__: "text", None
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5

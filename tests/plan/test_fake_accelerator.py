@@ -20,7 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
-SLOW += ["delta nets", "engine, delta nets"]
+SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
@@ -49,6 +49,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
+    "rl/learning/top_tokens.py": ["a teacher's tokens"],
+    "rl/adapters/lora.py": ["adapters"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
@@ -58,6 +60,7 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",
     "rl/weights/local.py": "a copy for vLLM",
     "rl/hub/tensor_writer.py": "files",
+    "rl/checkpoint/saver.py": "files",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # routes of a pass that are replayed may wait on the device, where they take its memory

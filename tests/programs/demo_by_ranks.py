@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from rl.data import demo, demo_cache, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_calculator, demo_moe, demo_vl
 
 how, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])
-demo._teach = demo_vl._teach = lambda *_: None
+demo._teach = demo_calculator._teach = demo_vl._teach = lambda *_: None
 
 if how == "own":
     torch.distributed.init_process_group("gloo")
     os.environ["RL_CACHE"] = f"{arguments[0]}/{rank}"
-    for module in (demo, demo_moe, demo_vl):
+    for module in (demo, demo_calculator, demo_moe, demo_vl):
         module.model_dir()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

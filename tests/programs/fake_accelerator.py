@@ -120,7 +120,8 @@ def learn(
         groups = [with_routes(group) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
-        model = Learner(path, args, place, 10, with_reference=args.needs_reference)
+        more = {"teacher": args.teacher, "teacher_top_k": args.teacher_top_k}
+        model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
         divided = Division.of(args, model)
@@ -133,7 +134,7 @@ def learn(
         home = host if args.param_offload else place.device
         model.router_metrics()
         tensors = model.state_tensors()
-        trained = len(model.parameters) - len(model.frozen)
+        trained = len(model.adapters.tensors) if model.adapters else len(model.parameters) - len(model.frozen)
         assert len({name for name in tensors if "_scale" not in name}) == 3 * trained
         assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
         assert {state["step"].device for state in model.optimizer.state.values()} == {home}
@@ -332,6 +333,8 @@ CASES = {  # a new kind of model is a line more
     "images, shared sequences": lambda m: learn(
         m["qwen3-vl"], 4, 1, "async", images=True, prompts=4, sequence_parallel=2, gradient_checkpointing=True
     ),
+    "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
+    "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
     "engine, experts": lambda m: generate(m["moe"]),

@@ -20,6 +20,7 @@ from rl.errors import UserError
 from rl.model.attention import check_supported
 from rl.ranges import check
 from rl.rewards.verifiers import BUILT_IN, verifier_name
+from rl.supervised import SupervisedArgs
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async, "train_one_step_off.py": train_one_step_off}
@@ -229,8 +230,8 @@ def known_flags() -> set[str]:
 
 
 def flags_of_tools() -> set[str]:
-    """Return the flags of plan.py, report.py, replay.py, doctor.py, make_data.py, the translator and the benchmarks."""
-    names = {field for args in (plan.PlanArgs, report.Args) for field in args.__dataclass_fields__}
+    """Return the flags of the other scripts: plan.py, train_sft.py, doctor.py and so on, and the translator."""
+    names = {field for args in (plan.PlanArgs, report.Args, SupervisedArgs) for field in args.__dataclass_fields__}
     files = ["replay.py", "doctor.py", "rl/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))
     return {f"--{name.replace('_', '-')}" for name in names} | {*parsed}
@@ -241,6 +242,7 @@ OF_OTHER_PROGRAMS = {
     *("--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-", "--cpu", "--multi", "--num"),
     *("--ntasks-per-node", "--nodes", "--gpus-per-node", "--shm-size", "--version", "--git", "--recount", "--logdir"),
     *("--extra-index-url", "--no-deps", "--no-binary", "--no-build-isolation"),
+    *("--enable-lora", "--lora-modules", "--max-lora-rank"),
     *("--exclude", "--served-model-name", "--help", "--help-all", "--steps"),
 }
 OF_A_DIFF = {"--imitation-coef"}  # docs/forking.md

@@ -146,7 +146,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "WatchdogArgs": "hang_timeout",
     "BatchArgs": "train_batch_size ppo_mini_batch_size",
     "OverSampleArgs": "over_sample",
-    "SplitArgs": "generators ring_mb publish publish_over",
+    "SplitArgs": "generators ring_mb publish_over",
     "ScheduleArgs": "train_batch_size publish_every staleness_threshold max_staleness",
     "PlanArgs": "nnodes nproc_per_node device from_run response_lengths image_size",
 }
