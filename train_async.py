@@ -22,6 +22,7 @@ from torch import Tensor
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
+from rl.algorithm.critic import learn_values
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
@@ -105,6 +106,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     if args.teacher:
         with timer("teacher"):
             targets.teacher_log_prob = learner.log_probs_of("teacher", batch, micros)
+    if args.needs_critic:
+        with timer("values"):
+            targets.value = learner.critic.values_of(batch, micros)
 
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
@@ -117,10 +121,17 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
+        if args.needs_critic:
+            of_tokens = (targets.reward, batch.trained, batch.seq, targets.value)
+            targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.lam)
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
+
+    if args.needs_critic:
+        with timer("update_critic"):
+            metrics |= learn_values(args, learner.critic, batch, minis, micros)
 
     # The updates. The gradient of a mini-batch is gathered from this rank's micro-batches.
     with timer("update_actor"):

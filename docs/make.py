@@ -93,6 +93,7 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
     "top_k_reverse_kl": "--teacher-top-k 20",
+    "value_loss": "--cliprange-value 0.5",
     "off_policy_tokens": "--off-policy-mask-threshold",
     "rollout_rejection_mask": "--rollout-rs batch_k2 --rollout-rs-threshold 0.02",
 }
@@ -100,11 +101,11 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
 
 def formulas() -> dict[str, str]:
     """Functions of losses.py -> the flags that choose them; "" for one that has none."""
-    found = {"value_loss": ""} | OTHER_FLAGS
+    found = dict(OTHER_FLAGS)
     for flag, words in (("--adv-estimator", losses.ADVANTAGES), ("--loss-mode", losses.POLICY_LOSSES)):
         for word, entry in words.items():
             if word == entry.function.__name__:  # not verl's other name
-                found[word] = "" if "value" in entry.inputs else f"{flag} {word}"
+                found[word] = f"{flag} {word}"
     return found
 
 

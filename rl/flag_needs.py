@@ -81,7 +81,7 @@ def _discount() -> Need:
     def takers() -> list[str]:
         import losses  # late: a replay says which
 
-        return [name for name, estimator in losses.ADVANTAGES.items() if "gamma" in estimator.knobs and not estimator.inputs]
+        return [name for name, estimator in losses.ADVANTAGES.items() if "gamma" in estimator.knobs]
 
     words = lambda args: f"with --adv-estimator {args.adv_estimator} (taken by {', '.join(takers())})"  # noqa: E731
     return Need(words, lambda args: args.adv_estimator in takers())
@@ -114,6 +114,7 @@ PROCESSES = Need(
 )
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 TURNS = Need("without --env or --tools", lambda args: args.has_environment)
+CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
 # Flags that are not here have an effect by themselves, or are refused where they cannot have one.
@@ -132,6 +133,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
+    **dict.fromkeys(("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "cliprange_value"), (CRITIC,)),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),

@@ -27,7 +27,7 @@ import tyro
 
 from rl import flag_needs, flag_words
 from rl.errors import UserError
-from rl.ranges import Unavailable, check, flag, ranges
+from rl.ranges import check, flag, ranges
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
@@ -58,7 +58,6 @@ def read(
     words = _spell_out_booleans(flags, words)
     if {"-h", "--help", "--help-all"} & {*words}:
         _print_help(flags, description or "", defaults or {}, show_all="--help-all" in words)
-    _refuse_unavailable(flags, words)
     found, given = _read(flags, words), flag_needs.given(flags, words)
     parsed = flags(**(defaults or {}) | {name: getattr(found, name) for name in given})
     check(parsed)
@@ -82,15 +81,6 @@ def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
             word = f"{word.replace('--no-', '--', 1)}=False"
         spelled.append(word)
     return spelled
-
-
-def _refuse_unavailable(flags: type, words: Sequence[str]) -> None:
-    """Raises UserError, with the reason, for a word that is marked Unavailable."""
-    given = {*words} | {f"{word}={value}" for word, value in itertools.pairwise(words)}
-    for name, hint in get_type_hints(flags, include_extras=True).items():
-        for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, Unavailable) and f"{flag(name)}={mark.word}" in given:
-                raise UserError(f"{flag(name)} {mark.word} {mark.reason}")
 
 
 def _read(flags: type[Flags], words: Sequence[str]) -> Flags:

@@ -44,14 +44,6 @@ class Range:
         return words if self.also is None else f"{self.also}, or {words}"
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    """A word that a flag does not offer, and why: for those who bring it along."""
-
-    word: str
-    reason: str
-
-
 def _largest(value: float) -> float:
     return LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
 

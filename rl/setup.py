@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rl import flag_needs
 from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
+from rl.algorithm.critic import check_critic
 from rl.algorithm.teacher import check_teacher
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
@@ -138,6 +139,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     check_model(path, tokenizer, args)
     if args.teacher:
         check_teacher(resolve(args.teacher), args, path)
+    if args.needs_critic:
+        check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
     if args.adapted:
@@ -184,4 +187,15 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     engines_first("learner")
     teacher = args.teacher and resolve(args.teacher)
     what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
-    return Learner(job.path, args, ranks, job.total_steps, *what)
+    learner = Learner(job.path, args, ranks, job.total_steps, *what)
+    if args.needs_critic:
+        from rl.algorithm.value_model import Critic  # late: no other run needs it
+
+        learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
+        learner.begin_step(1)
+    return learner
+
+
+def critic_path(args: CommonArgs, policy: str) -> str:
+    """Where the critic's model is. policy: the path of --model."""
+    return resolve(args.critic_model) if args.critic_model else policy

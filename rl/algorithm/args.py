@@ -7,26 +7,25 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import losses
+from rl.algorithm.critic import CriticArgs
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
-from rl.ranges import Range, Unavailable
+from rl.ranges import Range
 
-NO_CRITIC = "needs a critic, which these scripts do not train. losses.gae is there for one."
 CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's word
-ESTIMATORS = tuple(name for name, estimator in losses.ADVANTAGES.items() if "value" not in estimator.inputs)
 
 
 @dataclass
-class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
-    adv_estimator: Annotated[Literal[ESTIMATORS], Unavailable("gae", NO_CRITIC)] = "grpo"
+    adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
     """Estimator that turns scores into advantages; each is a function in losses.py."""
     gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
-    """Discount of later rewards, for reinforce_pp."""
+    """Discount of later rewards, for reinforce_pp and gae."""
     loss_mode: Literal[tuple(losses.POLICY_LOSSES)] = "ppo_clip"
     """Policy loss; each is a function in losses.py."""
     loss_agg_mode: Literal[losses.AGGREGATIONS] | None = None
@@ -154,8 +153,8 @@ class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
     def estimator_inputs(self, batch: Batch) -> dict:
         """Keywords that the advantage estimator takes beyond the usual arguments."""
         estimator = losses.ADVANTAGES[self.adv_estimator]
-        discount = {"gamma": self.gamma} if "gamma" in estimator.knobs else {}
-        return discount | {name: getattr(batch, name) for name in estimator.inputs}
+        numbers = {name: getattr(self, name) for name in ("gamma", "lam") if name in estimator.knobs}
+        return numbers | {name: getattr(batch.targets if name == "value" else batch, name) for name in estimator.inputs}
 
     def hint(self, unknown: Sequence[str]) -> str:
         """A sentence for each unknown flag that is a number of a loss, of the chosen one if it has it, or of an estimator."""
@@ -186,8 +185,6 @@ class AlgorithmArgs(TeacherArgs, RolloutCorrectionArgs):
         except ValueError as error:
             raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
         estimator = losses.ADVANTAGES[self.adv_estimator]
-        if "value" in estimator.inputs:
-            raise UserError(f"--adv-estimator {self.adv_estimator} {NO_CRITIC}")
         if estimator.group_of_one == "zero" and self.rollout_n == 1 and not self.teacher_alone:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "

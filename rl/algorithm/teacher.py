@@ -7,6 +7,8 @@ Left out: a teacher with another vocabulary, or one behind a network address.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from transformers import PreTrainedTokenizerBase
+
 import losses
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
@@ -58,22 +60,29 @@ class TeacherArgs:
             )
 
 
-def check_teacher(path: str, args, policy: str) -> None:
-    """Raises UserError unless the model at `path` can teach that at `policy`. Reads no weights. Vocabularies are compared by
-    their tokens: models of one family may have embeddings of different lengths (Qwen2.5's differ from 7B on)."""
-    own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
-    tokenizer = load_tokenizer(path, args.trust_remote_code, "--teacher")
-    check_model(path, tokenizer, args, "--teacher")
+def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of the model at `path`, which `flag` names. Raises UserError unless it is that of the one at
+    `policy`: their tokens are compared, since models of one family may have embeddings of different lengths (Qwen2.5's differ
+    from 7B on). whose: "A teacher"."""
+    tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
     ours, its = (load_tokenizer(at, args.trust_remote_code).get_vocab() for at in (policy, path))
     if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
         token = differing[0]
         ids = " and ".join("missing" if vocabulary.get(token) is None else f"{vocabulary[token]}" for vocabulary in (ours, its))
         raise UserError(
-            f"--teacher {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
-            f"{token!r} ({ids}). A teacher reads the policy's tokens: take a model of the same family."
+            f"{flag} {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
+            f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
         )
-    if args.teacher_top_k >= len(ours):
-        raise UserError(f"--teacher-top-k {args.teacher_top_k}: the vocabulary has {len(ours):,} tokens. Take fewer.")
+    return tokenizer
+
+
+def check_teacher(path: str, args, policy: str) -> None:
+    """Raises UserError unless the model at `path` can teach that at `policy`. Reads no weights."""
+    own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
+    tokenizer = check_vocabulary(path, args, policy, "--teacher", "A teacher")
+    check_model(path, tokenizer, args, "--teacher")
+    if args.teacher_top_k >= (tokens := len(tokenizer.get_vocab())):
+        raise UserError(f"--teacher-top-k {args.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):
         raise UserError(f"--teacher {path}: models that take images cannot teach or be taught here.")
     if args.expert_parallel > 1:

@@ -131,6 +131,11 @@ def _load_tensors(path: Path, learner: Learner) -> None:
 
 def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
     """Return the message for a checkpoint whose tensors are not the learner's. different: their names."""
+    if different[0].startswith("critic."):
+        return (
+            f"{path} was written with another critic, or by a run with another --adv-estimator ({shapes}). Give those of its "
+            "run, or start from the first step."
+        )
     weights = [name.partition(".")[2] for name in different if name.startswith(("model.", "adapter."))]
     if different[0].startswith("adapter.") or args.adapted:
         return (

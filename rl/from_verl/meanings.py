@@ -227,6 +227,23 @@ def distillation(run: Run) -> dict[str, object]:
     return flags
 
 
+def critic(run: Run) -> dict[str, object]:
+    if run["algorithm.adv_estimator"] != "gae":
+        of = "critic.optim.lr critic.ppo_epochs critic.cliprange_value critic.model.path"
+        run.skips(f"algorithm.lam trainer.critic_warmup {of}", "only gae has a critic")
+        return {}
+    epochs = run["A.actor.ppo_epochs"] if run["critic.ppo_epochs"] is None else run["critic.ppo_epochs"]
+    model = run["critic.model.path"]
+    return {
+        "--lam": run["algorithm.lam"],
+        "--critic-lr": run["critic.optim.lr"],
+        "--critic-ppo-epochs": epochs,
+        "--cliprange-value": run["critic.cliprange_value"],
+        "--critic-model": None if model == run["A.model.path"] else model,
+        "--critic-warmup": max(0, run["trainer.critic_warmup"] - 1),
+    }
+
+
 PRESETS = {  # verl's constructors of a correction -> their words
     "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
     "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",

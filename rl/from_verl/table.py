@@ -168,9 +168,8 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.actor.rollout_n A.ref.rollout_n", "`--rollout-n`"),
     ],
     "Algorithm": [
-        to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae`, "
-           "verl's default, needs a critic, which is not here. Without division by the standard deviation `grpo` is `dr_grpo`",
-           m.estimator),
+        to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae` "
+           "is verl's default. Without division by the standard deviation `grpo` is `dr_grpo`", m.estimator),
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "
@@ -204,7 +203,10 @@ TABLE: dict[str, list[Row]] = {
         missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
                 "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
                 "`algorithm.rollout_correction`"),
-        missing("algorithm.lam=1.0", "needs a critic"),
+        to("algorithm.lam=1.0 critic.optim.lr=1e-5 critic.ppo_epochs=null critic.cliprange_value=0.5 critic.model.path=null "
+           "trainer.critic_warmup=0", "--lam, --critic-lr, --critic-ppo-epochs, --cliprange-value, --critic-model, "
+           "--critic-warmup", "with `gae` alone. verl's warm-up of n holds n - 1 steps, here n; null epochs are the policy's",
+           m.critic),
         missing("algorithm.use_pf_ppo=False algorithm.pf_ppo.*", "PF-PPO"),
         missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
         to("A.actor.policy_loss.clip_cov_ratio=0.0002 A.actor.policy_loss.clip_cov_lb=1.0 A.actor.policy_loss.clip_cov_ub=5.0 "
@@ -223,8 +225,13 @@ TABLE: dict[str, list[Row]] = {
         missing("distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.log_prob_min_clamp=-10.0",
                 "no clamp"),
         missing("distillation.*", "one teacher, on the learners, without an engine of its own"),
-        missing("critic.*", "no critic"),
-        unneeded("critic.enable", "there is none"),
+        missing("critic.*", "but for the flags above the critic has the policy's flags"),
+        unneeded("critic.enable", "with `--adv-estimator gae`"),
+        unneeded("critic.ppo_m* critic.*micro_batch_size* critic.*max_token_len_per_gpu critic.use_dynamic_bsz "
+                 "critic.*offload* critic.model.enable_gradient_checkpointing critic.model.use_remove_padding "
+                 "critic.model.tokenizer_path "
+                 "critic.ulysses_sequence_parallel_size critic.*.fsdp_size critic.model.trust_remote_code critic.checkpoint.* "
+                 "critic.rollout_n critic.shuffle", "the policy's flags for memory and batches hold for the critic, too"),
         unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.teacher_model.inference.*",
                  "the teacher is on the learners"),
         unneeded("A.actor.calculate_entropy A.actor.calculate_sum_pi_squared", "the entropy is always measured"),
@@ -376,7 +383,7 @@ TABLE: dict[str, list[Row]] = {
         missing("trainer.checkpoint_callback_class=null", "call it in your copy of the script"),
         missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* trainer.npu_profile.*",
                 "profile a script as any other Python program"),
-        unneeded("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", "there is no critic"),
+        unneeded("trainer.max_critic_ckpt_to_keep", "a checkpoint holds the critic, too"),
         unneeded("trainer.balance_batch", "micro-batches are always balanced over the ranks"),
         unneeded("trainer.device", "what the machine has"),
         unneeded("trainer.use_legacy_worker_impl", "there is one implementation"),

@@ -52,6 +52,8 @@ class Targets:
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
+    value: torch.Tensor | None = None  # float32, of the critic, before the update
+    returns: torch.Tensor | None = None  # float32, what the critic learns to predict
     advantage: torch.Tensor | None = None  # float32
     chosen: torch.Tensor | None = None  # bool, tokens that clip_cov and kl_cov single out
 
@@ -338,6 +340,8 @@ class Tokens:
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
     reward: torch.Tensor | None
+    value: torch.Tensor | None
+    returns: torch.Tensor | None
     advantage: torch.Tensor | None
     chosen: torch.Tensor | None
 

@@ -52,6 +52,8 @@ class Outgoing:
 class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
 
+    critic = None  # of rl/algorithm/value_model.py, where the advantages need one
+
     def __init__(
         self,
         path: str,
@@ -70,13 +72,13 @@ class Learner:
         self.path, self.args, self.temperature, self.total_steps = path, args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
-        self.policy = load_policy(path, args, ranks, args.param_offload, "policy", trust_remote_code, seed)
+        self.policy = self._load(trust_remote_code, seed)
         self.adapters: Adapters | None = self.policy.adapters
         check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
         self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
         if with_reference and not self.adapters:
             offload = args.ref_offload and is_accelerator(ranks.device)
-            self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code)
+            self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code, is_known=True)
         self.teacher, self.teacher_top_k = None, teacher_top_k
         if teacher:
             offload = args.ref_offload and is_accelerator(ranks.device)
@@ -95,6 +97,9 @@ class Learner:
         self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
         self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/learning/token_budget.py)
+
+    def _load(self, trust_remote_code: bool, seed: int) -> Policy:
+        return load_policy(self.path, self.args, self.ranks, self.args.param_offload, "policy", trust_remote_code, seed)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -166,21 +171,25 @@ class Learner:
     def begin_step(self, step: int) -> None:
         """Takes the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and counts
         what is computed from here on."""
-        self.computed = Computed()
-        set_learning_rate(self.optimizer, self.args, step, self.total_steps)
+        self.computed, frozen = Computed(), 0
+        if self.critic:
+            self.critic.begin_step(step)
+            frozen = self.critic.warmup
+        self.is_frozen = step <= frozen
+        set_learning_rate(self.optimizer, self.args, max(1, step - frozen), self.total_steps - frozen)
 
     def step(self) -> dict[str, float]:
-        """Clips the accumulated gradient and takes the optimizer's step. A non-finite gradient is dropped, the same on all
-        ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
+        """Clips the accumulated gradient and takes the optimizer's step, but for a critic's warm-up. A non-finite gradient is
+        dropped, the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
         if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
             norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
         else:
             norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if torch.isfinite(torch.tensor(norm)):
-            self.optimizer.step()
-        else:
+        if not torch.isfinite(torch.tensor(norm)):
             self.skipped += 1
+        elif not self.is_frozen:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
@@ -240,19 +249,22 @@ class Learner:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
-        weights, and AdamW's moments are a set each. Made where an optimizer has not stepped yet; a checkpoint is read into them
-        in place."""
+        weights, and AdamW's moments are a set each; a critic's have `critic.` in front. Made where an optimizer has not stepped
+        yet; a checkpoint is read into them in place."""
         self.policy.reshard()
         out, weights = {}, "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
             out[f"{weights}.{name}"] = self.masters.get(name, parameter.data)
             out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
+        if self.critic:
+            out |= {f"critic.{name}": tensor for name, tensor in self.critic.state_tensors().items()}
         return out
 
     def state(self) -> dict:
         """The rest, the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        return {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
+        own = {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
+        return own | {"critic": self.critic.state()} if self.critic else own
 
     def rank_state(self) -> dict:
         """The rest that differs by rank."""
@@ -263,6 +275,8 @@ class Learner:
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
         take_masters(self._trained, self.masters)
+        if self.critic:
+            self.critic.restore(state["critic"], None)
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

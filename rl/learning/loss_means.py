@@ -19,18 +19,22 @@ class LossMeans:
         self._updates: list[dict[str, float]] = []  # what the optimizer's step said, of each
 
     def add(self, t: Tokens, log_prob: torch.Tensor, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
-        """Takes a micro-batch's log-probs [n]; terms: name -> scalar, its share; stats: name -> [n]. Every rank adds the same
-        names."""
-        self.tokens = self.tokens + t.mask.sum()
+        """Takes a micro-batch's log-probs [n]; terms, stats: see `gather`."""
         if t.teacher_log_prob is not None:
             stats = stats | {"teacher_kl": log_prob - t.teacher_log_prob}
+        self.gather(t, terms, stats)
+        if not self._updates:
+            self._first.append((t.micro.index, log_prob.detach()))
+
+    def gather(self, t: Tokens, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
+        """Takes of a micro-batch the terms, name -> scalar, its share, and the stats, name -> [n]. Every rank adds the same
+        names."""
+        self.tokens = self.tokens + t.mask.sum()
         for name, value in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
         for name, value in stats.items():
             total = torch.where(t.mask, value.detach(), 0.0).sum().double()
             self.stats[name] = self.stats.get(name, 0.0) + total
-        if not self._updates:
-            self._first.append((t.micro.index, log_prob.detach()))
 
     def end_update(self, step: dict[str, float]) -> None:
         """Takes what Learner.step returned."""

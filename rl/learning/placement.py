@@ -36,15 +36,17 @@ def load_policy(
     args: LearnerArgs,
     ranks: Ranks,
     offload: bool,
-    role: Literal["policy", "reference", "teacher"],
+    role: Literal["policy", "reference", "teacher", "critic"],
     trust_remote_code: bool,
     seed: int = 0,
+    kind: type[Policy] = Policy,
+    is_known: bool = False,
 ) -> Policy:
     """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
-    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. Raises UserError if weights are missing, or if what
-    is computed with them is not what transformers computes."""
-    trainable = role == "policy"
-    is_known = role == "reference"  # the policy has been read and checked from the same files
+    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. is_known: the policy has been read and checked from
+    the same files. Raises UserError if weights are missing, or if what is computed with them is not what transformers
+    computes."""
+    trainable = role in ("policy", "critic")
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
         if not args.compile:
@@ -67,7 +69,7 @@ def load_policy(
     else:
         keep_less(model)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
-    policy = Policy(model, Router.of(model, args), logits_kept)
+    policy = kind(model, Router.of(model, args), logits_kept)
     policy.adapters = adapters
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:

@@ -50,7 +50,8 @@ def choose_micro_batch_tokens(args, learner: Learner) -> int:
     _train(args, learner, 1)  # and the gradients theirs
     one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))
     left, total = memory_left()
-    learner.optimizer.zero_grad()
+    for model in (learner, learner.critic) if learner.critic else (learner,):
+        model.optimizer.zero_grad()
     learner.router_metrics()  # forgets what was counted
     spare = (SPARE / 2 if kept else SPARE) * total
     fits = longest + (left - spare - one) / max(1, two - one) * longest
@@ -76,5 +77,7 @@ def _train(args, learner: Learner, sequences: int) -> None:
         for micro in micro_batches(batch, torch.arange(len(groups)), budget, learner.ranks):
             log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff else "metric")
             (log_prob.sum() + entropy.sum()).mul(1e-6).backward()
+            if learner.critic:
+                learner.critic.values(micro).sum().mul(1e-6).backward()
     finally:
         learner.args = given

@@ -111,6 +111,8 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     check_lengths(config.get_text_config(), args)
     if args.teacher:
         load_config(resolve(args.teacher), args.trust_remote_code, "--teacher")  # raises UserError if there is none
+    if args.critic_model:
+        load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
     placement.open_weights, placement.check_policy = _unread, lambda *_: None
     ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory

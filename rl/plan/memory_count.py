@@ -40,7 +40,7 @@ CAUSES = [
     ("rl/learning/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
-LOADING = "load_policy"  # makes the weights of the policy, the reference and the teacher
+LOADING = "load_policy"  # makes the weights of the policy, the reference, the teacher and the critic: its `role`
 OTHER = "activations"
 PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 

@@ -22,6 +22,8 @@ PHASE_OF = {  # by timer
     "ref": "train",
     "teacher": "train",
     "adv": "train",
+    "values": "train",
+    "update_critic": "train",
     "update_actor": "train",
 }
 SETTLED = {"update_actor"}  # at whose end an accelerator is waited for: the last optimizer step belongs to it

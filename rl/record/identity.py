@@ -68,6 +68,8 @@ class Identity:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
         if self.args.teacher:
             contents["teacher"] = _digest_model(resolve(self.args.teacher))
+        if self.args.critic_model:
+            contents["critic_model"] = _digest_model(resolve(self.args.critic_model))
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:

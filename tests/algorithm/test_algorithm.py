@@ -296,7 +296,6 @@ def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, fl
 
 
 REFUSED = {
-    "critic": ({"adv_estimator": "gae"}, "needs a critic"),
     "length bias": ({"loss_mode": "gmpo", "loss_agg_mode": "token-mean"}, "count by their length"),
     "averaged away": ({"loss_mode": "gmpo", "adv_estimator": "reinforce_pp"}, "averaged away"),
     "nothing to compare": (

@@ -249,11 +249,16 @@ def test_what_the_command_leaves_out_is_verls_default_not_ours():
     assert {name: getattr(got, name) for name in expected} == expected
 
 
-def test_verls_own_default_estimator_needs_a_critic_and_the_command_is_refused():
-    found = ours("actor_rollout_ref.model.path=x")
-    assert "critic" in found.refusal and "REFUSED TODAY" in report(
-        read_words(["-m", "verl.trainer.main_ppo", "data.shuffle=True"])
-    )
+def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
+    words = "critic.optim.lr=2e-5 critic.model.path=y trainer.critic_warmup=20 algorithm.lam=0.95"
+    words = f"{words} actor_rollout_ref.model.path=x actor_rollout_ref.actor.ppo_epochs=2".split()
+    found = ours(*words, "critic.ppo_micro_batch_size_per_gpu=4", "critic.model.fsdp_config.param_offload=True")
+    expected = {"adv-estimator": "gae", "critic-lr": 2e-5, "critic-model": "y", "lam": 0.95, "critic-ppo-epochs": 2}
+    expected |= {"critic-warmup": 19, "cliprange-value": 0.5}
+    assert {name: found.flags.get(f"--{name}") for name in expected} == expected
+    assert not found.refusal and not any(kind == "not here" for kind, _ in found.verdicts.values())
+    plain = ours(*words, "algorithm.adv_estimator=grpo")
+    assert not any("critic" in flag or flag == "--lam" for flag in plain.flags)
 
 
 @pytest.mark.parametrize(

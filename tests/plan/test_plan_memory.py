@@ -31,6 +31,7 @@ OTHERS = [
     {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
     {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1},
     {"dtype": "bfloat16", "lora_rank": 4},
+    {"adv_estimator": "gae", "use_kl_loss": False, "critic_ppo_epochs": 2},
 ]
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,11 +31,11 @@ from rl.learning import division
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
-from rl.learning.learner import Learner
 from rl.model.pretrained import load_config
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
+from rl.setup import make_learner
 
 
 def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division, routes: bool) -> Batch:
@@ -74,7 +75,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
     """Return the gradient of each update, the metrics, the final weights, and the share of forward-only tokens."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
     args = train_sync.Args(model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
-    learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
+    learner = make_learner(args, SimpleNamespace(path=model, total_steps=10), ranks)
     gradients, step = [], learner.step
 
     def recorded() -> dict:

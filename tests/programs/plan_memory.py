@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from rl.algorithm.kl_control import KLControl
 from rl.learning import placement
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.learner import Learner
 from rl.model.pretrained import load_config
 from rl.plan import dry_run
 from rl.plan.fake_device import FakeDevice, start
@@ -39,6 +39,7 @@ from rl.plan.memory_count import MemoryCount
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
+from rl.setup import make_learner
 
 
 class SteadyCount(MemoryCount):
@@ -88,7 +89,7 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
         if fake:
             allocate_fakes(mode)
         with mode.host_too() if fake else contextlib.nullcontext():
-            learner = Learner(path, args, place, 10, with_reference=args.needs_reference)
+            learner = make_learner(args, SimpleNamespace(path=path, total_steps=10), place)
         batch = Batch.of(groups, Division.of(args, learner))
         batch.images = PlannedImages(images) if images else None
         count.host.peak, count.host.at_peak = 0, Counter()
