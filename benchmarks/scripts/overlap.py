@@ -118,6 +118,9 @@ def Instant():
         def read_back(self, name):
             return self.weights[name]
 
+        def own_part(self, name, whole):
+            return whole
+
         @property
         def num_unfinished(self):
             return len(self.requests)

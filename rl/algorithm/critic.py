@@ -1,6 +1,6 @@
 """PPO's critic in the algorithm: its flags, which models can be one, and its part of a step.
 
-losses.py has the formulas, rl/algorithm/value_model.py the model and its optimizer: it is imported for `--adv-estimator gae` alone.
+losses.py has the formulas, rl/algorithm/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
 Left out: a critic that shares the policy's layers, which would change what the policy learns.
 """
 

@@ -13,7 +13,7 @@ import torch
 import vllm
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -131,7 +131,7 @@ class LiveWeights:
         a tensor parallel rank."""
         module, leaf, front = self._holder(name)
         count, number = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
-        if count == 1 or leaf in EXPERTS:
+        if count == 1 or leaf in EXPERTS or isinstance(module, ReplicatedLinear):  # a router
             return whole
         if isinstance(module, VocabParallelEmbedding):
             return whole[module.shard_indices.org_vocab_start_index : module.shard_indices.org_vocab_end_index]
