@@ -50,7 +50,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
-    "rl/adapters/lora.py": ["adapters"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
@@ -61,6 +60,7 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/weights/local.py": "a copy for vLLM",
     "rl/hub/tensor_writer.py": "files",
     "rl/checkpoint/saver.py": "files",
+    "rl/adapters/lora.py": "merging moves each part to where A is, again; the case of adapters looks at what comes out",
 }
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # routes of a pass that are replayed may wait on the device, where they take its memory
