@@ -48,7 +48,7 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     """A second statement of the combinations that losses.check_combination must accept."""
     if loss == "gmpo" and aggregation != "seq-mean-token-mean":
         return False
-    return estimator != "gae" and not (loss == "gmpo" and estimator in ("reinforce_pp", "remax"))
+    return not (loss == "gmpo" and estimator in ("reinforce_pp", "remax", "gae"))
 
 
 QUICK = ("ppo_clip", "gspo", "reinforce", "decoupled_ppo")  # the others are slow by their number

@@ -20,7 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
-SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens"]
+SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
@@ -50,6 +50,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
+    "rl/algorithm/value_model.py": ["a critic"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why

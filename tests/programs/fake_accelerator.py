@@ -27,6 +27,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl.algorithm.kl_control import KLControl
+from rl.algorithm.value_model import Critic
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -142,6 +143,8 @@ def learn(
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         more = {"teacher": args.teacher, "teacher_top_k": args.teacher_top_k}
         model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
+        if args.needs_critic:
+            model.critic = Critic(path, args, model.ranks, 10)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
         divided = Division.of(args, model)
@@ -156,6 +159,7 @@ def learn(
         home = host if args.param_offload else place.device
         model.router_metrics()
         tensors = model.state_tensors()
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
         trained = len(model.adapters.tensors) if model.adapters else len(model.parameters) - len(model.frozen)
         assert len({name for name in tensors if "_scale" not in name}) == 3 * trained
         assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
@@ -357,6 +361,7 @@ CASES = {  # a new kind of model is a line more
     ),
     "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
     "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
+    "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
     "engine, experts": lambda m: generate(m["moe"]),

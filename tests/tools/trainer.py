@@ -5,6 +5,7 @@ import torch
 import losses
 import train_sync
 from rl.algorithm.kl_control import KLControl
+from rl.algorithm.value_model import Critic
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
@@ -41,6 +42,8 @@ class Trainer:
         check(args)
         generator = self.generator(args)
         self.learner.args, control, out = args, KLControl(args), []
+        if args.needs_critic and not self.learner.critic:
+            self.learner.critic = Critic(self.learner.path, args, self.ranks, 10**6)
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)
             groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
