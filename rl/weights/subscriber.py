@@ -8,6 +8,7 @@ Memory: none, or if the engine does not adopt memory, a few buckets (on the firs
 Weights that arrive while the engine continues take one copy in host memory.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Subscriber:
         # Of the newest publish: bytes, and seconds on its way while the engine continued.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
+        self._has_warned = False
         self._memory = None  # laid out as the stream: what arrives is in place at once
         is_ahead = (
             overlaps and self.bridge.is_far and has_room(split, self.plan.offsets[-1] * self.plan.dtype.itemsize, self._pins)
@@ -120,6 +122,19 @@ class Subscriber:
             if found != arrived[number]:
                 name = self.plan.names[number]
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
+        if hidden := set(range(len(self.plan.names))) - set(read):
+            self._warn_of_hidden(self.plan.names[min(hidden)], len(hidden))
+
+    def _warn_of_hidden(self, first: str, count: int) -> None:
+        """Says once that part of the engine's weights is out of sight."""
+        if not self._has_warned:
+            print(
+                f"warning: the engine cannot show {count} of {len(self.plan.names)} parameters, {first} first. Their publishes "
+                "are verified as they arrive and not as the engine holds them; watch training/rollout_probs_diff_mean.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_warned = True
 
     def _incoming(self, digests: Digests, arrived: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter, as it is complete. Feeds the digests, and fills `arrived` with those of what the

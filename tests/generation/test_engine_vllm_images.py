@@ -34,6 +34,21 @@ def test_every_publish_takes_effect(measured):
     assert any("attn.qkv" in name for name in tower) and any("patch_embed" in name for name in tower)
 
 
+def test_no_version_profiles_a_processor_that_prepared_images_do_not_have(monkeypatch):
+    """On an accelerator the memory of images is measured where vLLM knows that pixels are normalised; older versions would ask
+    transformers' processor, and a CPU measures nothing."""
+    import vllm
+
+    from rl.generation.vllm.images import PreparedImages
+
+    prepared = object.__new__(PreparedImages)
+    assert prepared.settings(True)["skip_mm_profiling"] is False and prepared.settings(False)["skip_mm_profiling"] is True
+    fields = {name: field for name, field in vllm.EngineArgs.__dataclass_fields__.items() if name != "mm_device_do_normalize"}
+    monkeypatch.setattr(vllm.EngineArgs, "__dataclass_fields__", fields)
+    older = prepared.settings(True)
+    assert older["skip_mm_profiling"] is True and "mm_device_do_normalize" not in older
+
+
 def test_files_of_every_kind_are_seen_as_the_learner_sees_them(measured):
     got = measured("publishes")["odd"]
     assert len(got) == 7 and max(got.values()) < 1e-4, got

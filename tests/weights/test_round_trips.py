@@ -130,3 +130,22 @@ def test_where_messages_wait_for_each_other_it_is_noticed(monkeypatch):
     monkeypatch.setattr(End, "window", 3)
     took, sent = a_publish(MODELS["hundreds of buckets"], True)
     assert took - sent / RATE > 100
+
+
+def test_what_an_engine_cannot_show_is_said_once(capsys, monkeypatch):
+    """It ends no run; what the engine does show is compared all the same."""
+    monkeypatch.setattr(Holder, "read_back", lambda self, name: None if name in ("p1", "p2") else self.parameters[name])
+    link, store, ranks = Link(), HashStore(), SimpleNamespace(device=torch.device("cpu"), is_main=True)
+    split = lambda end: SimpleNamespace(bridge=link.of(end), store=store, ranks=ranks, senders=(0,))  # noqa: E731
+    publisher = Publisher(Holder([7, 100, 3], False), split(0), torch.float32)
+    subscriber = Subscriber(split(1), engine := Holder([7, 100, 3], False))
+    for version in range(2):
+        publisher.publish(version)
+        subscriber.receive(version)
+        publisher.wait()
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "2 of 3 parameters, p1 first" in said
+    monkeypatch.setattr(engine, "read_back", lambda name: None if name == "p1" else torch.zeros(3))
+    publisher.publish(2)
+    with pytest.raises(RuntimeError, match="p0 is not what the learner sent"):
+        subscriber.receive(2)
