@@ -138,11 +138,11 @@ def tokenizer_of(special: list[str], characters: str, chat_template: str) -> Qwe
     return tokenizer
 
 
-def build_model(vocab_size: int) -> Qwen2ForCausalLM:
+def build_model(vocab_size: int, layers: int = 4) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=512,

@@ -8,7 +8,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from rl.data import demo
 from rl.data.demo_cache import VERSIONS
@@ -48,27 +48,9 @@ def model_dir() -> str:
     return demo.made_once("demo-calculator", VERSION, _make)
 
 
-def _build_model(vocabulary: int) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=512,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=demo.INITIALIZER_RANGE,
-    )
-    return Qwen2ForCausalLM(config)
-
-
 def _make(directory: str) -> None:
     tokenizer = demo.tokenizer_of(SPECIAL, CHARACTERS, CHAT_TEMPLATE)
-    model = _build_model(len(tokenizer))
+    model = demo.build_model(len(tokenizer), layers=2)
     _teach(model, tokenizer)
     demo.save(model, directory)
     tokenizer.save_pretrained(directory)
