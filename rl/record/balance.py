@@ -11,14 +11,14 @@ def verdict(
 
     generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle: share
     of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
-    which they did not wait. scoring: share of the time in which a generator had nothing to do but wait for scores; while
-    learners wait for samples, it is what to shorten first.
+    which they did not wait. scoring: share of the time in which a generator had nothing to do but wait for scores or for
+    environments; while learners wait for samples, it is what to shorten first.
     """
     waits = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:
         return "balanced", f"{waits}: balanced"
     if min(scoring, learners_idle) >= BALANCED:
-        remedy = "try more --reward-workers before another split"
+        remedy = "try more --reward-workers, or faster tools with --env, before another split"
         return "graders", f"{waits}: generators spent {scoring:.0%} of the time on scores; {remedy}"
     if min(generators_idle, learners_idle) > OVERLAPPING:
         remedy = "try a higher --staleness-threshold or fewer validations"

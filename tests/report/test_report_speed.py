@@ -193,7 +193,8 @@ def test_generators_that_wait_for_graders():
         log = run("a", [1.0] * steps, [9.0] * steps, **waits, **ledgers)
         return [text for _, text, _ in conclude([group("a", log)]) if "on scores" in text]
 
-    said_then = "learners 90%: generators spent 70% of the time on scores; try more --reward-workers before another split"
+    remedy = "try more --reward-workers, or faster tools with --env, before another split"
+    said_then = f"learners 90%: generators spent 70% of the time on scores; {remedy}"
     assert about_scores(0.7) == [f"generators waited 0% of the time, {said_then}"]
     assert about_scores(0.05) == about_scores(0.7, steps=5) == about_scores(0.7, rank="rank_0") == []
 

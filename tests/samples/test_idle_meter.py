@@ -72,9 +72,8 @@ def test_advice_is_about_the_whole_jobs_ranks_and_leaves_start_up_out(job, idle,
 @pytest.mark.parametrize("split", [(1, 1, 1), (2, 2, 1), (4, 4, 2)])
 def test_generators_that_wait_for_graders_need_no_other_split(split):
     """Learners that wait for samples wait for the graders as well, however many ranks generate."""
-    slow = (
-        "of the time, learners 99%: generators spent 95% of the time on scores; try more --reward-workers before another split"
-    )
+    remedy = "try more --reward-workers, or faster tools with --env, before another split"
+    slow = f"of the time, learners 99%: generators spent 95% of the time on scores; {remedy}"
     assert words(*split, (0.0, 0.99), score=0.95) == f"generators waited 0% {slow}"
     assert "turns" not in words(*split, (0.3, 0.5), score=0.3), "which side waits is the graders' doing"
     for idle, score in (((0.0, 0.99), 0.05), ((0.6, 0.05), 0.3)):  # hardly any scoring; learners that wait for nothing
