@@ -159,24 +159,25 @@ class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
     def hint(self, unknown: Sequence[str]) -> str:
         """A sentence for each unknown flag that is a number of a loss, of the chosen one if it has it, or of an estimator."""
         said = ""
-        for word, following in itertools.pairwise([*unknown, "--"]):
-            word, _, value = word.partition("=")
-            name, value = (
-                word.removeprefix("--").replace("-", "_"),
-                value or ("VALUE" if following.startswith("--") else following),
-            )
-            modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
-            estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
-            if not word.startswith("--") or not (modes or estimators):
-                continue
-            mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
-            if name in CLIPS:
-                said += f" {word}: here {CLIPS[name]}."
-            elif modes:
-                said += f" {word} is a number of --loss-mode {mode}: --loss-args {name}={value}."
-            else:
-                said += f" {word} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
+        for flag, following in itertools.pairwise([*unknown, "--"]):
+            if flag.startswith("--"):
+                flag, _, value = flag.partition("=")
+                after = "VALUE" if following.startswith("--") else following
+                said += self._hint_of(flag, value or after)
         return said
+
+    def _hint_of(self, flag: str, value: str) -> str:
+        name = flag.removeprefix("--").replace("-", "_")
+        modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
+        estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
+        if name in CLIPS:
+            return f" {flag}: here {CLIPS[name]}."
+        if modes:
+            mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
+            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}={value}."
+        if estimators:
+            return f" {flag} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
+        return ""
 
     def check(self) -> None:
         """Raises UserError, with the reason, for flags that contradict each other."""
