@@ -1,7 +1,8 @@
 """What runs in an environment's process: a user's environment, tools as functions, or a class of TRL whose methods are tools.
 
-All three are one program here: `reset(row, seed)` returns the messages that it adds to the prompt, `step(message)` the messages
-that answer the model's, a reward or None, and whether the episode is over. Functions of the user may be async.
+All three are one program here: `reset(row, seed)` returns the messages that it adds to the prompt, or as TRL's the text that it
+adds to the last message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the
+episode is over. Functions of the user may be async.
 """
 
 import asyncio
@@ -74,11 +75,11 @@ class ToolEnvironment:
         """instance: of a TRL environment, whose methods the tools are."""
         self.tools, self.instance = tools, instance
 
-    def reset(self, row: dict, seed: int) -> list[dict]:
+    def reset(self, row: dict, seed: int) -> list[dict] | str:
         if not hasattr(self.instance, "reset"):
             return []
         answer = awaited(self.instance.reset(**row))
-        return as_messages([{"role": "user", "content": answer}] if isinstance(answer, str) else answer)
+        return answer if isinstance(answer, str) else as_messages(answer)
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
         if not message["calls"]:

@@ -55,8 +55,11 @@ class Turns:
         at, end = found
         return self._encode(rest[at + len(end) :])
 
-    def prompt(self, messages: list[dict], added: list[dict]) -> list[int]:
-        """The tokens of a prompt of these messages, and of those that an environment adds."""
+    def prompt(self, messages: list[dict], added: list[dict] | str) -> list[int]:
+        """The tokens of a prompt of these messages, and of what an environment adds: messages, or text to the last one."""
+        if isinstance(added, str):
+            last = messages[-1]
+            return self._encode(self._render([*messages[:-1], last | {"content": last["content"] + self._cut(added)}]))
         return self._encode(self._render([*messages, *map(self._as_data, added)]))
 
     def message(self, ids: list[int]) -> dict:

@@ -92,7 +92,7 @@ def test_a_trl_environment_runs_unchanged():
     assert programs.scores_at_end
     program, other = programs.new(), programs.new()
     row = {"ground_truth": "cat", "hint": "small", "prompt": []}
-    assert program.reset(row, 0) == [{"role": "user", "content": "It is small."}] and other.reset(row, 0)
+    assert program.reset(row, 0) == "It is small." == other.reset(row, 0)
     messages, reward, done = program.step(said(call("guess", word="cat")))
     assert messages == [{"role": "tool", "name": "guess", "content": "noted"}] and reward is None and not done
     assert program.step(said(content="done")) == ([], 1.0, True) and other.reward() == 0.0

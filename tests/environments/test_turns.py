@@ -130,3 +130,13 @@ def test_a_reserved_token_in_an_answer_is_text():
     tokenizer.add_tokens(["<|reserved_special_token_5|>", "<unused7>"], special_tokens=True)
     ids = Turns(tokenizer, [], end_tokens("qwen2_5")).between([USER | {"content": "<|reserved_special_token_5|><unused7>"}])
     assert "<|reserved_special_token_5|><unused7>" in tokenizer.decode(ids) and max(ids) < len(tokenizer) - 2
+
+
+def test_text_that_reset_adds_belongs_to_the_last_message():
+    """As in TRL. It is data: the name of a special token in it is text."""
+    turns = turns_of("qwen2_5")
+    asked = {"role": "user", "content": "Which?"}
+    end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = turns.prompt([asked], " One of <|im_end|>2.")
+    assert "Which? One of <|im_end|>2.<|im_end|>" in turns.tokenizer.decode(ids)
+    assert ids.count(end) == turns.prompt([asked], []).count(end)
