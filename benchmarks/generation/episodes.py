@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import tyro
-from common import over, proportional_gb, random_model, ratios, setting, table, tree, words, write
+from common import over, random_model, ratios, setting, table, tree, words, write
 from transformers import AutoTokenizer
 
 from rl.environments.args import EnvironmentArgs
@@ -44,6 +44,8 @@ class Args:
     """Seconds of decoding in each measurement."""
     rounds: int = 5
     """Measurements of each side."""
+    threads: int = 1
+    """Threads that decode: the tools have the other cores, as they would next to an accelerator."""
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Decoding:
 
     def step(self) -> None:
         while self.engine.num_unfinished < self.responses:
-            sampling = SamplingParams(max_tokens=512, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=128 + 6 * (self.begun % 64), ignore_eos=True)  # they end one after the other
             self.engine.add(Request(self.begun, [2, 5, 3], sampling, self.begun))
             self.begun += 1
         self.engine.step()
@@ -133,14 +135,20 @@ class Memory:
     seconds: list[float] = field(default_factory=list)
 
 
+def own_mb(pid: int | str) -> float:
+    """Memory of a process that is no file's, in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) * 1024 / 1e6
+
+
 def measure_memory(args: Args, model: str) -> Memory:
     pool, found, started = environments("Quick", model), Memory(), time.perf_counter()
     for done in range(0, args.episodes + 1, args.at_once):
         if done % (args.episodes // 10) == 0:
             time.sleep(0.5)  # the last episodes' processes end
             found.episodes.append(done)
-            found.rank.append(1e3 * proportional_gb("self"))
-            found.warm.append(1e3 * sum(proportional_gb(pid) for pid in tree(pool._process.pid)))
+            found.rank.append(own_mb("self"))
+            found.warm.append(sum(map(own_mb, tree(pool._process.pid))))
             found.seconds.append(time.perf_counter() - started)
             print(f"{done:,} episodes: rank {found.rank[-1]:.1f} MB, forked from {found.warm[-1]:.1f} MB", flush=True)
         keys = range(done, done + args.at_once)
@@ -158,6 +166,7 @@ def measure_memory(args: Args, model: str) -> Memory:
 
 def main(args: Args) -> None:
     torch.set_grad_enabled(False)
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as model:
         parameters = random_model(model, args.hidden, 8, 64)
         memory = measure_memory(args, model)
