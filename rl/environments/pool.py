@@ -267,7 +267,7 @@ class Environments:
                     return False
                 message = json.loads(data)
                 if place := self._by_fork.get(message["ended"]):
-                    self._fail(place.key, *_ending(message["code"]))
+                    self._fail(place.key, *_ending(message))
         return True
 
     def _lost(self) -> None:
@@ -278,8 +278,11 @@ class Environments:
         self._start()
 
 
-def _ending(code: int) -> tuple[str, str]:
-    """The event that a process's end is, and how it ended."""
+def _ending(message: dict) -> tuple[str, str]:
+    """The event that a process's end is, and how it ended, from what the warm process says of it."""
+    if "failed" in message:
+        return "died", message["failed"]
+    code = message["code"]
     if code == -signal.SIGXCPU:
         return "timeout", "no answer within the CPU time of --env-cpu-limit"
     return "died", f"its process was killed by signal {-code}" if code < 0 else f"its process exited with code {code}"

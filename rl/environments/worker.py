@@ -121,7 +121,12 @@ class Forks:
         return True
 
     def _fork(self, number: int, file: int) -> None:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes: one episode's event
+            os.close(file)
+            self.control.send(json.dumps({"ended": number, "failed": f"its process could not be forked: {error}"}).encode())
+            return
         if pid:
             os.close(file)
             self._numbers[pid] = number

@@ -254,3 +254,20 @@ def test_nothing_is_left_when_the_rank_is_killed(model):
     while left_over(mark) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left_over(mark)
+
+
+def test_a_fork_that_fails_costs_its_own_episode(model, tmp_path):
+    """No memory or no process is left: those under way live on, and the next may be forked again."""
+    lines = ["import errno, os", f"import sys; sys.path.insert(0, {str(RUDE.parent)!r})", "from rude import Rude"]
+    lines += ["fork, count = os.fork, iter(range(100))", "def refused():", "    if next(count) == 1:"]
+    lines += ["        raise OSError(errno.EAGAIN, 'no process is left')", "    return fork()", "os.fork = refused"]
+    file = tmp_path / "scarce.py"
+    file.write_text("\n".join(lines))
+    pool = environments(model, f"{file}:Rude")
+    for key in ("a", "b", "c"):
+        pool.begin(key, {"ground_truth": "plays", "prompt": []}, seed=1, own_seed=1)
+        found = answers(pool, [key])[key]
+        assert ("no process is left" in found["message"] and found["event"] == "died") if key == "b" else "event" not in found
+    pool.ask("a", "step", ids=[1])
+    assert "event" not in answers(pool, ["a"])["a"]
+    pool.close()
