@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
-from rl.generation.engine import Engine, Output, Request, request_seed
-from rl.model.pretrained import end_token_ids
-from rl.rewards.pool import Score
+from rl.generation.engine import Engine, Output, request_seed
+from rl.generation.responses import Responses, Work
+from rl.ranks.timers import Timers
+from rl.rewards.pool import Score, can_score
 
 OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment where there is nothing to sample
@@ -29,7 +29,6 @@ BY_ROWS = 2  # processes for each response that the engine decodes at once
 class Episode:
     """A response of several turns on its way."""
 
-    request: Request
     output: Output | None = None  # so far; None while the engine has it, or before it begins
     in_engine: bool = False
     is_over: bool = False
@@ -61,16 +60,18 @@ class Beginning:
     prompts: dict[int, list[int]] = field(default_factory=dict)  # of those that add to it
 
 
-class Episodes:
+class Episodes(Responses):
     """The episodes of a generator."""
 
+    have_turns = True
+
     def __init__(self, environments: Environments, engine: Engine, args: EnvironmentArgs, tokenizer: Any, end_tokens: set[int]):
-        self.environments, self.engine, self.args = environments, engine, args
+        super().__init__(engine)
+        self.environments, self.args = environments, args
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.scores_at_end = environments.ready["scores_at_end"]
-        self.paused_below = 0  # keys whose answers wait: those that `generate` has put aside
+        self.paused_below = 0  # keys whose answers wait: those that were put aside
         self._of: dict[tuple[int, int], Episode] = {}
-        self._works: dict[int, Any] = {}  # the generator's Work, by key
         self._queue: list[int] = []  # keys without environments yet
         self._beginnings: dict[int, Beginning] = {}
         self._answers: list[tuple[tuple[int, int], dict]] = []
@@ -79,53 +80,40 @@ class Episodes:
 
     # -- what the generator asks
 
-    def begin(
-        self, key: int, work: Any, requests: list[Request], before: list[Output | None], prompt: list[int] | None
-    ) -> None:
-        """Starts a prompt's episodes, or plays those again that were recorded. before: what each has become already; prompt:
-        behind which it was sampled."""
-        self._works[key] = work
-        self._of |= {request.id: Episode(request, output) for request, output in zip(requests, before, strict=True)}
-        self._beginnings[key] = Beginning(prompt, len(requests), {request.id[1] for request in requests})
+    @property
+    def num_unfinished(self) -> int:
+        """Responses that the engine has, or will be given when their environments are reset."""
+        return self.engine.num_unfinished + sum(beginning.n for beginning in self._beginnings.values())
+
+    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+        """Starts a prompt's episodes, or plays those again that were recorded."""
+        self.working[key] = work
+        self._of |= {request.id: Episode(output) for request, output in zip(work.requests, before, strict=True)}
+        self._beginnings[key] = Beginning(prompt, len(work.requests), {request.id[1] for request in work.requests})
         self._queue.append(key)
         self._admit()
+        return []
 
-    def hear(self) -> list[Output] | None:
-        """Takes what environments have answered, and adds to the engine what it is to continue. Returns the responses that
-        ended with it; None if no environment is at work."""
-        self._admit()
-        at_work = self.environments.waiting
-        idle = at_work and (not self.engine.num_unfinished or self.blocked)
-        self._answers += self.environments.poll(WAIT if idle else 0.0)
-        if not self.blocked:
-            self._take()
+    def decode(self, timer: Timers) -> list[Output] | None:
+        """One step of the engine and what environments have answered; None if neither is at work. A turn that the budget cuts
+        is the last, and no tool runs."""
+        with timer("env"):
+            self._admit()
+            at_work = self.environments.waiting
+            idle = at_work and (not self.engine.num_unfinished or self._blocked)
+            self._answers += self.environments.poll(WAIT if idle else 0.0)
+            if not self._blocked:
+                self._take()
+        outputs = None if self._blocked else super().decode(timer)
+        for output in outputs or ():
+            self._turn_ended(output)
         ended, self._ended = self._ended, []
-        return ended if ended or at_work else None
+        return ended if ended or at_work or outputs is not None else None
 
     @property
-    def blocked(self) -> bool:
+    def _blocked(self) -> bool:
         """Whether the engine waits for environments (--env-lock-step)."""
         return self.args.in_lock_step and self.environments.waiting > 0
-
-    @property
-    def coming(self) -> int:
-        """Responses that the engine does not have yet."""
-        return sum(beginning.n for beginning in self._beginnings.values())
-
-    def turns_ended(self, outputs: list[Output]) -> list[Output]:
-        """Hands the turns that the engine has finished to their environments. Returns those with which a response ends: a turn
-        that the budget cuts is the last, and no tool runs."""
-        for output in outputs:
-            episode = self._of[output.id]
-            episode.output, episode.in_engine = output, False
-            if episode.event:
-                self._finish(output.id, "stop")
-            elif output.finish_reason == "length":
-                self._cut(output.id)
-            else:
-                self._say(output.id, len(output.token_ids))
-        ended, self._ended = self._ended, []
-        return ended
 
     def replay(self) -> None:
         """Plays all episodes again that were begun with what was recorded, before others start. They are added to the engine
@@ -134,24 +122,33 @@ class Episodes:
         while self._queue or self._beginnings or self.environments.waiting:
             self._admit()
             self._answers += self.environments.poll(1.0)
-            if not self.blocked:
+            if not self._blocked:
                 self._take()
         for _, _, request in sorted(self._replayed, key=lambda item: item[:2]):
             self.engine.add(request)
         self._replayed = None
 
-    def outputs(self) -> dict[tuple[int, int], Output]:
-        """Of the episodes that the engine does not have: what they are so far."""
+    def unfinished(self) -> list[Output]:
+        """What those under way are so far, with those that the engine does not have."""
         elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
-        return {id: output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()}
+        return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
-    def score(self, id: tuple[int, int], has_verifier: bool) -> Score | None:
+    def put_aside(self, below: int) -> None:
+        """As of one turn. What those put aside are answered waits until they proceed."""
+        super().put_aside(below)
+        self.paused_below = below
+
+    def proceed(self) -> None:
+        self.paused_below = 0
+        super().proceed()
+
+    def score(self, id: tuple[int, int]) -> Score | None:
         """Of an episode that has ended, by its environment; None where a verifier scores it. An episode that nobody scores was
         cut before its environment could: that is worth 0."""
         episode = self._of[id]
         if episode.event or episode.rewards:
             return episode.event or Score(sum(reward for _, reward in episode.rewards))
-        if has_verifier:
+        if can_score(self.working[id[0]].prompt.data_source, self.args):
             return None
         if episode.cut:
             return Score(0.0)
@@ -162,7 +159,7 @@ class Episodes:
         if id not in self._of:
             return {}
         episode = self._of[id]
-        mask = self._works[id[0]].mask(id[1], len(episode.output.token_ids))
+        mask = self.working[id[0]].mask(id[1], len(episode.output.token_ids))
         sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
         return {
             "turns": episode.turns,
@@ -182,9 +179,9 @@ class Episodes:
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
+        super().drop(key)
         for id in [id for id in self._of if id[0] == key]:
             del self._of[id]
-        self._works.pop(key, None)
 
     # -- the beginning
 
@@ -200,7 +197,7 @@ class Episodes:
 
     def _fork(self, id: tuple[int, int]) -> None:
         key, number = id
-        prompt, seed = self._works[key].prompt, self.args.seed
+        prompt, seed = self.working[key].prompt, self.args.seed
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
         own = request_seed(seed, key, number)
         self.environments.begin(id, row=prompt.row | known, seed=request_seed(seed, key, OF_GROUP), own_seed=own)
@@ -219,7 +216,7 @@ class Episodes:
 
     def _start_all(self, key: int, beginning: Beginning) -> None:
         """All environments of the prompt are reset. What they add to it is the same for all of them."""
-        work = self._works[key]
+        work = self.working[key]
         alive = [id for id, episode in self._of.items() if id[0] == key and not episode.event]
         prompts = {id: beginning.prompts.get(id[1]) for id in alive}
         first, wrong = next(iter(prompts.values()), None), None
@@ -235,7 +232,7 @@ class Episodes:
                 continue
             if self._of[id].output and beginning.recorded != work.prompt.ids:
                 self._forget(id)
-            self._of[id].request = dataclasses.replace(self._of[id].request, prompt_ids=work.prompt.ids)
+            work.requests[id[1]] = dataclasses.replace(work.requests[id[1]], prompt_ids=work.prompt.ids)
             self._start(id)
 
     def _start(self, id: tuple[int, int]) -> None:
@@ -244,12 +241,23 @@ class Episodes:
             self._add(id, None)
             return
         tokens = len(episode.output.token_ids)
-        mask = self._works[id[0]].mask(id[1], tokens)
+        mask = self.working[id[0]].mask(id[1], tokens)
         runs = [[True] * tokens] if mask is None else [list(run) for _, run in itertools.groupby(mask.tolist())]
         episode.again.extend(map(len, runs))
         self._play(id)
 
     # -- turn after turn
+
+    def _turn_ended(self, output: Output) -> None:
+        """Hands a turn that the engine has finished to its environment, if there is one after it."""
+        episode = self._of[output.id]
+        episode.output, episode.in_engine = output, False
+        if episode.event:
+            self._finish(output.id, "stop")
+        elif output.finish_reason == "length":
+            self._cut(output.id)
+        else:
+            self._say(output.id, len(output.token_ids))
 
     def _take(self) -> None:
         """Does what the answers say: in lock step in an order that is not that of their arrival."""
@@ -293,7 +301,7 @@ class Episodes:
                 self._add(id, episode.output)
         elif answer["done"]:
             self._finish(id, "stop")
-        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= episode.request.sampling.max_tokens:
+        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= self.args.max_response_length:
             self._end(id, "turns" if episode.turns >= self.args.max_turns else "length")
         else:
             o = episode.output
@@ -307,7 +315,7 @@ class Episodes:
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
         """Notes that the next tokens are the environment's."""
-        episode, masks = self._of[id], self._works[id[0]].masks
+        episode, masks = self._of[id], self.working[id[0]].masks
         known = masks.get(id[1], np.zeros(0, bool))
         if len(known) < episode.at + tokens:  # else they were recorded
             turn, answer = np.ones(episode.at - len(known), bool), np.zeros(tokens, bool)
@@ -319,9 +327,8 @@ class Episodes:
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
-        request = dataclasses.replace(
-            episode.request, so_far=so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        )
+        so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
+        request = dataclasses.replace(self.working[id[0]].requests[id[1]], so_far=so_far)
         if self._replayed is None:
             self.engine.add(request)
         else:
@@ -348,8 +355,8 @@ class Episodes:
 
     def _forget(self, id: tuple[int, int]) -> None:
         """Drops what was recorded of an episode."""
-        self._works[id[0]].masks.pop(id[1], None)
-        self._of[id] = Episode(self._of[id].request, restarts=self._of[id].restarts + 1)
+        self.working[id[0]].masks.pop(id[1], None)
+        self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- the end
 
@@ -387,9 +394,3 @@ class Episodes:
         self._finish(id, "stop")
         if id[0] in self._beginnings:
             self._was_reset(id, None)
-
-
-def make(args: EnvironmentArgs, job: Job, engine: Engine) -> Episodes:
-    """The episodes of the generator whose flags these are."""
-    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    return Episodes(job.environments, engine, args, job.tokenizer, ends)

@@ -19,7 +19,8 @@ from rl.checkpoint.best import Best
 from rl.checkpoint.manifest import MANIFEST
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
-from rl.generation.generator import Generator, Work
+from rl.generation.generator import Generator
+from rl.generation.responses import Responses, Work
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
 from rl.record import validation_tables
@@ -91,7 +92,7 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
     outputs = dict(enumerate(outputs or [output] * len(scores)))
     work = Work(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
-    generator.args, generator.episodes = args, None
+    generator.args, generator.responses = args, Responses(engine=None)
     return Generator._group(generator, 0, work)
 
 
@@ -143,7 +144,7 @@ def test_a_validation_has_the_reward_functions_other_numbers():
     outcomes = [Score(1.0, {"acc": 0.0, "length": 3.0}), Score(0.0, {"acc": 1.0, "length": 6.0, "form": 1.0})]
     outcomes.append(Score(None, event="died", message="gone"))
     generator, rows = Generator.__new__(Generator), []
-    generator._text, generator.episodes = lambda *_, **__: "text", None
+    generator._text, generator.responses = lambda *_, **__: "text", Responses(engine=None)
     for index, source in enumerate(("d", "other/e")):
         work = Work(
             Prompt([1], "1", source, "1", {}, "row 0"),
@@ -209,7 +210,7 @@ def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     )
     work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})
     generator = Generator.__new__(Generator)
-    generator._text, generator.episodes = lambda *_, **__: "text", None
+    generator._text, generator.responses = lambda *_, **__: "text", Responses(engine=None)
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5

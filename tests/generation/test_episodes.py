@@ -78,8 +78,8 @@ def until(last: int, reward: float | None = None):
     return lambda key, turn, ids: {"done": turn >= last, "ids": [] if turn >= last else ANSWER, "reward": reward}
 
 
-def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, **flags):
-    """A generator over a scripted engine and `answer`."""
+def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, engine=None, **flags):
+    """A generator over `answer` and an engine, by default a scripted one."""
     played = answer if isinstance(answer, Played) else Played(answer)
     args = Args(rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
     pool = SimpleNamespace(events=Counter(), pending=[], texts={})
@@ -95,13 +95,12 @@ def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script,
     prompt = Prompt([2, 3], "", "demo", "1", {}, "", row=row or {})
     job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], val_prompts=[prompt])
     job.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    engine = ScriptedEngine(script, END)
-    engine.version = 3
-    plain = Args(rollout_n=n, max_response_length=length)
-    generator = Generator(engine, job, pool, plain, ranks)
-    generator.args = args
-    generator.episodes = Episodes(played, engine, args, job.tokenizer, {END})
-    return generator, played
+    ends = {1, 2, 3, 4, 5, 6} if engine else {END}
+    if not engine:
+        engine = ScriptedEngine(script, END)
+        engine.version = 3
+    episodes = Episodes(played, engine, args, job.tokenizer, ends)
+    return Generator(engine, job, pool, args, ranks, responses=episodes), played
 
 
 def finish(generator) -> Group:
@@ -362,6 +361,22 @@ def test_images_that_cannot_be_prepared_cost_their_prompt_and_nothing_else():
     assert not played.asked
 
 
+def test_such_a_prompt_costs_no_response_that_its_environment_ends_meanwhile():
+    """The last turn of both responses is with their environments when a prompt begins whose images cannot be prepared."""
+
+    def prepare():
+        raise ImageError("broken")
+
+    generator, played = make(until(1, 0.5))
+    generator.start(0)
+    while not played.asked:
+        assert generator.score(generator.decode()) == []
+    generator.job.prompts[0] = replace(generator.job.prompts[0], images=SimpleNamespace(prepare=prepare, digest=""))
+    generator.start(1)
+    done = [group for _ in range(5) for group in generator.score(generator.decode())]
+    assert [group.ticket for group in done] == [1, 0] and [r.score for r in done[1].responses] == [0.5] * 2
+
+
 def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
     """Every trained token, over the whole episode, on the embedded engine, with its own sampling."""
     from transformers import AutoModelForCausalLM
@@ -371,9 +386,7 @@ def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
     engine = TransformersEngine(models["qwen3"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     answer = lambda key, turn, ids: {"done": turn == 4, "ids": [20 + turn, 8, 9] if turn < 4 else [], "reward": 1.0}  # noqa: E731
-    generator, _ = make(answer, n=6, length=40)
-    generator.engine = engine
-    generator.episodes = Episodes(Played(answer), engine, generator.args, generator.job.tokenizer, {1, 2, 3, 4, 5, 6})
+    generator, _ = make(answer, n=6, length=40, engine=engine)
     generator.sampling = SamplingParams(max_tokens=40)
     generator.start(0)
     responses = finish(generator).responses
@@ -401,9 +414,7 @@ def test_the_routes_of_added_tokens_are_known(models):
     def answer(key, turn, ids):
         return {"done": turn == 3, "ids": [20 + turn, 8, 9] if turn < 3 else [], "reward": 1.0}
 
-    generator, _ = make(answer, n=4, length=40)
-    generator.engine = engine_of()
-    generator.episodes = Episodes(Played(answer), generator.engine, generator.args, generator.job.tokenizer, {1, 2, 3, 4, 5, 6})
+    generator, _ = make(answer, n=4, length=40, engine=engine_of())
     generator.sampling = SamplingParams(max_tokens=40)
     generator.start(0)
     group = finish(generator)
