@@ -115,6 +115,8 @@ class Request:
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and continues
     images: Images | None = None  # of the prompt, whose ids have all their tokens
+    priority: int = 0  # the lowest goes first, where the engine has a queue and --env or --tools is given
+    kv_version: int | None = None  # of weights whose KV cache may serve for `so_far`, where the engine still has it
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Output:
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
     routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as they were while sampling (model/router.py)
+    cached: int = 0  # tokens of the prompt and of `so_far` that were found in a prefix cache
 
 
 class Engine(Protocol):

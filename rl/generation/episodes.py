@@ -38,6 +38,7 @@ class Episode:
     calls: int = 0
     malformed: int = 0
     seconds: float = 0.0  # that its environment took
+    cached: int = 0  # tokens that the engine did not compute again for a further turn
     cut: str = ""  # what ended it early: "turns" or "length"
     event: Score | None = None  # why it cannot be scored
     again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
@@ -169,6 +170,7 @@ class Episodes(Responses):
             "cut_by_turns": float(episode.cut == "turns"),
             "cut_by_length": float(episode.cut == "length"),
             "environment_seconds": episode.seconds,
+            "cached_tokens": episode.cached,
             "restarts": episode.restarts,
         }
 
@@ -251,6 +253,7 @@ class Episodes(Responses):
     def _turn_ended(self, output: Output) -> None:
         """Hands a turn that the engine has finished to its environment, if there is one after it."""
         episode = self._of[output.id]
+        episode.cached += output.cached if episode.turns else 0
         episode.output, episode.in_engine = output, False
         if episode.event:
             self._finish(output.id, "stop")
@@ -323,12 +326,15 @@ class Episodes(Responses):
         episode.at += tokens
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
-        """Has the engine sample the next turn."""
+        """Has the engine sample the next turn, before turns of prompts that began later. Where responses keep their KV cache
+        across updates, turns do, too."""
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        request = dataclasses.replace(self.working[id[0]].requests[id[1]], so_far=so_far)
+        kept = so_far.versions[0] if so_far and getattr(self.args, "partial_rollout", "") == "keep" else None
+        request = self.working[id[0]].requests[id[1]]
+        request = dataclasses.replace(request, so_far=so_far, priority=id[0], kv_version=kept)
         if self._replayed is None:
             self.engine.add(request)
         else:

@@ -113,8 +113,8 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
     scoring.hand_back = lambda key, score: scoring.done.append((key, score))
     scoring.pending, scoring.wait = [], lambda _: scoring.poll()
     scoring.poll = lambda: [scoring.done.pop(0) for _ in list(scoring.done)]
-    generator = Generator(engine, job, scoring, args, SimpleNamespace(is_leader=True, size=1, index=0, engines=1))
-    generator.episodes = Episodes(pool, engine, args, tokenizer, {end})
+    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
+    generator = Generator(engine, job, scoring, args, ranks, responses=Episodes(pool, engine, args, tokenizer, {end}))
     generator.start(0)
     group = finish(generator)
     pool.close()

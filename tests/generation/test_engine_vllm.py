@@ -113,6 +113,13 @@ def test_no_kv_of_other_weights_is_shared(measured):
     assert got["waited, versions"] == [1]
 
 
+def test_further_turns_keep_their_prefix_across_updates_and_go_first(measured):
+    """128 tokens are a KV block of a CPU. Without `kv_version` nothing of older weights is found."""
+    got = measured("tied")["turns"]
+    assert got["kept"] >= 128 and got["not kept"] == 0
+    assert got["order"] == [1, 2, 3]
+
+
 def test_what_cannot_be_is_refused(measured):
     got = measured("everything")["refusals"]
     name = "model.layers.0.mlp.up_proj.weight"

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -37,8 +38,15 @@ LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 to
 MAX_LENGTH = 200
 
 
-def start(path: str, dtype: torch.dtype = torch.float32, **flags) -> VLLMEngine:
-    args = EngineArgs(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
+@dataclass
+class OfTurns(EngineArgs):
+    """As of a run with --env."""
+
+    has_environment = True
+
+
+def start(path: str, dtype: torch.dtype = torch.float32, Args=EngineArgs, **flags) -> VLLMEngine:
+    args = Args(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
     return VLLMEngine(path, args, MAX_LENGTH, dtype)
 
 
@@ -110,8 +118,9 @@ def everything(path: str) -> dict:
 
 def updates(path: str) -> dict:
     """The tied model: as after_update, and then 200 updates more."""
-    engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
-    return after_update(path, engine) | {"memory": memory(engine, model), "sleeping": sleeping(engine, model)}
+    engine, model = start(path, Args=OfTurns), AutoModelForCausalLM.from_pretrained(path)
+    out = after_update(path, engine) | {"turns": turns(engine, path)}
+    return out | {"memory": memory(engine, model), "sleeping": sleeping(engine, model)}
 
 
 def sampling(engine, model) -> dict:
@@ -211,6 +220,28 @@ def prefix_cache(engine, old, new) -> dict:
     )
     out["after"] = error(drain(engine, requests), new, prompts=[LONG])
     return out
+
+
+def turns(engine, path: str) -> dict:
+    """A further turn after an update, whose KV cache is to be kept or not; and requests that came last and are to go first."""
+    out, weights = {}, changed(path)
+    for name, keeps in {"kept": True, "not kept": False}.items():
+        first = Request((0, 0), LONG, SamplingParams(max_tokens=20, ignore_eos=True), 1)
+        output = drain(engine, [first])[0, 0]
+        engine.update(weights.named_parameters(), version=engine.version + 1)
+        added = [*output.token_ids, 5, 6]
+        so_far = Output(first.id, added, [0.0] * 22, [output.versions[0]] * 22, "unfinished")
+        second = replace(first, sampling=SamplingParams(max_tokens=40, ignore_eos=True), so_far=so_far)
+        out[name] = drain(engine, [replace(second, kv_version=output.versions[0] if keeps else None)])[0, 0].cached
+    ended, waiting = [], [3, 1, 2]
+    for i in range(8):  # all slots
+        engine.add(Request((i, 0), PROMPTS[0], SamplingParams(max_tokens=5 + i, ignore_eos=True), i, priority=i))
+    engine.step()
+    for priority in waiting:
+        engine.add(Request((priority, 1), PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True), 1, priority=priority))
+    while engine.num_unfinished:
+        ended += [output.id for output in engine.step()]
+    return out | {"order": [priority for priority, is_late in ended if is_late]}
 
 
 def refusals(engine, model) -> dict:

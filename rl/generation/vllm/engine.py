@@ -22,7 +22,7 @@ import random
 import uuid
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +132,7 @@ class VLLMEngine:
         self._pending: dict[str, Pending] = {}
         self._added = 0  # requests so far
         self._updates = 0  # the prefix cache is shared within one: `cache_salt`
+        self._salts: dict[int, str] = {}  # of each version of the weights
         self._stream: list[int] | None = None  # see `_random_numbers`
 
     # -- the contract
@@ -190,6 +191,7 @@ class VLLMEngine:
         self.version = version
         self._stream = None
         self._updates += 1
+        self._salts[version] = f"v{self._updates}"
         if recompute_kv:
             self.engine.reset_prefix_cache(reset_running_requests=True)
         self._renew_waiting()
@@ -240,6 +242,7 @@ class VLLMEngine:
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
+            scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
@@ -298,12 +301,12 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        # KV blocks are shared between equal prompts, but never across weights.
-        ids, salt = [*request.prompt_ids, *so_far], f"v{self._updates}"
+        # KV blocks are shared between equal prompts, and across weights only where the request says so.
+        ids, salt = [*request.prompt_ids, *so_far], self._salts.get(request.kv_version, f"v{self._updates}")
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        return self.engine.add_request(key, prompt, params)
+        return self.engine.add_request(key, prompt, params, priority=request.priority)
 
     def _renew_waiting(self) -> None:
         """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
@@ -318,7 +321,9 @@ class VLLMEngine:
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
         routes = self.chosen and self.chosen.take(pending.inner_id, completion)
-        return self._joined(pending, completion.logprobs, completion.finish_reason, routes)
+        return replace(
+            self._joined(pending, completion.logprobs, completion.finish_reason, routes), cached=out.num_cached_tokens or 0
+        )
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
         """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with. routes: of
