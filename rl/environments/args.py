@@ -74,5 +74,3 @@ class EnvironmentArgs:
             raise UserError(
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
             )
-        if getattr(self, "rollout_tp", 1) > 1:
-            raise UserError(f"{name} with --rollout-tp {self.rollout_tp}: not here yet. Take --rollout-tp 1.")

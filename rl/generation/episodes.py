@@ -102,7 +102,8 @@ class Episodes(Responses):
             self._admit()
             at_work = self.environments.waiting
             idle = at_work and (not self.engine.num_unfinished or self._blocked)
-            self._answers += self.environments.poll(WAIT if idle else 0.0)
+            if any(key >= self.paused_below for key, _ in self.environments):
+                self._answers += self.environments.poll(WAIT if idle else 0.0)
             if not self._blocked:
                 self._take()
         outputs = None if self._blocked else super().decode(timer)

@@ -293,4 +293,4 @@ def make_generator(
     engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.rollout_tp)
-    return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine))
+    return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

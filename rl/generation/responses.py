@@ -12,6 +12,7 @@ import numpy as np
 from rl.data.job import Job
 from rl.data.prompts import Prompt
 from rl.generation.engine import Engine, EngineArgs, Output, Request
+from rl.generation.engine_ranks import EngineRanks
 from rl.model.pretrained import end_token_ids
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
@@ -158,11 +159,13 @@ def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
     return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
 
 
-def make_responses(args: EngineArgs, job: Job, engine: Engine) -> Responses:
+def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
     """Of one turn or, with an environment, of several."""
     if not args.has_environment:
         return Responses(engine)
     from rl.generation.episodes import Episodes  # for them alone
+    from rl.generation.shared_environments import SharedEnvironments
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    return Episodes(job.environments, engine, args, job.tokenizer, ends)
+    environments = SharedEnvironments(job.environments, engine_ranks) if engine_ranks.size > 1 else job.environments
+    return Episodes(environments, engine, args, job.tokenizer, ends)

@@ -1,7 +1,7 @@
 """Responses of several turns: whose tokens are whose, where they end, who scores them, and that none is lost by a stop."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.generator import VALIDATION, Generator
 from rl.generation.scripted import ScriptedEngine
+from rl.generation.shared_environments import SharedEnvironments
 from rl.learning.batch import Batch
 from rl.rewards.pool import Score
 from rl.samples.group import Group
@@ -323,6 +324,36 @@ def test_in_lock_step_results_do_not_depend_on_who_answers_first():
         groups = generator.generate([0]) + generator.generate([1])
         seen.add(repr((groups, added)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_share_an_engine_do_the_same(seed):
+    """Through batches that put episodes aside, failures and a validation: the other rank, which has no process, adds the same
+    requests, and each meets the first rank's messages, one a poll."""
+
+    def failing(key, turn, ids):
+        return {"event": "died", "message": "gone"} if (sum(key) + turn) % 5 == 0 else varied(key, turn, ids)
+
+    random.seed(seed)
+    messages, added, groups = deque(), [], []
+    for is_leader in (True, False):
+        generator, played = make(Played(failing, shuffled=True), n=3, Args=train_sync.Args, env_lock_step="off", val_n=3)
+        requests = []
+        generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
+        agree = (lambda said: messages.append(said) or said) if is_leader else lambda _: messages.popleft()
+        ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=agree)
+        generator.responses.environments = SharedEnvironments(played, ranks)
+        generator.engine_ranks, pending = ranks, generator.pool.pending
+        generator.pool.poll = lambda pending=pending: [pending.pop(0)] if pending else []  # scores come one by one
+        generator.begin([100, 101])
+        groups.append([group.ticket for group in generator.generate([0, 1])])
+        generator.start_validation()
+        while generator.is_validating:
+            generator.score(generator.decode(), wait=0.0)
+        groups[-1] += [group.ticket for group in generator.generate([2, 3])]
+        added.append(requests)
+        assert is_leader or not played.turns
+    assert added[0] == added[1] and not messages and groups[0] and not groups[1]
 
 
 def test_what_is_put_aside_is_not_sampled_in_a_validation():
