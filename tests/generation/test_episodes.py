@@ -344,7 +344,7 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
         ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=agree)
         generator.responses.environments = SharedEnvironments(played, ranks)
         generator.engine_ranks, pending = ranks, generator.pool.pending
-        generator.pool.poll = lambda pending=pending: [pending.pop(0)] if pending else []  # scores come one by one
+        generator.pool.poll = lambda pending=pending: [pending.pop(0)] if pending and random.random() < 0.3 else []  # late
         generator.begin([100, 101])
         groups.append([group.ticket for group in generator.generate([0, 1])])
         generator.start_validation()
