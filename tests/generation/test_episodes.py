@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -329,28 +330,37 @@ def test_in_lock_step_results_do_not_depend_on_who_answers_first():
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_share_an_engine_do_the_same(seed):
     """Through batches that put episodes aside, failures and a validation: the other rank, which has no process, adds the same
-    requests, and each meets the first rank's messages, one a poll."""
+    requests, and is in the same place when it hears of the first rank's messages, one a poll."""
 
     def failing(key, turn, ids):
         return {"event": "died", "message": "gone"} if (sum(key) + turn) % 5 == 0 else varied(key, turn, ids)
+
+    def agree(said, is_leader):
+        if is_leader:
+            messages.append((place, said))
+            return said
+        theirs, said = messages.popleft()
+        assert theirs == place
+        return said
 
     random.seed(seed)
     messages, added, groups = deque(), [], []
     for is_leader in (True, False):
         generator, played = make(Played(failing, shuffled=True), n=3, Args=train_sync.Args, env_lock_step="off", val_n=3)
-        requests = []
+        requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
-        agree = (lambda said: messages.append(said) or said) if is_leader else lambda _: messages.popleft()
-        ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=agree)
-        generator.responses.environments = SharedEnvironments(played, ranks)
-        generator.engine_ranks, pending = ranks, generator.pool.pending
-        generator.pool.poll = lambda pending=pending: [pending.pop(0)] if pending and random.random() < 0.3 else []  # late
+        generator.pool.poll = lambda its=pending: [its.pop(0)] if its and random.random() < 0.3 else []  # scores are late
+        ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=partial(agree, is_leader=is_leader))
+        generator.responses.environments, generator.engine_ranks = SharedEnvironments(played, ranks), ranks
         generator.begin([100, 101])
-        groups.append([group.ticket for group in generator.generate([0, 1])])
+        place = "first batch"
+        tickets = [group.ticket for group in generator.generate([0, 1])]
+        place = "validation"
         generator.start_validation()
         while generator.is_validating:
             generator.score(generator.decode(), wait=0.0)
-        groups[-1] += [group.ticket for group in generator.generate([2, 3])]
+        place = "second batch"
+        groups.append(tickets + [group.ticket for group in generator.generate([2, 3])])
         added.append(requests)
         assert is_leader or not played.turns
     assert added[0] == added[1] and not messages and groups[0] and not groups[1]
