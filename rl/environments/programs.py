@@ -12,7 +12,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # such a failure is nobody's answer
@@ -84,7 +84,10 @@ class ToolEnvironment:
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
         if not message["calls"]:
             return [], self.reward(), True
-        return [self._answer(call) for call in message["calls"]], None, False
+        answers = [self._answer(call) for call in message["calls"]]
+        at_work = [answer for answer in answers if inspect.isawaitable(answer)]  # async tools of a turn run at the same time
+        done = iter(awaited(_all(at_work)) if at_work else ())
+        return [next(done) if inspect.isawaitable(answer) else answer for answer in answers], None, False
 
     def reward(self) -> float | None:
         """Of the whole episode; None is not scored here."""
@@ -92,7 +95,7 @@ class ToolEnvironment:
             return None
         return as_reward(awaited(self.instance.get_reward()))
 
-    def _answer(self, call: dict | str) -> dict:
+    def _answer(self, call: dict | str) -> dict | Awaitable[dict]:
         """What the model reads: the tool's result, or what was wrong with the call or in the tool."""
         if isinstance(call, str):
             return {"role": "tool", "content": f"error: {call}"}
@@ -104,12 +107,32 @@ class ToolEnvironment:
         except TypeError as error:
             return {"role": "tool", "name": name, "content": f"error: {error}"}
         try:
-            result = awaited(self.tools[name](**call["arguments"]))
+            result = self.tools[name](**call["arguments"])
         except Exception as error:
-            if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
-                raise
-            result = f"error: {type(error).__name__}: {error}"
-        return {"role": "tool", "name": name, "content": result if isinstance(result, str) else _as_text(result)}
+            result = _failure(error)
+        return _when_done(name, result) if inspect.isawaitable(result) else _answer_of(name, result)
+
+
+async def _all(answers: list[Awaitable[dict]]) -> list[dict]:
+    return await asyncio.gather(*answers)
+
+
+async def _when_done(name: str, result: Awaitable) -> dict:
+    try:
+        return _answer_of(name, await result)
+    except Exception as error:
+        return _answer_of(name, _failure(error))
+
+
+def _failure(error: Exception) -> str:
+    """What the model reads of a tool that raises. Raises what is no fault of its call."""
+    if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
+        raise error
+    return f"error: {type(error).__name__}: {error}"
+
+
+def _answer_of(name: str, result: Any) -> dict:
+    return {"role": "tool", "name": name, "content": result if isinstance(result, str) else _as_text(result)}
 
 
 def _as_text(value: Any) -> str:

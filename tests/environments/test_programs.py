@@ -1,5 +1,6 @@
 """A user's environment, tools as functions, and a TRL environment's class as it is, all as one program."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,34 @@ def test_tools_answer_in_order_and_say_what_is_wrong():
     assert missing[0][0]["content"].startswith("error: FileNotFoundError")  # the model gave the path
     with pytest.raises(ConnectionError):  # the machine's failure is no answer to the model
         program.step(said(call("offline", page="x")))
+
+
+def test_async_calls_of_a_turn_run_at_the_same_time():
+    """The first can only end after the second; answers are in the order of the calls."""
+    come = asyncio.Event()
+
+    async def waits(page: str) -> str:
+        """Waits.
+
+        Args:
+            page: A page.
+        """
+        await asyncio.wait_for(come.wait(), 30)
+        return f"waited for {page}"
+
+    async def comes(page: str) -> str:
+        """Comes.
+
+        Args:
+            page: A page.
+        """
+        come.set()
+        raise ValueError(f"no {page}")
+
+    program = Programs([waits, comes, divide], are_tools=True).new()
+    calls = [call("waits", page="x"), call("divide", a=1, b=2), call("comes", page="y")]
+    contents = [message["content"] for message in program.step(said(*calls))[0]]
+    assert contents == ["waited for x", "0.5", "error: ValueError: no y"]
 
 
 def test_a_trl_environment_runs_unchanged():
