@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 REPLAYS = {
     "R2, four updates": ({"router_replay": "R2", "ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
     "R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
+    "turns, R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
 }
 TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
 LAYOUTS = {
@@ -46,7 +47,7 @@ def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
     for config in (Qwen2MoeConfig(**SMALL | MOE | odd), MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)):
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
     paths = {kind: str(tmp_path / kind) for kind in ("qwen2_moe", "mixtral")}
-    cases = {name: (CASES | REPLAYS)[name] for name in ("gspo, two updates", "kl loss, entropy", "R3")}
+    cases = {name: (CASES | REPLAYS)[name] for name in ("gspo, two updates", "turns, kl loss, entropy", "R3")}
     alone = learn_on(1, {kind: [path, ALONE] for kind, path in paths.items()}, cases)
     found = learn_on(2, {kind: [path, LAYOUTS[2]["sp 2, ep 2"]] for kind, path in paths.items()}, cases)
     assert len(found) == 6

@@ -13,7 +13,7 @@ SIZES = [[5, 3], [8, 2, 4], [6, 6], [3, 9], [1, 7]]  # of the responses to each 
 CASES = {
     # A larger rate makes as much difference between two cuts on one rank: AdamW steps as far where a gradient is rounding.
     "two updates": ({"ppo_mini_batch_size": 3, "lr": 5e-6}, SIZES),
-    "kl loss, entropy": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1}, SIZES),
+    "turns, kl loss, entropy": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1}, SIZES),
     "one image": ({"entropy_coeff": 0.1}, SIZES[:1]),
     "frozen": ({"freeze_vision_tower": True, "entropy_coeff": 0.1}, SIZES),
 }

@@ -6,7 +6,7 @@ torchrun ... layouts.py OUT JSON
  "rows": null or a file, "equal": numbers of groups whose scores are equal}
 
 Prompts are random, or those of the file, which may have images: the first row's belong to the first group. What trains nothing
-passes forward alone, however few tokens that are.
+passes forward alone, however few tokens that are. In cases that begin with "turns" some tokens are an environment's.
 """
 
 import dataclasses
@@ -40,10 +40,10 @@ from rl.setup import make_learner
 
 def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division, routes: bool) -> Batch:
     rng, rows = np.random.default_rng(0), what["rows"]
-    groups = [
-        make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng, score=0.3 if t in what["equal"] else None)
-        for t, n in enumerate(sizes)
-    ]
+    groups = []
+    for t, n in enumerate(sizes):
+        score = 0.3 if t in what["equal"] else None
+        groups.append(make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng, score=score, masked=what["masked"]))
     if rows is None:
         return Batch.of(with_routes(model, groups) if routes else groups, division)
     prompts = dataset(model, rows)
@@ -99,6 +99,7 @@ def main(ranks) -> None:
         kernels.give_to_cpu(what["attention"])
     for layout, (model, flags) in what["layouts"].items():
         for case, (more, sizes) in what["cases"].items():
+            what["masked"] = case.startswith("turns")
             found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks, what)
     if ranks.is_main:
         torch.save(found, out)
