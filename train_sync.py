@@ -37,7 +37,7 @@ from rl.learning.loss_means import LossMeans
 from rl.ranks import dist, process, signals
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
-from rl.samples import outlines
+from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group
 from rl.samples.over_sampling import OverSampleArgs
 from rl.samples.schedule import NextTicket
@@ -61,7 +61,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
         tickets = range(ticket, ticket + args.train_batch_size - len(kept))
         ticket = tickets.stop
         groups = generator.generate(tickets[engine::engines])  # sampled and, while the rest is sampled, scored
-        for group in outlines.all_gather_groups(groups):
+        for group in all_gather_groups(groups):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:

@@ -11,7 +11,6 @@ from typing import Literal
 from rl.background import in_background
 from rl.data.job import Job
 from rl.generation.generator import make_generator
-from rl.learning import delivery
 from rl.rewards.pool import ScoringPool
 from rl.samples.channel import Outbox
 from rl.samples.control import ControlBlock
@@ -132,9 +131,8 @@ class BatchLoop:
                 self._outbox.send_rows(version, version, rows)
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
-        """Sends a batch to the learners, with the metrics of its making. A collective of the generators."""
+        """Sends a batch to the learners, with the metrics of its making."""
         self.ticket = next_ticket
-        groups = delivery.to_first(groups)
         if self.split.ranks.is_main:
             self._outbox.send_batch(groups, metrics, next_ticket)
 

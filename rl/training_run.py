@@ -15,7 +15,6 @@ from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.generation.generator import Generator
-from rl.learning import delivery
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
@@ -30,7 +29,7 @@ from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
 from rl.rewards.pool import ScoringEvents, event_metrics
-from rl.samples import outlines
+from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group
 from rl.samples.stream import Batches, Stream
 from rl.setup import CommonArgs
@@ -160,9 +159,7 @@ class TrainingRun:
     def begin(self, groups: list[Group]) -> Batch:
         """Begins a step: makes its batch, and records the groups where --record-samples asks for it. Raises UserError if it is
         the first step of this run and nothing in it could be scored. A collective of the learners."""
-        division = Division.of(self.args, self.learner)
-        groups = delivery.to_trainers(groups, division, all_to_first=bool(self.args.record_samples))
-        batch = Batch.of(groups, division)
+        batch = Batch.of(groups, Division.of(self.args, self.learner))
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
@@ -300,9 +297,9 @@ class TrainingRun:
         with self.timer("save_checkpoint"):
             groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = outlines.all_gather_groups(self._put_aside)
+                unfinished = all_gather_groups(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)
                 state["samples"], groups, unfinished = self.samples.snapshot(step)
-            self.saver.save(step, state, delivery.to_first(groups), delivery.to_first(unfinished))
+            self.saver.save(step, state, groups, unfinished)

@@ -3,7 +3,7 @@
     python benchmarks/learning/bookkeeping.py
     python benchmarks/learning/bookkeeping.py --sizes "64 x 16 x 200"
 
-Each size is a process of its own, or eight under torchrun that share the batch and the memory of its records. Counted are the
+Each size is a process of its own, or eight under torchrun that share the batch. Counted are the
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
 everything is computed; "forward alone" makes the tokens' indices, too, which micro-batches have anyway. malloc is left as it
@@ -43,7 +43,7 @@ from rl.learning.division import Division
 from rl.learning.learner import UNMEASURED_TOKENS
 from rl.ranks import process
 from rl.ranks.dist import Ranks
-from rl.samples import outlines
+from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group, Response
 
 SIZES = ("8 x 8 x 1000", "64 x 16 x 1000", "512 x 16 x 1250", "1024 x 16 x 2000")
@@ -104,9 +104,9 @@ def memory(name: str) -> int:
 
 
 def shared_groups(size: str, ranks: Ranks) -> list[Group]:
-    """The same on every rank: the first makes them, the others map its memory."""
+    """The same on every rank: the first makes them and sends them."""
     groups = make_groups(*map(int, size.split(" x "))) if ranks.is_main else []
-    return groups if ranks.world_size == 1 else outlines.all_gather_groups(groups)
+    return groups if ranks.world_size == 1 else all_gather_groups(groups)
 
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:

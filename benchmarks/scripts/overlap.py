@@ -28,6 +28,8 @@ from common import ROOT, over, ratios, table, torchrun, write
 
 from rl.flags import read
 
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
+
 BUSY = "training, other core busy"
 SPIN = "import torch; torch.set_num_threads(1); a = torch.randn(400, 400)\nwhile True: a @ a"
 UNTRAINED = {"critic/advantages/max": 1.0, "critic/advantages/min": 0.0, "actor/skipped_steps": 0}  # what warnings look at
@@ -59,9 +61,10 @@ def patched(side: str, median: int, longest: int) -> None:
     import dataclasses
     import importlib
 
+    from scripted import ScriptedEngine
+
     from rl.generation import generator
     from rl.generation.embedded.engine import TransformersEngine
-    from rl.generation.scripted import ScriptedEngine
     from rl.ranks import process
     from rl.split import init_split
 
@@ -90,9 +93,9 @@ def patched(side: str, median: int, longest: int) -> None:
 def Instant():
     """An engine whose responses cost nothing: random tokens, all finished at the first step."""
     import torch
+    from scripted import ScriptedEngine
 
     from rl.generation.engine import Output
-    from rl.generation.scripted import ScriptedEngine
 
     class Engine(ScriptedEngine):
         shares_memory, device = False, torch.device("cpu")

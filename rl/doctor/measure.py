@@ -29,9 +29,6 @@ from rl.learning.learner import Learner
 from rl.model.attention_kernels import Segments
 from rl.model.pretrained import resolve
 from rl.model.vision_forward import row_inputs
-from rl.plan import devices, roofline
-from rl.plan.machine import Roles
-from rl.plan.simulation import Times
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
@@ -41,7 +38,6 @@ from rl.weights.local import LocalWeights
 # Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, which ignore a
 # temperature of 0.6, are off by 0.1 or more.
 LIMITS = {torch.float32: (2e-3, 2e-2), torch.bfloat16: (5e-2, 0.5)}
-FAR_FROM_PLAN = 4  # times slower than plan.py expects: worth a look
 LOW_MFU = 0.1
 
 
@@ -87,15 +83,8 @@ class Checks:
         name = str(self.dtype).removeprefix("torch.")
         length = ["--max-prompt-length", str(self.sizes.prompt), "--max-response-length", str(self.sizes.response)]
         given = ["--model", args.model, "--engine", args.engine, "--dtype", name, *length]
-        given += [
-            "--max-num-seqs",
-            str(self.sizes.requests),
-            "--train-batch-size",
-            str(self.sizes.sequences),
-            "--rollout-n",
-            "1",
-        ]
-        given += ["--lr", "1e-4", "--lr-warmup-steps", "0", "--max-tokens-per-micro-batch", "4096"]
+        given += ["--max-num-seqs", str(self.sizes.requests), "--train-batch-size", str(self.sizes.sequences)]
+        given += ["--rollout-n", "1", "--lr", "1e-4", "--lr-warmup-steps", "0", "--max-tokens-per-micro-batch", "4096"]
         self.args = flags.read(train_sync.Args, args=given)
         self.engine_name, self.ranks = args.engine, ranks
         self.device = ranks.device
@@ -220,8 +209,7 @@ class Checks:
             if facts["mfu"] < LOW_MFU:
                 status = SLOW
                 remedy = "small models and short rows reach little; benchmarks/scripts/gpu.py measures longer ones"
-        expected = self._planned_update(tokens)
-        self._beside_plan("update", status, text, remedy, rate, expected, facts)
+        self.report("update", status, text, remedy, **facts)
 
     def _sleep(self) -> None:
         if not getattr(self.engine, "sleeps", False):
@@ -253,8 +241,7 @@ class Checks:
             self._synchronize()
             seconds.append(time.perf_counter() - started)
         rate = self.sizes.requests * self.sizes.response / float(np.median(seconds[1:]))
-        facts = {"tokens_per_s": rate, "seconds": seconds}
-        self._beside_plan("generation", OK, f"{rate:,.0f} tokens/s", "", rate, self._planned_generation(), facts)
+        self.report("generation", OK, f"{rate:,.0f} tokens/s", tokens_per_s=rate, seconds=seconds)
 
     def _memory(self) -> None:
         memory = device.memory_gb()
@@ -293,40 +280,6 @@ class Checks:
     def _synchronize(self) -> None:
         if device.is_accelerator(self.device):
             torch.accelerator.synchronize()
-
-    def _beside_plan(
-        self, check: str, status: str, text: str, remedy: str, rate: float, planned: float | None, facts: dict
-    ) -> None:
-        if planned is None:
-            self.report(check, status, f"{text}; plan.py has no data sheet of this device", remedy, **facts)
-            return
-        if rate * FAR_FROM_PLAN < planned and status == OK:
-            status, remedy = SLOW, "expected of small models; else see docs/pitfalls.md"
-        self.report(check, status, f"{text}; plan.py's roofline says {planned:,.0f}", remedy, planned=planned, **facts)
-
-    def _planned_update(self, tokens: int) -> float | None:
-        """Tokens/s of an update by the data sheet."""
-        if not (sheet := _data_sheet()):
-            return None
-        length = self.sizes.prompt + self.sizes.response
-        return tokens / self._planned(sheet).learning(tokens, tokens * length, 1)
-
-    def _planned_generation(self) -> float | None:
-        if not (sheet := _data_sheet()):
-            return None
-        running, context = self.sizes.requests, self.sizes.prompt + self.sizes.response / 2
-        return running / self._planned(sheet).decoding(running, context)
-
-    def _planned(self, sheet: devices.Device) -> Times:
-        parameters = sum(p.numel() for p in self.learner.parameters.values())
-        return roofline.times_of(self.learner.config, parameters, sheet, self.args, Roles(1, 1))
-
-
-def _data_sheet() -> devices.Device | None:
-    """plan.py's entry for this device."""
-    if not device.has_accelerator():
-        return None
-    return next((sheet for name, sheet in devices.DEVICES.items() if name.partition("-")[0] in device.name()), None)
 
 
 def _response(output: Output) -> Response:

@@ -164,10 +164,6 @@ class Division:
             self._plans[what] = place(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
         return self._plans[what]
 
-    def ranks_of(self, owner: int) -> range:
-        """The learners that are this data rank."""
-        return range(owner * self.ranks.sequence_parallel, (owner + 1) * self.ranks.sequence_parallel)
-
 
 def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
     """group [B], numbers below `count` -> the responses [b] of each run of `prompts` groups."""

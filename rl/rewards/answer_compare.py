@@ -11,7 +11,7 @@ So \frac{2}{4}, \sqrt{12}, 2+3, 2^3, \binom{4}{2} and (x+1)^2 are right only whe
 from collections.abc import Iterator
 from functools import lru_cache
 
-from rl.rewards.answer_form import form, literal, simplified_roots, value
+from rl.rewards.answer_form import form, is_literal, same_value, simplified_roots
 from rl.rewards.answer_tree import NotUnderstood, parse
 
 MANY = 32  # elements of a list, set or union
@@ -143,7 +143,4 @@ def _paired(answers: tuple, truths: tuple) -> bool:
 
 
 def _same(answer: tuple, truth: tuple) -> bool:
-    if form(answer) == form(truth):
-        return True
-    given = literal(answer)
-    return given is not None and given == value(truth)
+    return form(answer) == form(truth) or (is_literal(answer) and same_value(answer, truth))

@@ -1,13 +1,13 @@
-"""The form of an answer, in which spelling and order are gone and nothing is computed, and its value if it is a literal."""
+"""The form of an answer, in which spelling and order are gone and nothing is computed, and its value."""
 
 import math
 from collections.abc import Iterable
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 
-Value = dict[tuple, Fraction]  # a number: its irrational factors, as ((base, exponent), ...) -> their rational coefficient
 ATOMS = {"i", "e", r"\pi"}
-MOST_BITS = 4000  # of a number that a ground truth is evaluated to
+DIGITS = 500  # to which numbers are computed
+MOST = 4000  # an exponent of a ground truth
 MOST_TERMS = 16
 LARGEST_RADICAND = 10**9
 ONE = Fraction(1)
@@ -155,20 +155,21 @@ def _shared(total: tuple, factor: Fraction) -> tuple | None:
 # ----------------------------------------------------------------------------------------------------------- value
 
 
-def literal(tree: tuple) -> Value | None:
-    """The value of an answer that is written as a number; None for everything that would have to be computed."""
-    made = form(tree)
+def is_literal(tree: tuple) -> bool:
+    """Whether an answer is written as a number; not where something would have to be computed."""
+    made, keys = form(tree), set()
     terms = made[1:] if made[0] == "sum" else [_as_term(made)]
-    total: Value = {}
-    for _, sign, coefficient, above, below in terms:
+    for _, _, coefficient, above, below in terms:
         factors = [_irrational(factor) for factor in above]
         if below or not isinstance(coefficient, Fraction) or None in factors or len(terms) > MOST_TERMS:
-            return None
+            return False
         key = tuple(sorted(factors, key=repr))
-        if key in total or len({_kind(factor) for factor in factors}) < len(factors):
-            return None  # two terms, or two roots in one, that have to be put together
-        total[key] = sign * coefficient
-    return total if len(total) == 1 or all(total.values()) else None
+        if key in keys or len({_kind(factor) for factor in factors}) < len(factors):
+            return False  # two terms, or two roots in one, that have to be put together
+        if len(terms) > 1 and not coefficient:
+            return False
+        keys.add(key)
+    return True
 
 
 def _kind(factor: tuple) -> object:
@@ -228,164 +229,53 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
     return outside, math.prod(p ** (n // common) for p, n in inside.items()), index // common
 
 
-def value(tree: tuple) -> Value | None:
-    """The value of a ground truth, which may be written as something to compute; None if it is no number, or too hard."""
+def same_value(tree: tuple, other: tuple) -> bool:
+    """Whether both have a value, and the same, to DIGITS digits: more than an answer has."""
+    try:
+        a, b = (_value(one, _context()) for one in (tree, other))
+    except (ArithmeticError, ValueError):  # no number, or too hard
+        return False
+    return abs(a - b) <= max(1, abs(a), abs(b)) * _context().mpf(10) ** (20 - DIGITS)
+
+
+@cache
+def _context():
+    import mpmath  # torch brings it; late, since few answers get here
+
+    context = mpmath.MPContext()
+    context.dps = DIGITS
+    return context
+
+
+def _value(tree: tuple, context):
+    """The number that a tree says how to compute. Raises ArithmeticError or ValueError if there is none, or it is too hard."""
     kind, *parts = tree
     if kind == "number":
-        return _kept({(): parts[0]})
-    if kind == "name":
-        return {((parts[0], ONE),): ONE} if parts[0] in ATOMS else None
-    if kind not in EVALUATED:
-        return None
-    values = [value(part) for part in parts]
-    if any(part is None for part in values):
-        return None
-    return EVALUATED[kind](*values)
+        return context.mpf(parts[0].numerator) / parts[0].denominator
+    if kind == "name" and parts[0] in ATOMS:
+        return {"i": context.j, "e": +context.e, r"\pi": +context.pi}[parts[0]]
+    if kind not in ("sum", "product", "quotient", "negative", "power", "root", "factorial", "binomial"):
+        raise ValueError(f"a {kind} is no number")
+    values = [_value(part, context) for part in parts]
+    if kind == "sum":
+        return context.fsum(values)
+    if kind == "product":
+        return context.fprod(values)
+    if kind == "quotient":
+        return values[0] / values[1]
+    if kind == "negative":
+        return -values[0]
+    if kind == "power":
+        _check(abs(values[1]) <= MOST)
+        return values[0] ** values[1]
+    if kind == "root":
+        index, radicand = values
+        _check(context.isint(index) and 1 < index <= 40 and (index == 2 or (context.im(radicand) == 0 and radicand >= 0)))
+        return context.root(radicand, int(index))
+    _check(all(context.isint(x) and 0 <= x <= 1000 for x in values))
+    return context.mpf((math.factorial if kind == "factorial" else math.comb)(*map(int, values)))
 
 
-def _kept(total: Value) -> Value | None:
-    """Without terms of 0. None if there is more than is worth it."""
-    total = {key: number for key, number in total.items() if number}
-    bits = max((n.numerator.bit_length() + n.denominator.bit_length() for n in total.values()), default=0)
-    return (total or {(): Fraction(0)}) if bits <= MOST_BITS and len(total) <= MOST_TERMS else None
-
-
-def _added(*values: Value) -> Value | None:
-    total: Value = {}
-    for one in values:
-        for key, number in one.items():
-            total[key] = total.get(key, Fraction(0)) + number
-    return _kept(total)
-
-
-def _multiplied(*values: Value) -> Value | None:
-    total: Value | None = {(): ONE}
-    for one in values:
-        terms = []
-        for key, number in total.items():
-            for other, factor in one.items():
-                made = _keys_multiplied(key + other)
-                if made is None:
-                    return None
-                terms.append({made[0]: number * factor * made[1]})
-        total = _added(*terms)
-        if total is None:
-            return None
-    return total
-
-
-def _keys_multiplied(factors: tuple) -> tuple[tuple, Fraction] | None:
-    """A product of irrational factors as one key and the rational number that comes out of it."""
-    exponents: dict[object, Fraction] = {}
-    outside, radicand, index = ONE, 1, 2
-    for base, exponent in factors:
-        if isinstance(base, str):
-            exponents[base] = exponents.get(base, Fraction(0)) + exponent
-        elif radicand > 1 and exponent.denominator != index:
-            return None  # a square root times a cube root
-        else:
-            radicand, index = radicand * base, exponent.denominator
-    if radicand > 1:
-        split = _split_root(radicand, index)
-        if split is None:
-            return None
-        outside *= split[0]
-        if split[1] > 1:
-            exponents[split[1]] = Fraction(1, split[2])
-    turns = exponents.pop("i", Fraction(0))
-    if turns % 4 in (2, 3):
-        outside = -outside
-    if turns % 2:
-        exponents["i"] = ONE
-    return tuple(sorted(((b, e) for b, e in exponents.items() if e), key=repr)), outside
-
-
-def _inverse(one: Value) -> Value | None:
-    """1 over it, where it has one term."""
-    if len(one) != 1:
-        return None
-    [(key, number)] = one.items()
-    if not number:
-        return None
-    result: Value | None = {(): 1 / number}
-    for base, exponent in key:
-        if isinstance(base, str):
-            factor = {((base, -exponent if base != "i" else ONE),): -ONE if base == "i" else ONE}
-        else:  # the k-th root's power k-1, over its radicand
-            factor = _raised({((base, exponent),): ONE}, {(): Fraction(exponent.denominator - 1)})
-            factor = factor and _multiplied(factor, {(): Fraction(1, base)})
-        result = factor and _multiplied(result, factor)
-        if result is None:
-            return None
-    return result
-
-
-def _divided(above: Value, below: Value) -> Value | None:
-    inverse = _inverse(below)
-    return None if inverse is None else _multiplied(above, inverse)
-
-
-def _raised(base: Value, exponent: Value) -> Value | None:
-    number = _rational(exponent)
-    if number is None or abs(number.numerator) > MOST_BITS:
-        return None
-    if number.denominator > 1:
-        rooted = _rooted({(): Fraction(number.denominator)}, base)
-        return rooted and _raised(rooted, {(): Fraction(number.numerator)})
-    if number < 0:
-        inverse = _inverse(base)
-        return inverse and _raised(inverse, {(): -number})
-    rational = _rational(base)
-    if rational is not None:
-        bits = rational.numerator.bit_length() + rational.denominator.bit_length()
-        return _kept({(): rational**number.numerator}) if bits * number <= MOST_BITS else None
-    return _multiplied(*[base] * number.numerator) if number <= 64 else None
-
-
-def _rational(one: Value) -> Fraction | None:
-    return one[()] if one.keys() == {()} else None
-
-
-def _rooted(index: Value, radicand: Value) -> Value | None:
-    degree, number = _rational(index), _rational(radicand)
-    if degree is None or number is None or degree.denominator > 1 or not 1 < degree <= 40 or (number < 0 and degree != 2):
-        return None
-    if not number:
-        return radicand
-    degree = degree.numerator
-    split = _split_root(abs(number.numerator) * number.denominator ** (degree - 1), degree)
-    if split is None:
-        return None
-    key = ((split[1], Fraction(1, split[2])),) if split[1] > 1 else ()
-    root = {key: Fraction(split[0], number.denominator)}
-    return root if number > 0 else _multiplied(root, {(("i", ONE),): ONE})
-
-
-def _factorial(one: Value) -> Value | None:
-    number = _rational(one)
-    if number is None or number.denominator > 1 or not 0 <= number <= 400:
-        return None
-    return _kept({(): Fraction(math.factorial(number.numerator))})
-
-
-def _binomial(above: Value, below: Value) -> Value | None:
-    numbers = [_rational(one) for one in (above, below)]
-    if any(n is None or n.denominator > 1 or not 0 <= n <= 1000 for n in numbers):
-        return None
-    return _kept({(): Fraction(math.comb(*(n.numerator for n in numbers)))})
-
-
-def _negative(one: Value) -> Value:
-    return {key: -number for key, number in one.items()}
-
-
-EVALUATED = {
-    "sum": _added,
-    "product": _multiplied,
-    "quotient": _divided,
-    "negative": _negative,
-    "power": _raised,
-    "root": _rooted,
-    "factorial": _factorial,
-    "binomial": _binomial,
-}
+def _check(is_computed: bool) -> None:
+    if not is_computed:
+        raise ValueError("too hard")

@@ -14,7 +14,7 @@ from rl.ranks import watchdog
 from rl.ranks.timers import Timers
 from rl.record.validations import Parts, Validation
 from rl.rewards.pool import ScoringPool
-from rl.samples import outlines
+from rl.samples.gather import all_gather_records
 from rl.samples.group import Group
 from rl.samples.ring_size import ring_mb_for
 from rl.split import Split, SplitArgs
@@ -145,14 +145,8 @@ class Outbox:
         self.flush()
 
 
-def _outlined(record: bytes) -> bytes:
-    """What the other nodes with learners get of a record."""
-    return record[:1] + outlines.outlined(record[1:]) if record[:1] in (GROUP, UNFINISHED) else record
-
-
 class Inbox:
-    """The learners' end: what has come in on any node, the same on every learner and in the same order; of other nodes' groups
-    the outlines (rl/samples/outlines.py)."""
+    """The learners' end: what has come in on any node, the same on every learner and in the same order."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
@@ -179,21 +173,20 @@ class Inbox:
                 except RingTimeout:
                     break
                 wait = 0.0
-        for record, holder in outlines.gather(records, _outlined):
-            kind = bytes(record[:1])
-            self._sort(kind, record[1:] if kind in (GROUP, UNFINISHED) else bytes(record[1:]), holder)
+        for record in all_gather_records(records):
+            self._sort(bytes(record[:1]), record[1:])
 
-    def _sort(self, kind: bytes, body: bytes, holder: int | None) -> None:
+    def _sort(self, kind: bytes, body: memoryview) -> None:
         watchdog.progress()
         if kind in (GROUP, UNFINISHED):
-            group = Group.from_bytes(body, holder)
+            group = Group.from_bytes(body)
             if kind == GROUP:
                 self.groups.append(group)
                 self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
             else:
                 self._unfinished[group.ticket] = group
             return
-        content = json.loads(body)
+        content = json.loads(bytes(body))
         if kind == ROWS:
             self.validations.add(content)
         else:

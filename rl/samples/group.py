@@ -40,7 +40,6 @@ class Group:
     baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
     images: str = ""  # digest of the prompt's images, which do not travel; empty without any
     prompt_routes: np.ndarray | None = None  # [p, L, K]; None where no response has routes
-    holder: int | None = None  # the first rank of the node that has all of it; None: every rank has (rl/samples/outlines.py)
 
     @property
     def scored(self) -> list[Response]:
@@ -78,7 +77,6 @@ class Group:
             "responses": [
                 [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, _runs(r.mask)] for r in self.responses
             ],
-            "oldest": [int(r.versions.min()) if len(r.versions) else 0 for r in self.responses],
         } | ({"images": self.images} if self.images else {})
         if any(r.rewards for r in self.responses):
             header["rewards"] = [r.rewards for r in self.responses]
@@ -94,32 +92,24 @@ class Group:
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
-    def from_bytes(record: bytes | memoryview, holder: int | None = None) -> "Group":
-        """The group of a record, or of its outline (rl/samples/outlines.py). Its arrays are views of the record. An outline's
-        tokens cannot be taken for real ones: ids are -1, log-probs NaN."""
-        header, at = _header(record)
-        prompt = np.frombuffer(record, np.int32, header["prompt"], at)
-        at += prompt.nbytes
-        is_outline = at == len(record)
+    def from_bytes(record: bytes | memoryview) -> "Group":
+        """The group of a record. Its arrays are views of the record."""
+        at = 4 + struct.unpack_from("<I", record)[0]
+        header = json.loads(bytes(record[4:at]))
 
-        def take(n: int, dtype, absent: float) -> np.ndarray:
+        def take(n: int, dtype) -> np.ndarray:
             nonlocal at
-            if is_outline:  # takes no memory
-                return np.broadcast_to(np.array(absent, dtype), n)
             array = np.frombuffer(record, dtype, n, at)
             at += array.nbytes
             return array
 
-        oldest = header["oldest"] if is_outline else [0] * len(header["responses"])
-        arrays = [
-            [take(n, np.int32, -1), take(n, np.float32, np.nan), take(n, np.int32, version)]
-            for (n, *_), version in zip(header["responses"], oldest, strict=True)
-        ]
+        prompt = take(header["prompt"], np.int32)
+        arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
         masks = [_mask(runs) for *_, runs in header["responses"]]
         prompt_routes, routes = None, [None] * len(masks)
         if "routes" in header:
             dtype, *shape, has = header["routes"]
-            rows = lambda n: take(n * math.prod(shape), dtype, 0).reshape(n, *shape)  # noqa: E731
+            rows = lambda n: take(n * math.prod(shape), dtype).reshape(n, *shape)  # noqa: E731
             prompt_routes = rows(len(prompt))
             routes = [
                 rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
@@ -127,7 +117,7 @@ class Group:
         rewards = header.get("rewards", [None] * len(masks))
         parts = zip(arrays, header["responses"], masks, routes, rewards, strict=True)
         responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]
-        rest = (header["baseline"], header.get("images", ""), prompt_routes, holder)
+        rest = (header["baseline"], header.get("images", ""), prompt_routes)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
 
 
@@ -143,15 +133,3 @@ def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
 def _mask(runs: list[int] | Literal[False]) -> np.ndarray | None:
     """What `_runs` was made of."""
     return None if runs is False else np.repeat(np.arange(len(runs)) % 2 == 0, runs)
-
-
-def _header(record: bytes | memoryview) -> tuple[dict, int]:
-    """The JSON header of a group's record, and where the arrays begin."""
-    end = 4 + struct.unpack_from("<I", record)[0]
-    return json.loads(bytes(record[4:end])), end
-
-
-def head_bytes(record: bytes | memoryview) -> int:
-    """The length of a record's beginning, to the end of the prompt."""
-    header, end = _header(record)
-    return end + header["prompt"] * np.dtype(np.int32).itemsize

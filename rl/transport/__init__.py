@@ -1,4 +1,3 @@
-"""How bytes travel between ranks: a ring within a node, a relay to another, an exchange of all with all, a bridge from one to
-many.
+"""How bytes travel between ranks: a ring within a node, a relay to another, a bridge from one to many.
 
 Knows no group and no weight: rl/samples and rl/weights say what is sent."""

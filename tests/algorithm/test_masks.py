@@ -140,7 +140,7 @@ def test_lengths_and_ages_are_of_the_policys_tokens():
 
 
 def whole_mask(group: Group, masked: list[int]) -> Group:
-    """The group with these responses masked as a whole, as it arrives from a generator, and as its outline says it."""
+    """The group with these responses masked as a whole, as it arrives from a generator."""
     nothing = lambda r: dataclasses.replace(r, mask=np.zeros(len(r.token_ids), bool))  # noqa: E731
     responses = [nothing(r) if i in masked else r for i, r in enumerate(group.responses)]
     return Group.from_bytes(dataclasses.replace(group, responses=responses).to_bytes())

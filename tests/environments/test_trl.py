@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from families import end_tokens, tokenizer_of
+from scripted import ScriptedEngine
 from test_episodes import finish
 from test_pool import environments
 
@@ -18,7 +19,6 @@ from rl.data.prompts import Prompt
 from rl.environments.turns import Turns
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
-from rl.generation.scripted import ScriptedEngine
 
 trl = pytest.importorskip("trl")
 

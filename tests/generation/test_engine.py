@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.embedded.sampling import SlotSettings, sample
 from rl.generation.engine import Request, SamplingParams, request_seed
-from rl.generation.scripted import ScriptedEngine
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # these decode by a recurrence what a forward pass computes in chunks
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]

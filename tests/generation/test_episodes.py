@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scripted import ScriptedEngine
 
 import train_async
 import train_sync
@@ -17,7 +18,6 @@ from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.generator import VALIDATION, Generator
-from rl.generation.scripted import ScriptedEngine
 from rl.generation.shared_environments import SharedEnvironments
 from rl.learning.batch import Batch
 from rl.rewards.pool import Score

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scripted import ScriptedEngine
 
 import train_async
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
-from rl.generation.scripted import ScriptedEngine
 from rl.rewards.pool import Score
 from rl.samples.group import UNPENALISED, Group, Response
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import ScriptedEngine
 from torch.distributed import HashStore
 
 import train_async
@@ -16,7 +17,6 @@ from rl import generator_loop, split
 from rl.background import at_once
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
-from rl.generation.scripted import ScriptedEngine
 from rl.ranks import launch
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
