@@ -6,6 +6,7 @@ behind the end token that follows the mark comes before the next sampled token. 
 encoded as plain text, because an answer is data.
 """
 
+import json
 import re
 
 from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,10 @@ class Turns:
         """The tokens of a prompt of these messages, and of those that an environment adds."""
         return self._encode(self._render([*messages, *map(self._as_data, added)]))
 
+    def conversation(self, messages: list[dict]) -> list[int]:
+        """The tokens of a prompt of an agent's messages, as rl/environments/chat.py has them: all of them data."""
+        return self._encode(self._render([self._as_data(message) | self._as_calls(message) for message in messages]))
+
     def message(self, ids: list[int]) -> dict:
         """What the model has said: {role, content}, with "tool_calls" if it has made any, and "malformed", a list of reasons,
         if some cannot be read."""
@@ -66,9 +71,12 @@ class Turns:
         said = {"role": "assistant", "content": whole, "calls": []}
         if not self.schemas:
             return said
-        text = self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
-        content, found = parse(text, self.form, self._parameters, self.begins_thinking)
+        content, found = parse(self.text(ids), self.form, self._parameters, self.begins_thinking)
         return said | {"content": content if found else whole, "calls": found}
+
+    def text(self, ids: list[int]) -> str:
+        """A turn's text with the special tokens in it, but for its end token."""
+        return self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
 
     def _render(self, messages: list[dict]) -> str:
         try:
@@ -87,6 +95,18 @@ class Turns:
         if message["role"] != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
+
+    def _as_calls(self, message: dict) -> dict:
+        """The calls of a message, with arguments as the template takes them."""
+        if not message.get("calls"):
+            return {}
+        takes_text = bool(self._calls) and isinstance(self._calls[0]["function"]["arguments"], str)
+        calls = []
+        for call in message["calls"]:
+            text = self._cut(json.dumps(call["arguments"], ensure_ascii=False))
+            function = {"name": self._cut(call["name"]), "arguments": text if takes_text else json.loads(text)}
+            calls.append({"type": "function", "id": "call00001", "function": function})
+        return {"tool_calls": calls}
 
     def _cut(self, text: str) -> str:
         text = text.replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text

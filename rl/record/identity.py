@@ -63,7 +63,7 @@ class Identity:
         if self.args.lora_model:
             contents["lora_model"] = _digest_model(self.args.lora_model)
         if self.args.has_environment:
-            contents["environment"] = _digest_files([Path(self.args.environment_spec.rpartition(":")[0])])
+            contents["environment"] = _digest_files(self.args.environment_files)
         if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
         if self.args.teacher:
