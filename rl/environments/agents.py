@@ -38,6 +38,7 @@ class History:
     messages: list[dict]  # as as_messages has them, the model's last one included
     tools: list[dict]
     tokens: int
+    is_cut: bool = False  # the last turn, by the call's own limit
 
 
 class Session:
@@ -60,14 +61,15 @@ class Session:
         call = self._news.get()
         if not isinstance(call, Call):
             raise Failed(f"the agent {_ended(call)} before its first call")
-        return {"prompt": self._take(call)[1]}
+        return {"prompt": self._take(call)[1], "most": call.most}
 
     def step(self, item: dict) -> dict:
         """Gives the agent the model's turn. Answers with the history that its next call extends, by number, and the tokens that
         it adds to that; or with the agent's reward."""
         call, history = self._open, self.histories[self._at]
         message, malformed = _said(self._of(call.tools), item["ids"])
-        answer = completion(self._count, message, len(item["ids"]), history.tokens)
+        history.is_cut = item["ids"][-1] not in self._of(call.tools).end_tokens
+        answer = completion(self._count, message, len(item["ids"]), history.tokens, history.is_cut)
         history.messages = [*call.messages, *as_messages([answer["choices"][0]["message"]])]
         history.tokens += len(item["ids"])
         self._count += 1
@@ -76,7 +78,7 @@ class Session:
         news = self._next(call)
         if isinstance(news, Call):
             number, ids = self._take(news)
-            return counts | {"history": number, "ids": ids, "reward": None, "done": False}
+            return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
         if news:
             raise Failed(f"the agent {_ended(news)}")
         return counts | {"ids": [], "reward": self.agent.reward(), "done": True}
@@ -104,7 +106,8 @@ class Session:
         turns, self._open = self._of(call.tools), call
         if extended:
             self._at = max(extended, key=lambda i: len(self.histories[i].messages))
-            ids = turns.between(call.messages[len(self.histories[self._at].messages) :])
+            history = self.histories[self._at]
+            ids = turns.between(call.messages[len(history.messages) :], history.is_cut)
         else:
             self._at, ids = len(self.histories), turns.conversation(call.messages)
             self.histories.append(History([], call.tools, 0))

@@ -46,6 +46,9 @@ class Call:
             if body.get(name) not in (None, usual):
                 raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
         self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
+        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # to be sampled
+        if self.most is not None and (type(self.most) is not int or self.most < 1):
+            raise Refused(400, f"max_tokens {self.most!r:.100}: a number of tokens")
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
@@ -121,8 +124,9 @@ def as_tools(value: Any) -> list[dict]:
     return [{"type": "function", "function": {"parameters": {}} | tool["function"]} for tool in tools]
 
 
-def completion(number: int, message: dict, sampled: int, before: int) -> dict:
-    """The answer to call `number` of a session. message: {role, content, reasoning, calls}; sampled, before: tokens."""
+def completion(number: int, message: dict, sampled: int, before: int, is_cut: bool) -> dict:
+    """The answer to call `number` of a session. message: {content, reasoning, calls}; sampled, before: tokens; is_cut: by the
+    call's own limit."""
     calls = [
         {"id": f"call_{number}_{i}", "type": "function", "function": call | {"arguments": json.dumps(call["arguments"])}}
         for i, call in enumerate(message["calls"])
@@ -130,7 +134,8 @@ def completion(number: int, message: dict, sampled: int, before: int) -> dict:
     said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     said |= {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
     said |= {"tool_calls": calls} if calls else {}
-    choice = {"index": 0, "message": said, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
+    reason = "length" if is_cut else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": said, "finish_reason": reason, "logprobs": None}
     usage = {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
     head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
     return head | {"choices": [choice], "usage": usage}

@@ -240,8 +240,6 @@ class Environments:
             if not all(isinstance(answer.get(name), kinds) for name, kinds in shape.items()):
                 return None
             ids = answer.get("prompt") or answer.get("ids") or []
-            if type(answer.get("history", 0)) is not int or answer.get("history", 0) < 0:
-                return None
             is_finite = math.isfinite(answer.get("reward") or 0.0) and math.isfinite(answer["seconds"])
             if is_finite and all(type(token) is int and 0 <= token < self.vocabulary for token in ids):
                 return answer

@@ -39,9 +39,9 @@ class Turns:
         self.begins_thinking = self._render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
         self.between([ANSWER if schemas else {"role": "user", "content": "?"}])
 
-    def between(self, messages: list[dict]) -> list[int]:
+    def between(self, messages: list[dict], is_cut: bool = False) -> list[int]:
         """The tokens after a turn of the model, whose last is its end token, that the messages [{role, content}] make: up to
-        where the model's next turn begins."""
+        where the model's next turn begins. is_cut: the turn has no end token, which comes first then."""
         is_tool = any(message["role"] == "tool" for message in messages)
         said = {"role": "assistant", "content": "", "tool_calls": self._calls} if is_tool and self._calls else None
         said = said or {"role": "assistant", "content": MARK}
@@ -54,7 +54,7 @@ class Turns:
                 f"({', '.join(self._ends)}). Name the one that it puts there as eos_token_id in generation_config.json."
             )
         at, end = found
-        return self._encode(rest[at + len(end) :])
+        return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :])
 
     def prompt(self, messages: list[dict], added: list[dict]) -> list[int]:
         """The tokens of a prompt of these messages, and of those that an environment adds."""

@@ -89,13 +89,23 @@ class AgentEpisodes(Episodes):
 
     # -- turn after turn
 
+    def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
+        episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
+        limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
+        sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
+        requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
+        super()._add(id, so_far)
+
     def _turn_ended(self, output: Output) -> None:
         self._histories[output.id].last = output.token_ids[self._of[output.id].at :]
+        if output.finish_reason == "length" and len(output.token_ids) < self._room(output.id):  # the call's own limit
+            output = dataclasses.replace(output, finish_reason="stop")
         super()._turn_ended(output)
 
     def _answered(self, id: tuple[int, int], answer: dict) -> None:
         """A call that begins a history gives its prompt, one that extends a history the tokens behind it."""
         if not answer["done"]:
+            self._of[id].most = answer["most"]
             of = self._histories[id]
             number, begins = of.first + answer["history"], of.first + answer["history"] == len(of.all)
             if number != of.active:
@@ -116,8 +126,7 @@ class AgentEpisodes(Episodes):
         episode.output, episode.at = history.output, history.at
         if history.mask is not None:
             work.masks[id[1]] = history.mask
-        sampling = dataclasses.replace(history.request.sampling, max_tokens=max(1, self._room(id)))
-        work.requests[id[1]] = dataclasses.replace(history.request, sampling=sampling)
+        work.requests[id[1]] = history.request
 
     def _note(self, id: tuple[int, int]) -> None:
         """Puts what the active history has become where it is kept."""

@@ -42,6 +42,7 @@ class Episode:
     event: Score | None = None  # why it cannot be scored
     again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
     restarts: int = 0
+    most: int | None = None  # tokens of the next turn, of an agent that has a limit of its own
 
     def add(self, answer: dict) -> None:
         """What an environment's answer counts."""
@@ -277,6 +278,7 @@ class Episodes(Responses):
             if "event" in answer:
                 self._fail(id, answer)
             elif answer["asked"] == "reset":
+                self._of[id].most = answer.get("most")
                 self._was_reset(id, answer.get("prompt"))
             elif answer["asked"] == "end":
                 self._of[id].add(answer)
