@@ -36,9 +36,8 @@ from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
-from rl.ranges import flag
+from rl.ranges import flag, may_change
 from rl.ranks import dist, process
-from rl.record.identity import MAY_CHANGE
 from rl.record.provenance import code_digest, digest_of, package_files
 from rl.replay.recorder import SAMPLES, Record
 from rl.rewards.pool import RewardArgs
@@ -73,7 +72,7 @@ class Replay:
     @property
     def off_policy(self) -> set[str]:
         """Flags by which the weights become others than those that made the samples."""
-        return {name for name in self.changed if name not in MAY_CHANGE - LENGTH - {"model"}}
+        return {name for name in self.changed if name not in may_change(type(self.args)) - LENGTH - {"model"}}
 
 
 def read(words: Sequence[str]) -> Replay:
@@ -107,7 +106,7 @@ def read(words: Sequence[str]) -> Replay:
     if made := [name for name in changed if name in SAMPLED]:
         raise UserError(f"{', '.join(map(flag, made))}: what made the samples stays as it was in a replay. Leave it out.")
     last = first
-    while last + 1 in record.steps and same_settings(record.start_of(last + 1), start):
+    while last + 1 in record.steps and same_settings(record.start_of(last + 1), start, may_change(type(args))):
         last += 1
     return Replay(record, run_dir, path, first, last, script, args, changed)
 
@@ -149,9 +148,9 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
     return None, 1
 
 
-def same_settings(start: dict, other: dict) -> bool:
-    """Tells whether two starts of a run trained by the same flags."""
-    kept = MAY_CHANGE - {"max_tokens_per_micro_batch"}
+def same_settings(start: dict, other: dict, changing: set[str]) -> bool:
+    """Tells whether two starts of a run trained by the same flags, besides those that may change."""
+    kept = changing - {"max_tokens_per_micro_batch"}
     of = [
         {name: value for name, value in flag_words.renamed(of["flags"]).items() if name not in kept} | {"": of["total_steps"]}
         for of in (start, other)

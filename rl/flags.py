@@ -27,7 +27,7 @@ import tyro
 
 from rl import flag_needs, flag_words
 from rl.errors import UserError
-from rl.ranges import check, flag, ranges
+from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
@@ -117,7 +117,8 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
     """The lines of the help."""
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
     yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
-    hints, limits, fields = get_type_hints(flags), ranges(flags), {field.name: field for field in dataclasses.fields(flags)}
+    hints, limits = get_type_hints(flags), marks(flags, Range)
+    fields = {field.name: field for field in dataclasses.fields(flags)}
     width = max(40, shutil.get_terminal_size().columns - 8)
     for title, part, names in _groups(flags):
         show_group = show_all or not part.__module__.startswith("rl.")

@@ -1,16 +1,19 @@
-"""Which numbers a flag may have, and the check of all flags.
+"""What the type of a flag's field says besides the type, and the check of all flags.
 
-A number's range is in the type of its field:
+The numbers that it may have, what it names, and whether a run may resume with another value:
 
     lr: Annotated[float, Range(above=0)] = 1e-4
+    teacher: Annotated[str | None, Content("model")] = None
+    save_freq: MayChange[int] = 20
 """
 
 import math
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Annotated, Literal, TypeVar, get_type_hints
 
 from rl.errors import UserError
 
+Mark, Value = TypeVar("Mark"), TypeVar("Value")
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3e38  # what torch takes: 64 bits, float32
 
 
@@ -44,6 +47,27 @@ class Range:
         return words if self.also is None else f"{self.also}, or {words}"
 
 
+@dataclass(frozen=True)
+class Content:
+    """The flag names something whose content belongs to the run: a model's directory or hub name, or code: path/to/file.py:names,
+    or a command."""
+
+    kind: Literal["model", "code"]
+
+
+@dataclass(frozen=True)
+class _Changing:
+    """A run may resume with another value of the flag: neither the loss nor what is sampled from is another."""
+
+
+MayChange = Annotated[Value, _Changing()]
+
+
+def may_change(flags: type) -> set[str]:
+    """The fields that a run may resume with other values of."""
+    return {*marks(flags, _Changing)}
+
+
 def _largest(value: float) -> float:
     return LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
 
@@ -56,7 +80,7 @@ def flag(name: str) -> str:
 def check(args) -> None:
     """Raises UserError for a number out of its range, and for flags that do not go together: each dataclass that the arguments
     are made of may have a method `check` for those."""
-    for name, limits in ranges(type(args)).items():
+    for name, limits in marks(type(args), Range).items():
         value = getattr(args, name)
         if value is None or value in limits:
             continue
@@ -68,11 +92,11 @@ def check(args) -> None:
             vars(part)["check"](args)
 
 
-def ranges(flags: type) -> dict[str, Range]:
-    """The range of each field that has one."""
+def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:
+    """The mark of this kind, of each field that has one."""
     found = {}
     for name, hint in get_type_hints(flags, include_extras=True).items():
         for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, Range):
+            if isinstance(mark, kind):
                 found[name] = mark
     return found

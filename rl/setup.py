@@ -28,7 +28,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.model.router import check_replay
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks.dist import Ranks, engines_first
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
@@ -43,25 +43,25 @@ class RunArgs:
 
     # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
-    model: str = "demo"
+    model: MayChange[str] = "demo"
     """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts),
     "demo-vl" (with images) or "demo-calculator" (with a tool)."""
-    trust_remote_code: bool = False
+    trust_remote_code: MayChange[bool] = False
     """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seeds the prompt order, the sampling and everything else that is random."""
-    total_training_steps: Annotated[int | None, Range(at_least=1)] = None
+    total_training_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Steps to train. Overrides --total-epochs and --total-rollout-steps. Default: as they say, or 200 without them."""
-    total_epochs: Annotated[int | None, Range(at_least=1)] = None
+    total_epochs: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
-    total_rollout_steps: Annotated[int | None, Range(at_least=1)] = None
+    total_rollout_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller of the two ends the run."""
-    test_freq: Annotated[int, Range(at_least=0, also=-1)] = 20
+    test_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 20
     """Validate every this many steps, and after the last step. train_async.py validates at the next publish. 0 or -1 never
     validates."""
-    val_before_train: bool = True
+    val_before_train: MayChange[bool] = True
     """Also validate before the first step, unless --test-freq is 0 or -1."""
-    val_only: bool = False
+    val_only: MayChange[bool] = False
     """Train nothing: validate --model, which may be a checkpoint's directory, once, record that, and end."""
 
     def total_steps(self, num_prompts: int) -> int:
@@ -183,12 +183,14 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
-    """The learner of this rank, with its learning rates laid out over the whole run."""
+    """The learner of this rank, with its learning rates laid out over the whole run. --val-only needs no second model."""
     engines_first("learner")
-    teacher = args.teacher and resolve(args.teacher)
-    what = (args.temperature, args.needs_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
+    trains = not args.val_only
+    teacher = resolve(args.teacher) if args.teacher and trains else None
+    with_reference = args.needs_reference and trains
+    what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     learner = Learner(job.path, args, ranks, job.total_steps, *what)
-    if args.needs_critic:
+    if args.needs_critic and trains:
         from rl.algorithm.value_model import Critic  # late: no other run needs it
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)

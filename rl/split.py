@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks import device, heartbeat, launch, watchdog
 from rl.ranks.dist import Ranks, show_group, take_name, time_limit, watch
 from rl.transport.bridge import Bridge, senders
@@ -18,12 +18,12 @@ from rl.transport.bridge import Bridge, senders
 class SplitArgs:
     """The split of the ranks into generators and learners."""
 
-    generators: Annotated[int, Range(at_least=0)] = 1
+    generators: MayChange[Annotated[int, Range(at_least=0)]] = 1
     """Ranks of this node that generate; the others learn. Nodes may differ: 0 for one that only learns, all of its ranks for
     one that only generates."""
-    ring_mb: Annotated[int, Range(at_least=1)] = 256
+    ring_mb: MayChange[Annotated[int, Range(at_least=1)]] = 256
     """Shared memory for the samples on their way to the learners, in MiB on each node."""
-    publish_over: Literal["auto", "host"] = "auto"
+    publish_over: MayChange[Literal["auto", "host"]] = "auto"
     """The way of the weights. auto: from device to device (NCCL, HCCL) where each rank has a device of its own. host: through
     host memory, and between nodes over gloo."""
 

@@ -46,10 +46,6 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     total_rollout_steps: ClassVar = None
     log_val_generations: ClassVar = 0
     record_samples: ClassVar = None
-    reward: ClassVar = None
-    teacher: ClassVar = None
-    critic_model: ClassVar = None
-    has_environment: ClassVar = False
     engine: ClassVar = "transformers"
 
     @property

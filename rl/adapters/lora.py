@@ -23,7 +23,7 @@ from rl.errors import UserError
 from rl.model import lean_layers
 from rl.model.pretrained import decoder_layers
 from rl.model.shards import Block, Shards, local
-from rl.ranges import Range
+from rl.ranges import Content, MayChange, Range
 
 ALL = ("all-linear",)
 WANTED_RATE = 1e-5  # the least --lr with which adapters have been seen to learn a large model
@@ -40,7 +40,7 @@ class AdapterArgs:
     """The adapters' product counts alpha / rank times."""
     lora_target: tuple[str, ...] = ALL
     """Layers that have an adapter: all-linear for all linear layers of the decoder, or ends of their names (q_proj v_proj)."""
-    lora_model: str | None = None
+    lora_model: MayChange[Annotated[str | None, Content("model")]] = None
     """Directory of an adapter in peft's format to start from. It decides --lora-rank, --lora-alpha and --lora-target."""
 
     @property

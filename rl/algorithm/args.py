@@ -13,7 +13,7 @@ from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 
 CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's word
 
@@ -62,7 +62,7 @@ class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True where batches may be stale, unless a correction or a loss compares the two."""
-    backward_without_advantage: bool = False
+    backward_without_advantage: MayChange[bool] = False
     """Also compute gradients of responses whose advantages are all 0. These gradients are 0, so by default such responses only
     pass forward, for the metrics."""
     filter_groups: bool = False

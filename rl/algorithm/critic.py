@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.loss_means import LossMeans
 from rl.model.pretrained import check_model, load_config
-from rl.ranges import Range
+from rl.ranges import Content, Range
 
 if TYPE_CHECKING:
     from rl.algorithm.value_model import Critic
@@ -30,7 +30,7 @@ AGGREGATION = "token-mean"  # of the critic's loss
 class CriticArgs:
     """The critic of --adv-estimator gae, a second model that is trained to predict returns."""
 
-    critic_model: str | None = None
+    critic_model: Annotated[str | None, Content("model")] = None
     """Model that the critic starts from, with the policy's vocabulary: a Hugging Face directory or hub name. By default
     --model."""
     critic_lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4

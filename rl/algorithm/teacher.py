@@ -13,14 +13,14 @@ import losses
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.model.pretrained import check_model, load_config, load_tokenizer
-from rl.ranges import Range
+from rl.ranges import Content, Range
 
 
 @dataclass
 class TeacherArgs:
     """Distillation on the policy's own samples, from a second model that stays as it is."""
 
-    teacher: str | None = None
+    teacher: Annotated[str | None, Content("model")] = None
     """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name."""
     teacher_coef: Annotated[float, Range(above=0)] = 1.0
     """Weight of the KL to the teacher, next to the rewards'."""
@@ -65,7 +65,7 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
     `policy`: their tokens are compared, since models of one family may have embeddings of different lengths (Qwen2.5's differ
     from 7B on). whose: "A teacher"."""
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
-    ours, its = (load_tokenizer(at, args.trust_remote_code).get_vocab() for at in (policy, path))
+    ours, its = load_tokenizer(policy, args.trust_remote_code).get_vocab(), tokenizer.get_vocab()
     if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
         token = differing[0]
         ids = " and ".join("missing" if vocabulary.get(token) is None else f"{vocabulary[token]}" for vocabulary in (ours, its))

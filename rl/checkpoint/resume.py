@@ -41,7 +41,7 @@ from rl.data.image_prompts import TOWER
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
@@ -53,16 +53,16 @@ from rl.transport.records import split_records
 class CheckpointArgs:
     """Checkpoints and resuming."""
 
-    save_freq: Annotated[int, Range(at_least=0, also=-1)] = 0
+    save_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 0
     """Save a checkpoint every this many steps, and always after the last step. 0 or -1 saves only that one."""
-    max_ckpt_to_keep: Annotated[int, Range(at_least=0)] = 3
+    max_ckpt_to_keep: MayChange[Annotated[int, Range(at_least=0)]] = 3
     """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
-    resume_mode: str = "auto"
+    resume_mode: MayChange[str] = "auto"
     """auto: resume --experiment-name from its newest checkpoint; disable: start over; or the path of a checkpoint. After a
     restart by torchrun the job always resumes its own run."""
-    resume_anyway: bool = False
+    resume_anyway: MayChange[bool] = False
     """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
-    push_to: str | None = None
+    push_to: MayChange[str | None] = None
     """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
     the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 
 
 @dataclass
 class DataArgs:
     """Training and validation data."""
 
-    train_files: tuple[str, ...] = ("demo",)
+    train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
     concatenated. "demo" with --model demo-vl means demo-vl."""
     val_files: tuple[str, ...] = ("demo",)

@@ -19,7 +19,7 @@ from rl.data.measured import Measured
 from rl.data.prompts import is_message
 from rl.data.tables import check_as_written, check_text, read_table
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
@@ -29,7 +29,7 @@ from rl.ranks.progress import track
 class DemonstrationArgs:
     """Conversations to train and to validate on."""
 
-    train_files: tuple[str, ...] = ("demo",)
+    train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Conversations: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
     concatenated."""
     val_files: tuple[str, ...] = ()

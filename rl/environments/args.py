@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import Content, MayChange, Range
 
 DEMO = "demo-calculator"
 
@@ -17,12 +17,12 @@ DEMO = "demo-calculator"
 class EnvironmentArgs:
     """Environments, tools and agents: responses of several turns."""
 
-    env: str | None = None
+    env: Annotated[str | None, Content("code")] = None
     """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: the model's turns,
     and between them what the environment answers, which is not trained."""
-    tools: str | None = None
+    tools: Annotated[str | None, Content("code")] = None
     """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
-    agent: str | None = None
+    agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on its stdin, and calls the model by
     OPENAI_BASE_URL and OPENAI_API_KEY."""
     max_turns: Annotated[int, Range(at_least=1)] = 8
@@ -32,11 +32,11 @@ class EnvironmentArgs:
     does."""
     turn_rewards: bool = False
     """Give each turn's reward to the turn's last token, instead of their sum to the response's."""
-    env_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 30.0
+    env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
     """Seconds that an environment may take for a turn. One that takes longer costs its response, which is not trained."""
-    env_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
+    env_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
     """CPU seconds that an environment may take for a turn; 0 is no limit."""
-    env_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
+    env_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000)]] = 4.0
     """Address space of each environment's process, in GiB; 0 is no limit."""
     env_lock_step: Literal["auto", "on", "off"] = "auto"
     """Sample no token while an environment is at work, so that no result depends on how long one takes. auto: on in
@@ -57,12 +57,6 @@ class EnvironmentArgs:
         """The flag that names the environment, and its value."""
         given = {"--env": self.env, "--tools": self.tools, "--agent": self.agent}
         return next((name, value) for name, value in given.items() if value)
-
-    @property
-    def environment_files(self) -> list[Path]:
-        """The user's files: of an agent, those that the command names."""
-        words = shlex.split(self.agent) if self.agent else [self.environment_spec.rpartition(":")[0]]
-        return [path for path in map(Path, words) if path.is_file()]
 
     @property
     def environment_spec(self) -> str:

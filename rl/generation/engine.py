@@ -17,7 +17,7 @@ import torch
 from rl.data.image_prompts import Images
 from rl.errors import UserError
 from rl.model.router import RouterArgs
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 
 
 @dataclass
@@ -43,29 +43,29 @@ class EngineArgs(RouterArgs):
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling in validation."""
-    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    engine: MayChange[Literal["auto", "transformers", "vllm"]] = "auto"
     """Inference engine. auto takes vllm where it is installed and the device is not a CPU, otherwise the embedded engine on top
     of transformers, and prints which."""
-    max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
+    max_num_seqs: MayChange[Annotated[int, Range(at_least=1, at_most=65_536)]] = 256
     """Responses that one engine decodes at once."""
-    max_num_batched_tokens: Annotated[int, Range(at_least=1)] = 8192
+    max_num_batched_tokens: MayChange[Annotated[int, Range(at_least=1)]] = 8192
     """Tokens in one forward pass of an engine: prompts to prefill, and with vllm also the responses' next tokens."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
-    rollout_tp: Annotated[int, Range(at_least=1)] = 1
+    rollout_tp: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
-    gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] = 0.5
+    gpu_memory_utilization: MayChange[Annotated[float, Range(above=0, at_most=1)]] = 0.5
     """vllm: share of the device's memory for the engine: weights and KV cache. The learner needs the rest."""
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: MayChange[bool] = True
     """vllm: split long prompts over several steps, so that running responses need not wait for them. Never on a CPU."""
-    enforce_eager: bool = False
+    enforce_eager: MayChange[bool] = False
     """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
-    load_format: str = "auto"
+    load_format: MayChange[str] = "auto"
     """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights anyway."""
-    free_cache_engine: bool = True
+    free_cache_engine: MayChange[bool] = True
     """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
 
-    rollout_seeds: Literal["auto", "on", "off"] = "auto"
+    rollout_seeds: MayChange[Literal["auto", "on", "off"]] = "auto"
     """vllm: give each request its own seed, so that its response can be repeated. off draws a step's random numbers at once.
     auto is off on an NPU, where each seed costs a kernel per token, and on elsewhere."""
 

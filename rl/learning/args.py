@@ -7,7 +7,7 @@ from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.learning.optimizer import OptimizerArgs
 from rl.model.router import RouterArgs
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks.device import default_dtype
 
 
@@ -18,25 +18,25 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are fp32 in any
     case; so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: MayChange[bool] = False
     """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
     third more time."""
-    compile: bool = False
+    compile: MayChange[bool] = False
     """Compile the learner's decoder layers (torch.compile), for updates that are about a sixth faster. Compiling takes tens of
     seconds, or a few with a warm cache on disk. It needs a C++ compiler on a CPU and Triton on a GPU."""
-    param_offload: bool = False
+    param_offload: MayChange[bool] = False
     """Keep parameters, gradients and optimizer state in host memory."""
-    activation_offload: bool = False
+    activation_offload: MayChange[bool] = False
     """Keep each layer's input, which --gradient-checkpointing saves, in host memory until the backward pass."""
-    ref_offload: bool = True
+    ref_offload: MayChange[bool] = True
     """Keep the reference policy and the teacher in host memory while they are not in use (accelerators only)."""
-    max_tokens_per_micro_batch: Annotated[int | Literal["auto"], Range(at_least=1, also="auto")] = "auto"
+    max_tokens_per_micro_batch: MayChange[Annotated[int | Literal["auto"], Range(at_least=1, also="auto")]] = "auto"
     """Most tokens, of prompts and responses, in a packed micro-batch on one rank. auto: as many as the accelerator's memory
     holds (8,192 with images), or as many as are fastest on a CPU. At least one sequence of full length."""
-    sequence_parallel: Annotated[int, Range(at_least=1)] = 1
+    sequence_parallel: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     this many times --max-tokens-per-micro-batch tokens."""
-    expert_parallel: Annotated[int, Range(at_least=1)] = 1
+    expert_parallel: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from rl.learning.compact_adamw import CompactAdamW
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 
 
 @dataclass
@@ -33,7 +33,7 @@ class OptimizerArgs:
     """Largest global norm of the gradient; a larger one is scaled down to it."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw keeps two fp32 moments of each parameter, 8 bytes; adamw_8bit keeps them in 8 bits, 2 bytes."""
-    optimizer_offload: bool = False
+    optimizer_offload: MayChange[bool] = False
     """Keep the moments in host memory, and with --dtype bfloat16 also the fp32 weights. Each optimizer step moves them to the
     device, one piece at a time."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"

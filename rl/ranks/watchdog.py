@@ -33,7 +33,7 @@ from typing import Annotated
 
 from torch.distributed import DistError, HashStore, Store
 
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed/cause"  # in the store: what the first rank that failed says; only that one reports
@@ -47,10 +47,10 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is
 class WatchdogArgs:
     """Failure detection: when a job that hangs, or has lost a rank, ends."""
 
-    hang_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 1800.0
+    hang_timeout: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000_000)]] = 1800.0
     """Seconds that a rank may go without progress. Then every rank reports what it waits for, and the job ends. Must exceed the
     longest step and the initial download of the model. 0 disables it."""
-    node_timeout: Annotated[float, Range(at_least=0, at_most=1_000_000_000)] = 20.0
+    node_timeout: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000_000)]] = 20.0
     """Seconds without a sign of life after which a rank or a node counts as lost. The job ends and names it. 0 disables it."""
 
 

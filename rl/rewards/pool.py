@@ -23,7 +23,7 @@ import torch
 
 from rl.errors import UserError
 from rl.printable import one_line
-from rl.ranges import LARGEST_FLOAT, Range
+from rl.ranges import LARGEST_FLOAT, Content, MayChange, Range
 from rl.ranks import dist
 from rl.rewards.environment import check_passed
 from rl.rewards.process import Lost, ScoringProcess
@@ -34,18 +34,18 @@ from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 class RewardArgs:
     """The reward function, and what happens when it fails."""
 
-    reward: str | None = None
+    reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
     extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
-    reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
+    reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
     """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
-    reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
+    reward_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
     """CPU seconds that scoring a response may take, over all threads of its process; 0 is no limit."""
-    reward_workers: Annotated[int, Range(at_least=1, at_most=1024)] = 1
+    reward_workers: MayChange[Annotated[int, Range(at_least=1, at_most=1024)]] = 1
     """Scoring processes on each rank."""
-    reward_memory_limit_gb: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 4.0
+    reward_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000)]] = 4.0
     """Address space of each scoring process, in GiB; 0 is no limit."""
-    reward_env: tuple[str, ...] = ()
+    reward_env: MayChange[tuple[str, ...]] = ()
     """Environment variables to pass to the reward function and to environments, by name or pattern (MY_*). Without this,
     secrets (*TOKEN*, *KEY*, *SECRET*, AWS_*, HF_*, WANDB_*, ...) and those of the job (RANK, MASTER_*, ...) are removed."""
     on_reward_error: Literal["mask", "zero"] = "mask"

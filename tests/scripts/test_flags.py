@@ -18,7 +18,7 @@ import train_one_step_off
 import train_sync
 from rl import flag_words, flags
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, ranges
+from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
@@ -35,7 +35,7 @@ def kinds(hint) -> set[type]:
 def test_every_number_has_a_range_that_holds_its_default(script):
     args = SCRIPTS[script].Args
     numbers = {name for name, hint in get_type_hints(args).items() if kinds(hint) & {int, float}}
-    assert len(numbers) > 40 and numbers == set(ranges(args))
+    assert len(numbers) > 40 and numbers == set(marks(args, Range))
     check(args())
 
 

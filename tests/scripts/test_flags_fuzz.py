@@ -20,7 +20,7 @@ import train_one_step_off
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, ranges
+from rl.ranges import Range, check, flag, marks
 from rl.ranks import dist
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
@@ -82,7 +82,7 @@ def kind_of(hint) -> type | None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_beyond_its_range_is_refused_by_name(script):
     args, hints = SCRIPTS[script].Args, get_type_hints(SCRIPTS[script].Args)
-    for name, limits in ranges(args).items():
+    for name, limits in marks(args, Range).items():
         for value in beyond(limits, kind_of(hints[name])):
             with pytest.raises(UserError, match=f"^{flag(name)} must be .*it is ") as raised:
                 check(args(**{name: value}))
@@ -98,7 +98,7 @@ def choices(hint) -> list[str]:
 
 def drawn(args: type) -> st.SearchStrategy[dict[str, str]]:
     """Draw some flags with values: numbers are mostly inside their ranges, so that a run begins."""
-    values, limits = {}, ranges(args)
+    values, limits = {}, marks(args, Range)
     for name, hint in get_type_hints(args).items():
         if name in APART:
             continue

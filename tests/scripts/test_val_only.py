@@ -10,7 +10,7 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.setup import CommonArgs
+from rl.setup import CommonArgs, make_learner, set_up
 
 
 @pytest.mark.slow
@@ -38,3 +38,12 @@ def test_it_has_no_steps_and_resumes_nothing():
     assert train_async.Args(val_only=True, publish_every=3).step_of(0, 0) == 0
     with pytest.raises(UserError, match=r"--val-only resumes nothing.* give --model runs/x/step_000002"):
         CommonArgs.check(flags.read(train_sync.Args, args=["--val-only", "--resume-mode", "runs/x/step_000002"]))
+
+
+def test_it_loads_no_model_that_only_training_needs(demo_model, ranks):
+    """A reference, a teacher and a critic are there without the flag."""
+    given = {"model": demo_model, "teacher": demo_model, "use_kl_loss": True, "adv_estimator": "gae"}
+    for only in (False, True):
+        args = train_sync.Args(**given, val_only=only)
+        learner = make_learner(args, set_up(args, train_sync.__file__), ranks)
+        assert [model is None for model in (learner.reference, learner.teacher, learner.critic)] == [only] * 3
