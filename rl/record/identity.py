@@ -93,8 +93,9 @@ def _digest_model(path: str) -> str:
 
 def _digest_code(spec: str) -> str:
     """A digest of the file in path/to/file.py:names, or of the files that a command names; what has none stands for itself."""
-    files = [Path(word.rpartition(":")[0] or word) for word in shlex.split(spec)]
-    return _digest_files(files) if (files := [file for file in files if file.is_file()]) else spec
+    path = Path(spec.rpartition(":")[0])
+    files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
+    return _digest_files(files) if files else spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
