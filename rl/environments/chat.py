@@ -116,12 +116,13 @@ def _call(given: Any, names: dict[str, str], where: str) -> dict:
 
 def as_tools(value: Any) -> list[dict]:
     """A request's tools, as chat templates take them. Raises Refused for others."""
-    tools = value or []
-    for number, tool in enumerate(tools if isinstance(tools, list) else [None]):
+    tools = []
+    for number, tool in enumerate(value if isinstance(value, list) else [value] if value else []):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refused(400, f"tools[{number}]: no {{type: function, function: {{name, parameters}}}}")
-    return [{"type": "function", "function": {"parameters": {}} | tool["function"]} for tool in tools]
+        tools.append({"type": "function", "function": function | {"parameters": function.get("parameters") or {}}})
+    return tools
 
 
 def completion(number: int, message: dict, sampled: int, before: int, is_cut: bool) -> dict:
@@ -178,6 +179,7 @@ class Handler(BaseHTTPRequestHandler):
     """A connection."""
 
     protocol_version, server_version = "HTTP/1.1", "policy"
+    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
     server: Endpoint
 
     def do_GET(self) -> None:
@@ -249,6 +251,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+        self.wfile.flush()
 
     def log_message(self, *_: Any) -> None:
         """Nothing: an agent's calls are counted as turns."""
