@@ -148,13 +148,12 @@ EVENTS = {
     "lies": "bad_value",
     "lies in words": "bad_value",
     "burns": "error",
-    "hangs": "timeout",
 }
 
 
 def test_what_an_agent_does_costs_its_own_response(model, tokenizer, tmp_path):
     """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
-    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=6.0, env_cpu_limit=2.0)
+    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=100.0, env_cpu_limit=2.0)
     good = {"good": 2.0, "sends rubbish": 2.0, "leaves a child": 2.0, "says nothing": None}
     for key in [*EVENTS, *good]:
         pool.begin(key, {"ground_truth": key}, seed=1, own_seed=1)
@@ -166,13 +165,22 @@ def test_what_an_agent_does_costs_its_own_response(model, tokenizer, tmp_path):
     assert {key: answer["event"] for key, answer in found.items() if "event" in answer} == EVENTS
     assert {key: answer["reward"] for key, answer in found.items() if "event" not in answer} == good
     assert "before its first call" in found["calls nothing"]["message"] and "code 3" in found["fails"]["message"]
-    assert "signal 9" in found["dies"]["message"] and "--env-timeout" in found["hangs"]["message"]
+    assert "signal 9" in found["dies"]["message"]
     for key in good:
         pool.end(key)
     until = time.monotonic() + 20
     while len(descendants(pool._process.pid)) > 1 and time.monotonic() < until:
         pool.poll(0.1)
     assert len(descendants(pool._process.pid)) == 1  # what all are forked from: no agent, and no child of one
+    pool.close()
+
+
+def test_an_agent_that_hangs_costs_its_time_limit(model, tokenizer, tmp_path):
+    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=1.0)
+    pool.begin("a", {"ground_truth": "hangs"}, seed=1, own_seed=1)
+    answers(pool, ["a"])
+    failed = says(pool, tokenizer, "a", "Hi.")
+    assert failed["event"] == "timeout" and "--env-timeout" in failed["message"]
     pool.close()
 
 
@@ -378,8 +386,8 @@ def test_a_client_that_breaks_off_and_asks_again_is_given_the_same_answer(endpoi
     session = Scripted([])
     session._news = endpoint.calls
     post(endpoint, BODY).close()
-    again = post(endpoint, BODY)
     first = endpoint.calls.get(timeout=10)
+    again = post(endpoint, BODY)
     session._take(first)
     answered = []
     thread = threading.Thread(target=lambda: answered.append(session.step({"ids": ids_of("Yes.<|im_end|>")})))
