@@ -113,7 +113,7 @@ PROCESSES = Need(
     later=True,
 )
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
-TURNS = Need("without --env or --tools", lambda args: args.has_environment)
+TURNS = Need("without --env, --tools or --agent", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 

@@ -49,7 +49,8 @@ class Range:
 
 @dataclass(frozen=True)
 class Content:
-    """The flag names something whose content belongs to the run: a model's directory or hub name, or path/to/file.py:names."""
+    """The flag names something whose content belongs to the run: a model's directory or hub name, or code, as
+    path/to/file.py:names or a command."""
 
     kind: Literal["model", "code"]
 

@@ -1,5 +1,7 @@
-"""The flags of environments and tools."""
+"""The flags of environments, tools and agents."""
 
+import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,16 @@ DEMO = "demo-calculator"
 
 @dataclass
 class EnvironmentArgs:
-    """Environments and tools: responses of several turns."""
+    """Environments, tools and agents: responses of several turns."""
 
     env: Annotated[str | None, Content("code")] = None
     """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: the model's turns,
     and between them what the environment answers, which is not trained."""
     tools: Annotated[str | None, Content("code")] = None
     """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
+    agent: Annotated[str | None, Content("code")] = None
+    """Your own agent, as a command: it is started for each response, gets the row as JSON on its stdin, and calls the model by
+    OPENAI_BASE_URL and OPENAI_API_KEY."""
     max_turns: Annotated[int, Range(at_least=1)] = 8
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
@@ -40,12 +45,18 @@ class EnvironmentArgs:
     @property
     def has_environment(self) -> bool:
         """Whether responses have several turns."""
-        return bool(self.env or self.tools)
+        return bool(self.env or self.tools or self.agent)
 
     @property
     def in_lock_step(self) -> bool:
         """Whether the engine waits for all environments."""
         return self.env_lock_step == "on" or (self.env_lock_step == "auto" and hasattr(self, "over_sample"))
+
+    @property
+    def environment_flag(self) -> tuple[str, str]:
+        """The flag that names the environment, and its value."""
+        given = {"--env": self.env, "--tools": self.tools, "--agent": self.agent}
+        return next((name, value) for name, value in given.items() if value)
 
     @property
     def environment_spec(self) -> str:
@@ -56,16 +67,15 @@ class EnvironmentArgs:
         """Raises UserError for a file that is not there, and for what cannot be done with several turns."""
         if not self.has_environment:
             return
-        name, given = ("--env", self.env) if self.env else ("--tools", self.tools)
-        if self.env and self.tools:
+        name, given = self.environment_flag
+        if bool(self.env) + bool(self.tools) + bool(self.agent) > 1:
             raise UserError(
-                "--env and --tools: a response has one environment. Make the tools methods of it, or leave one out."
+                "--env, --tools and --agent: a response has one environment. Make the tools methods of it, or leave one out."
             )
-        path, _, names = self.environment_spec.rpartition(":")
-        if not path or not names:
-            raise UserError(f"{name} {given}: write it as path/to/file.py:{'Class' if self.env else 'function,function'}.")
-        if not Path(path).is_file():
-            raise UserError(f"{name} {given}: there is no file {path}.")
+        if self.agent:
+            self._check_agent()
+        else:
+            self._check_file(name, given)
         if sys.platform != "linux":
             raise UserError(f"{name}: environments run on Linux alone.")
         if getattr(self, "ignore_eos", False):
@@ -74,3 +84,22 @@ class EnvironmentArgs:
             raise UserError(
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
             )
+
+    def _check_file(self, name: str, given: str) -> None:
+        path, _, names = self.environment_spec.rpartition(":")
+        if not path or not names:
+            raise UserError(f"{name} {given}: write it as path/to/file.py:{'Class' if self.env else 'function,function'}.")
+        if not Path(path).is_file():
+            raise UserError(f"{name} {given}: there is no file {path}.")
+
+    def _check_agent(self) -> None:
+        try:
+            words = shlex.split(self.agent)
+        except ValueError as error:
+            raise UserError(f"--agent {self.agent}: it cannot be read as a command: {error}.") from None
+        if not words or not shutil.which(words[0]):
+            raise UserError(f"--agent {self.agent}: there is no program {words[0] if words else ''!r}. Give a command.")
+        if self.turn_rewards:
+            raise UserError("--turn-rewards with --agent: an agent has one reward, at its end. Leave --turn-rewards out.")
+        if getattr(self, "router_replay", "off") == "R3":
+            raise UserError("--agent with --router-replay R3: not here yet. Take --router-replay R2, or leave it out.")

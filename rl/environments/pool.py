@@ -60,10 +60,11 @@ class Environments:
     ):
         """model: where its tokenizer is; vocabulary: the ids that an answer may have are below it."""
         self.args, self.vocabulary = args, vocabulary
-        self.name = "--env" if args.env else "--tools"
+        self.name, self.given = args.environment_flag
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
+            "agent": args.agent,
             "model": model,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
@@ -107,7 +108,7 @@ class Environments:
             self.ready = {"failed": "its process ended"}
         if "failed" in self.ready:
             self.close()
-            raise UserError(f"{self.name} {self.args.env or self.args.tools}: {self.ready['failed']}")
+            raise UserError(f"{self.name} {self.given}: {self.ready['failed']}")
         self._control.setblocking(False)
 
     def close(self) -> None:

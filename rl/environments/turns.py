@@ -6,6 +6,7 @@ behind the end token that follows the mark comes before the next sampled token. 
 encoded as plain text, because an answer is data.
 """
 
+import json
 import re
 
 from transformers import PreTrainedTokenizerBase
@@ -38,9 +39,9 @@ class Turns:
         self.begins_thinking = self._render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
         self.between([ANSWER if schemas else {"role": "user", "content": "?"}])
 
-    def between(self, messages: list[dict]) -> list[int]:
+    def between(self, messages: list[dict], is_cut: bool = False) -> list[int]:
         """The tokens after a turn of the model, whose last is its end token, that the messages [{role, content}] make: up to
-        where the model's next turn begins."""
+        where the model's next turn begins. is_cut: the turn has no end token, which comes first then."""
         is_tool = any(message["role"] == "tool" for message in messages)
         said = {"role": "assistant", "content": "", "tool_calls": self._calls} if is_tool and self._calls else None
         said = said or {"role": "assistant", "content": MARK}
@@ -53,7 +54,7 @@ class Turns:
                 f"({', '.join(self._ends)}). Name the one that it puts there as eos_token_id in generation_config.json."
             )
         at, end = found
-        return self._encode(rest[at + len(end) :])
+        return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :])
 
     def prompt(self, messages: list[dict], added: list[dict] | str) -> list[int]:
         """The tokens of a prompt of these messages, and of what an environment adds: messages, or text to the last one."""
@@ -62,6 +63,10 @@ class Turns:
             return self._encode(self._render([*messages[:-1], last | {"content": last["content"] + self._cut(added)}]))
         return self._encode(self._render([*messages, *map(self._as_data, added)]))
 
+    def conversation(self, messages: list[dict]) -> list[int]:
+        """The tokens of a prompt of an agent's messages, as rl/environments/chat.py has them: all of them data."""
+        return self._encode(self._render([self._as_data(message) | self._as_calls(message) for message in messages]))
+
     def message(self, ids: list[int]) -> dict:
         """What the model has said: {role, content}, with "tool_calls" if it has made any, and "malformed", a list of reasons,
         if some cannot be read."""
@@ -69,9 +74,12 @@ class Turns:
         said = {"role": "assistant", "content": whole, "calls": []}
         if not self.schemas:
             return said
-        text = self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
-        content, found = parse(text, self.form, self._parameters, self.begins_thinking)
+        content, found = parse(self.text(ids), self.form, self._parameters, self.begins_thinking)
         return said | {"content": content if found else whole, "calls": found}
+
+    def text(self, ids: list[int]) -> str:
+        """A turn's text with the special tokens in it, but for its end token."""
+        return self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
 
     def _render(self, messages: list[dict]) -> str:
         try:
@@ -90,6 +98,18 @@ class Turns:
         if message["role"] != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
+
+    def _as_calls(self, message: dict) -> dict:
+        """The calls of a message, with arguments as the template takes them."""
+        if not message.get("calls"):
+            return {}
+        takes_text = bool(self._calls) and isinstance(self._calls[0]["function"]["arguments"], str)
+        calls = []
+        for call in message["calls"]:
+            text = self._cut(json.dumps(call["arguments"], ensure_ascii=False))
+            function = {"name": self._cut(call["name"]), "arguments": text if takes_text else json.loads(text)}
+            calls.append({"type": "function", "id": "call00001", "function": function})
+        return {"tool_calls": calls}
 
     def _cut(self, text: str) -> str:
         text = text.replace(BREAK, "").encode("utf-8", "replace").decode()  # lone surrogates are no text

@@ -7,6 +7,7 @@ A guard (rl/rewards/descendants.py) ends all of them with the rank.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from rl.environments.programs import BadValue, Programs, seed_random
 from rl.errors import UserError
@@ -42,7 +44,7 @@ def main(parent: int) -> None:
     except (Exception, SystemExit) as error:
         control.send(json.dumps({"failed": str(error) if isinstance(error, UserError) else in_one_line(error)}).encode())
         return
-    ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.programs.scores_at_end}
+    ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
     control.send(json.dumps(ready).encode())
     gc.collect()
     gc.freeze()  # what is shared with the forks stays shared
@@ -54,19 +56,31 @@ class Warm:
 
     def __init__(self, settings: dict):
         """settings: as rl/environments/pool.py has them."""
-        path, _, names = settings["spec"].rpartition(":")
-        module = import_file(path, "user_environment")
-        if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
-            raise AttributeError(f"{path} has no {missing[0]!r} that could be called")
-        self.settings, things = settings, [getattr(module, name) for name in names.split(",")]
-        self.programs = Programs(things, settings["are_tools"])
+        self.settings = settings
+        programs = None if settings["agent"] else _programs(settings)
+        self.scores_at_end = programs is None or programs.scores_at_end
         with _without_torch():
             from transformers import AutoTokenizer
 
             from rl.environments.turns import Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
-            self.turns = Turns(tokenizer, self.programs.schemas(), set(settings["end_tokens"]), settings["form"])
+            turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
+            self.turns = turns_of(programs.schemas() if programs else [])
+        self.new = functools.partial(Program, programs, self.turns)  # what answers in an episode
+        if settings["agent"]:
+            from rl.environments.agents import Session  # for them alone
+
+            self.new = functools.partial(Session, settings["agent"], turns_of)
+
+
+def _programs(settings: dict) -> Programs:
+    """The user's environment or tools, imported."""
+    path, _, names = settings["spec"].rpartition(":")
+    module = import_file(path, "user_environment")
+    if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
+        raise AttributeError(f"{path} has no {missing[0]!r} that could be called")
+    return Programs([getattr(module, name) for name in names.split(",")], settings["are_tools"])
 
 
 @contextlib.contextmanager
@@ -172,9 +186,8 @@ class Episode:
     """One episode, in its own process."""
 
     def __init__(self, warm: Warm, rank: socket.socket):
-        self.turns, self.cpu_seconds = warm.turns, warm.settings["cpu_seconds"]
+        self.answers, self.cpu_seconds = warm.new(), warm.settings["cpu_seconds"]
         self.items, self.rank, self._pid = rank.makefile("r"), rank, os.getpid()
-        self._new, self._program = warm.programs.new, None
 
     def serve(self) -> None:
         """One item after the other, until the rank closes its end."""
@@ -184,7 +197,7 @@ class Episode:
                 limit_cpu(self.cpu_seconds)
             started = time.monotonic()
             try:
-                reply = {"reset": self._reset, "step": self._step, "end": self._end}[item["do"]](item)
+                reply = getattr(self.answers, item["do"])(item)
             except BadValue as error:
                 reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
@@ -194,7 +207,14 @@ class Episode:
             reply |= {"number": item["number"], "seconds": time.monotonic() - started}
             self.rank.sendall(json.dumps(reply).encode() + b"\n")
 
-    def _reset(self, item: dict) -> dict:
+
+class Program:
+    """What a user's environment or tools answer."""
+
+    def __init__(self, programs: Programs, turns: Any):
+        self._new, self.turns, self._program = programs.new, turns, None
+
+    def reset(self, item: dict) -> dict:
         """Answers with the prompt's tokens, if the environment adds messages to it."""
         seed_random(item["own_seed"])
         self._program = self._new()
@@ -205,7 +225,7 @@ class Episode:
             raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
         return {"prompt": self.turns.prompt(item["row"]["prompt"], added)}
 
-    def _step(self, item: dict) -> dict:
+    def step(self, item: dict) -> dict:
         """Answers with the tokens before the model's next turn, and what the turn was worth."""
         message = self.turns.message(item["ids"])
         calls = [isinstance(call, dict) for call in message["calls"]]
@@ -213,7 +233,7 @@ class Episode:
         ids = [] if done else self.turns.between(messages)
         return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
 
-    def _end(self, item: dict) -> dict:
+    def end(self, item: dict) -> dict:
         """Answers with the reward of an episode that was cut."""
         return {"reward": self._program.reward()}
 

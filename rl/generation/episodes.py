@@ -43,6 +43,7 @@ class Episode:
     event: Score | None = None  # why it cannot be scored
     again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
     restarts: int = 0
+    most: int | None = None  # tokens of the next turn, of an agent that has a limit of its own
 
     def add(self, answer: dict) -> None:
         """What an environment's answer counts."""
@@ -224,19 +225,26 @@ class Episodes(Responses):
         prompts = {id: beginning.prompts.get(id[1]) for id in alive}
         first, wrong = next(iter(prompts.values()), None), None
         if first and len(first) > self.args.max_prompt_length:
-            wrong = f"with what reset adds, the prompt has {len(first)} tokens, more than --max-prompt-length"
+            wrong = f"the prompt has become {len(first)} tokens long, more than --max-prompt-length"
         elif first and work.prompt.images:
-            wrong = "reset adds to a prompt that has images"
+            wrong = "a prompt that has images cannot be added to"
         elif first:
             work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.tokenizer.decode(first))
         for id in alive:
-            if wrong or prompts[id] != first:
-                self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
+            if wrong:
+                self._fail(id, {"event": "bad_value", "message": wrong})
+                continue
+            if prompts[id] != first:
+                self._differs(id, prompts[id])
                 continue
             if self._of[id].output and beginning.recorded != work.prompt.ids:
                 self._forget(id)
             work.requests[id[1]] = dataclasses.replace(work.requests[id[1]], prompt_ids=work.prompt.ids)
             self._start(id)
+
+    def _differs(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        """An environment has made another prompt than the first of its group."""
+        self._fail(id, {"event": "bad_value", "message": "reset adds another prompt than in its group"})
 
     def _start(self, id: tuple[int, int]) -> None:
         episode = self._of[id]
@@ -274,6 +282,7 @@ class Episodes(Responses):
             if "event" in answer:
                 self._fail(id, answer)
             elif answer["asked"] == "reset":
+                self._of[id].most = answer.get("most")
                 self._was_reset(id, answer.get("prompt"))
             elif answer["asked"] == "end":
                 self._of[id].add(answer)
@@ -305,13 +314,17 @@ class Episodes(Responses):
                 self._add(id, episode.output)
         elif answer["done"]:
             self._finish(id, "stop")
-        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= self.args.max_response_length:
+        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= self._room(id):
             self._end(id, "turns" if episode.turns >= self.args.max_turns else "length")
         else:
             o = episode.output
             lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
             self._append(id, len(ids))
             self._add(id, Output(id, *lists, "unfinished", o.routes))
+
+    def _room(self, id: tuple[int, int]) -> int:
+        """Tokens that a response's conversation may have."""
+        return self.args.max_response_length
 
     def _reward(self, id: tuple[int, int], reward: float | None) -> None:
         if reward is not None:

@@ -271,7 +271,7 @@ class Generator:
         if score := self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
-        text = self._text(output.token_ids[work.last_turn(number) :])
+        text = self._text(self.responses.last_turn(output))
         self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info)
 
     def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns

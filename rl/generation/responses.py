@@ -29,6 +29,7 @@ class Work:
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; it samples those behind
+    histories: dict[int, list[int]] = field(default_factory=dict)  # tokens of each, of a response that has several
     requests: list[Request] = field(default_factory=list)  # one a response
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:
@@ -104,6 +105,11 @@ class Responses:
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
         self._aside = []
 
+    def last_turn(self, output: Output) -> list[int]:
+        """What a verifier looks at, of a response that has ended."""
+        key, number = output.id
+        return output.token_ids[self.working[key].last_turn(number) :]
+
     def score(self, id: tuple[int, int]) -> Score | None:
         """Of a response that has ended; None where the scoring pool has to find it."""
 
@@ -139,6 +145,7 @@ def to_response(
         mask=work.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
         rewards=rewards or None,
+        histories=work.histories.get(output.id[1]),
     )
 
 
@@ -160,10 +167,13 @@ def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
 
 
 def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
-    """Of one turn or, with an environment, of several."""
+    """Of one turn or, with an environment, of several; what these need is imported for them alone."""
     if not args.has_environment:
         return Responses(engine)
-    from rl.generation.episodes import Episodes  # for them alone
+    if args.agent:
+        from rl.generation.agent_episodes import AgentEpisodes as Episodes
+    else:
+        from rl.generation.episodes import Episodes
     from rl.generation.shared_environments import SharedEnvironments
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)

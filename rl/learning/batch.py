@@ -93,6 +93,7 @@ class Batch:
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
     turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
+    histories: list[list[int] | None] = field(default_factory=list)  # B, as in their records
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
@@ -139,6 +140,7 @@ class Batch:
             sources=[g.data_source for g in groups],
             sizes=[len(g.responses) for g in groups],
             turn_rewards=[r.rewards for _, _, r in pairs],
+            histories=[r.histories for _, _, r in pairs],
         )
 
     def check_scored(self) -> None:
@@ -298,22 +300,21 @@ class MicroBatch:
             layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
             inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
             return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
-        # The row's segments; prompt_of: group -> the segment that is its prompt; groups: of prompts their group, else -1.
-        parts, after, groups, prompt_of = [], [], [], {}
+        # The row's segments: tokens, the segment in front or -1, and of prompts their group, else -1. prompt_of: by group.
+        segments, begins, prompt_of = [], [], {}
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
             if group not in prompt_of:
-                prompt_of[group] = len(parts)
-                parts.append(torch.from_numpy(batch.prompts[i].astype(np.int32)))
-                after.append(-1)
-                groups.append(group)
-            parts.append(tokens)
-            after.append(prompt_of[group])
-            groups.append(-1)
+                prompt_of[group] = len(segments)
+                segments.append((torch.from_numpy(batch.prompts[i].astype(np.int32)), -1, group))
+            tokens, *apart = tokens.split(batch.histories[i] or len(tokens))  # apart: with prompts of their own in front
+            segments += [(tokens, prompt_of[group], -1), *((history, -1, -1) for history in apart)]
+            begins += [len(batch.prompts[i]) - 1, *[-1] * len(apart)]
+        parts, after, groups = map(list, zip(*segments, strict=True))
         layout = Packed([len(part) for part in parts], device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
-        # a prompt's last token predicts its response's first
-        before = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
+        # a prompt's last token predicts its response's first; nothing has to predict the first of a history apart, a prompt's
+        before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
         inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
             [len(part) for part in parts], after, groups, device
         )

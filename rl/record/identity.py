@@ -5,6 +5,7 @@ what MUST_STAY is refused in any case, since the saved state has no meaning unde
 """
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cached_property
@@ -91,9 +92,10 @@ def _digest_model(path: str) -> str:
 
 
 def _digest_code(spec: str) -> str:
-    """A digest of the file in path/to/file.py:names; what is no file stands for itself."""
-    path = spec.rpartition(":")[0]
-    return _digest_files([Path(path)]) if path else spec
+    """A digest of the file in path/to/file.py:names, or of the files that a command names; what has none stands for itself."""
+    path = Path(spec.rpartition(":")[0])
+    files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
+    return _digest_files(files) if files else spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:

@@ -27,6 +27,7 @@ class Response:
     mask: np.ndarray | None = None  # [n] bool, the tokens that the policy sampled; None: all of them. Others are not trained
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
     rewards: list | None = None  # [token, reward] of turns, whose sum the score has; None: the score is the last token's
+    histories: list[int] | None = None  # tokens of each: the first follows the group's prompt, the others attend to themselves
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Group:
         } | ({"images": self.images} if self.images else {})
         if any(r.rewards for r in self.responses):
             header["rewards"] = [r.rewards for r in self.responses]
+        if any(r.histories for r in self.responses):
+            header["histories"] = [r.histories for r in self.responses]
         if self.prompt_routes is not None:
             has = [r.routes is not None for r in self.responses]
             header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
@@ -114,8 +117,8 @@ class Group:
             routes = [
                 rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
             ]
-        rewards = header.get("rewards", [None] * len(masks))
-        parts = zip(arrays, header["responses"], masks, routes, rewards, strict=True)
+        rewards, histories = (header.get(name, [None] * len(masks)) for name in ("rewards", "histories"))
+        parts = zip(arrays, header["responses"], masks, routes, rewards, histories, strict=True)
         responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]
         rest = (header["baseline"], header.get("images", ""), prompt_routes)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)

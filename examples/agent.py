@@ -1,0 +1,44 @@
+"""An agent that owns its loop: it asks the model, makes the calls of tools itself, and says what the answer is worth.
+
+    torchrun --standalone --nproc-per-node 2 train_async.py --model demo-calculator --agent 'python examples/agent.py' \
+        --max-response-length 24 --train-batch-size 16 --total-training-steps 40
+
+It is started for each response. Any client of OpenAI's chat completions will do; the standard library starts soonest. See
+docs/agents.md.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "Two numbers with *."}}}
+TOOL = {"type": "function", "function": {"name": "calculate", "description": "Computes.", "parameters": PARAMETERS}}
+
+
+def ask(messages: list[dict]) -> dict:
+    """What the model says next."""
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [TOOL]}).encode()
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def calculate(expression: str) -> str:
+    """The tool."""
+    a, b = expression.split("*")
+    return str(int(a) * int(b))
+
+
+row = json.load(sys.stdin)  # the columns of the data, and ground_truth
+messages = row["prompt"]
+while "tool_calls" in (said := ask(messages)):
+    messages.append(said)
+    for call in said["tool_calls"]:
+        try:
+            result = calculate(**json.loads(call["function"]["arguments"]))
+        except (TypeError, ValueError) as error:
+            result = f"error: {error}"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))

@@ -1,0 +1,257 @@
+"""An OpenAI-compatible endpoint for one agent: chat completions, which it hands to whoever answers them.
+
+Each session has a server of its own, on 127.0.0.1 and a port that was free, with a key of its own. A call waits in a thread
+until it is answered; calls that come at once are answered one after the other. Left out: what would sample other tokens than
+the policy's own, or other models.
+"""
+
+import contextlib
+import hmac
+import json
+import queue
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+MODEL = "policy"
+LARGEST = 1 << 26  # bytes of a request
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
+
+
+class Refused(Exception):
+    """A request that cannot be answered, as HTTP says it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+class Call:
+    """A chat completion that waits for its answer."""
+
+    def __init__(self, body: Any):
+        """body: of the request, as JSON has it. Raises Refused for what cannot be answered."""
+        if not isinstance(body, dict):
+            raise Refused(400, "the request is no JSON object")
+        if body.get("model") != MODEL:
+            raise Refused(404, f"there is no model {body.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
+        for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
+            if body.get(name) not in (None, usual):
+                raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
+        self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
+        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # to be sampled
+        if self.most is not None and (type(self.most) is not int or self.most < 1):
+            raise Refused(400, f"max_tokens {self.most!r:.100}: a number of tokens")
+        self.streams = bool(body.get("stream"))
+        options = body.get("stream_options")
+        self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
+        self.answer: dict | Refused | None = None  # a completion
+        self.was_read = False  # by the client, as far as the connection tells
+        self._answered, self._written = threading.Event(), threading.Event()
+
+    def reply(self, answer: dict | Refused) -> None:
+        """Answers, and waits until that is written."""
+        self.answer = answer
+        self._answered.set()
+        self._written.wait()
+
+    def wait(self) -> dict | Refused:
+        """The answer."""
+        self._answered.wait()
+        return self.answer
+
+    def end(self, was_read: bool) -> None:
+        """The answer was written, or could not be."""
+        self.was_read = was_read
+        self._written.set()
+
+
+def as_messages(value: Any) -> list[dict]:
+    """A request's messages: role and content, a text; of an assistant "calls", [{name, arguments}]; of a tool its name. Raises
+    Refused for others."""
+    if not isinstance(value, list) or not value:
+        raise Refused(400, "messages: a list with one message at least")
+    messages, names = [], {}
+    for number, given in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(given, dict) or given.get("role") not in ROLES:
+            raise Refused(400, f"{where}: no object with a role of {', '.join(ROLES)}")
+        message = {"role": ROLES[given["role"]], "content": _text(given.get("content"), where)}
+        if message["role"] == "assistant":
+            message["content"] = message["content"].strip()
+            message["calls"] = [_call(call, names, where) for call in given.get("tool_calls") or ()]
+        elif message["role"] == "tool":
+            message["name"] = names.get(str(given.get("tool_call_id")), "tool")
+        messages.append(message)
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise Refused(400, f"{where}: only text is possible here, no images or other parts")
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise Refused(400, f"{where}: its content is no text")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(given: Any, names: dict[str, str], where: str) -> dict:
+    """A call as parsed; what its arguments' text is, if that is not JSON. names: of tools, by the call's id, is added to."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"{where}: a tool call is no {{id, type, function: {{name, arguments}}}}")
+    names[str(given.get("id"))] = function["name"]
+    arguments = function.get("arguments") or "{}"
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        arguments = json.loads(arguments)
+    return {"name": function["name"], "arguments": arguments}
+
+
+def as_tools(value: Any) -> list[dict]:
+    """A request's tools, as chat templates take them. Raises Refused for others."""
+    tools = []
+    for number, tool in enumerate(value if isinstance(value, list) else [value] if value else []):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f"tools[{number}]: no {{type: function, function: {{name, parameters}}}}")
+        tools.append({"type": "function", "function": function | {"parameters": function.get("parameters") or {}}})
+    return tools
+
+
+def completion(number: int, message: dict, sampled: int, before: int, is_cut: bool) -> dict:
+    """The answer to call `number` of a session. message: {content, reasoning, calls}; sampled, before: tokens; is_cut: by the
+    call's own limit."""
+    calls = [
+        {"id": f"call_{number}_{i}", "type": "function", "function": call | {"arguments": json.dumps(call["arguments"])}}
+        for i, call in enumerate(message["calls"])
+    ]
+    said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    said |= {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
+    said |= {"tool_calls": calls} if calls else {}
+    reason = "length" if is_cut else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": said, "finish_reason": reason, "logprobs": None}
+    usage = {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
+    head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    return head | {"choices": [choice], "usage": usage}
+
+
+def chunks(answer: dict, counts: bool) -> Iterator[dict]:
+    """A completion as a stream has it: all that was said, why it ended and, where asked for, the counts of tokens."""
+    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    (choice,) = answer["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta["tool_calls"])]
+    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if counts:
+        yield head | {"choices": [], "usage": answer["usage"]}
+
+
+class Endpoint(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """The server of a session. Its calls are put into `calls`, as what else its owner puts there."""
+
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+    def __init__(self, calls: queue.SimpleQueue):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.calls, self.key = calls, secrets.token_hex(16)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment, for a client of it."""
+        url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": MODEL}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks a connection costs nobody anything."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A connection."""
+
+    protocol_version, server_version = "HTTP/1.1", "policy"
+    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
+    server: Endpoint
+
+    def do_GET(self) -> None:
+        """The models that there are: one."""
+        try:
+            self._check("/models")
+            self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]})
+        except Refused as refused:
+            self._send(refused.status, refused.body)
+
+    def do_POST(self) -> None:
+        """A chat completion."""
+        try:
+            body = self._body()
+            self._check("/chat/completions")
+            try:
+                call = Call(json.loads(body))
+            except (ValueError, RecursionError) as error:
+                raise Refused(400, f"the request is not JSON: {error}") from None
+        except Refused as refused:
+            self._send(refused.status, refused.body)
+            return
+        self.server.calls.put(call)
+        answer, was_read = call.wait(), False
+        try:
+            was_read = self._is_open()
+            self._answer(call, answer)
+        finally:
+            call.end(was_read)
+
+    def _answer(self, call: Call, answer: dict | Refused) -> None:
+        if isinstance(answer, Refused):
+            self._send(answer.status, answer.body)
+        elif call.streams:
+            lines = [*(json.dumps(chunk) for chunk in chunks(answer, call.counts)), "[DONE]"]
+            self._write(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode())
+        else:
+            self._send(200, answer)
+
+    def _check(self, path: str) -> None:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(given, self.server.key.encode()):
+            raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+        if self.path.partition("?")[0] != f"/v1{path}":
+            raise Refused(404, "there are POST /v1/chat/completions and GET /v1/models here")
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LARGEST:
+            self.close_connection = True
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {LARGEST}")
+        return self.rfile.read(int(length))
+
+    def _is_open(self) -> bool:
+        """Whether the client has not closed the connection."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _send(self, status: int, body: dict) -> None:
+        self._write(status, "application/json", json.dumps(body).encode())
+
+    def _write(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: an agent's calls are counted as turns."""

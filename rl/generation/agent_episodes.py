@@ -1,0 +1,174 @@
+"""Responses of agents that own their loop (--agent): what they call is turns, and what does not extend them, histories.
+
+A call that extends no history begins a further one, with a prompt of its own: a sub-agent's, or what is left of a conversation
+that was compressed. To the engine it is a request with another prompt. In the end all of a response's histories are one
+response: one score, one advantage, one budget of tokens, in which the further prompts count and are masked.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl.generation.engine import Output, Request, request_seed
+from rl.generation.episodes import Episodes
+from rl.generation.responses import Work
+
+
+@dataclass
+class History:
+    """One of a response's. What changes of it is elsewhere while it is the active one: in Episode and Work."""
+
+    request: Request
+    output: Output
+    mask: np.ndarray | None = None  # of its first tokens; the policy has sampled those behind
+    at: int = 0
+
+
+@dataclass
+class Histories:
+    """Of a response. The first follows the group's prompt, and is empty if the agent's first call has another one."""
+
+    all: list[History]
+    first: int = 0  # the number of the one that the agent's first call began
+    active: int = 0
+    last: list[int] = field(default_factory=list)  # tokens of the last turn, in whichever of them
+
+
+class AgentEpisodes(Episodes):
+    """The episodes of a generator whose environments are agents."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self._histories: dict[tuple[int, int], Histories] = {}
+
+    # -- what the generator asks
+
+    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+        """As of others, but an agent cannot be played again: what was recorded starts again."""
+        work.masks.clear()
+        super().begin(key, work, [None] * len(before), None)
+        for request, output in zip(work.requests, before, strict=True):
+            self._of[request.id].restarts = int(output is not None)
+        return []
+
+    def last_turn(self, output: Output) -> list[int]:
+        """The model's last answer, in whichever history it is."""
+        return self._histories[output.id].last
+
+    def extra(self, id: tuple[int, int]) -> dict[str, float]:
+        """As of others, and how many histories do not extend the group's prompt."""
+        return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
+
+    def drop(self, key: int) -> None:
+        """Forgets a prompt whose responses are handed over."""
+        super().drop(key)
+        for id in [id for id in self._histories if id[0] == key]:
+            del self._histories[id]
+
+    # -- the beginning
+
+    def _start(self, id: tuple[int, int]) -> None:
+        self._begin_histories(id)
+        super()._start(id)
+
+    def _differs(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        """The agent's first call is not that of its group."""
+        self._begin_histories(id, first=1)
+        self._turn_to(id, 1, prompt)
+        if self._room(id) > 0:
+            self._add(id, None)
+            return
+        message = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
+        self._fail(id, {"event": "bad_value", "message": message})
+
+    def _begin_histories(self, id: tuple[int, int], first: int = 0) -> None:
+        key, number = id
+        begun = History(self.working[key].requests[number], Output(id, [], [], [], "unfinished"))
+        self._histories[id] = Histories([begun], first)
+
+    # -- turn after turn
+
+    def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
+        episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
+        limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
+        sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
+        requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
+        super()._add(id, so_far)
+
+    def _turn_ended(self, output: Output) -> None:
+        self._histories[output.id].last = output.token_ids[self._of[output.id].at :]
+        if output.finish_reason == "length" and len(output.token_ids) < self._room(output.id):  # the call's own limit
+            output = dataclasses.replace(output, finish_reason="stop")
+        super()._turn_ended(output)
+
+    def _answered(self, id: tuple[int, int], answer: dict) -> None:
+        """A call that begins a history gives its prompt, one that extends a history the tokens behind it."""
+        if not answer["done"]:
+            self._of[id].most = answer["most"]
+            of = self._histories[id]
+            number, begins = of.first + answer["history"], of.first + answer["history"] == len(of.all)
+            if number != of.active:
+                self._turn_to(id, number, answer["ids"])
+            if begins:
+                answer = answer | {"ids": []}
+        super()._answered(id, answer)
+
+    def _turn_to(self, id: tuple[int, int], number: int, prompt: list[int]) -> None:
+        """Makes another history the active one. prompt: of one that begins."""
+        of, episode, work = self._histories[id], self._of[id], self.working[id[0]]
+        self._note(id)
+        if number == len(of.all):
+            request = of.all[0].request
+            request = dataclasses.replace(request, prompt_ids=prompt, seed=request_seed(request.seed, number, 0))
+            of.all.append(History(request, Output(id, [], [], [], "unfinished")))
+        history, of.active = of.all[number], number
+        episode.output, episode.at = history.output, history.at
+        if history.mask is not None:
+            work.masks[id[1]] = history.mask
+        work.requests[id[1]] = history.request
+
+    def _note(self, id: tuple[int, int]) -> None:
+        """Puts what the active history has become where it is kept."""
+        of, episode = self._histories[id], self._of[id]
+        history = of.all[of.active]
+        history.output, history.at = episode.output or history.output, episode.at
+        history.mask = self.working[id[0]].masks.pop(id[1], None)
+
+    def _room(self, id: tuple[int, int]) -> int:
+        """Tokens that the active history may have: the others, and the prompts of all but the first, count in a response."""
+        of = self._histories[id]
+        others = sum(len(history.output.token_ids) for i, history in enumerate(of.all) if i != of.active)
+        return self.args.max_response_length - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
+
+    # -- the end
+
+    def _finish(self, id: tuple[int, int], reason: str) -> None:
+        if id in self._histories and len(self._histories[id].all) > 1:
+            self._join(id)
+        super()._finish(id, reason)
+
+    def _join(self, id: tuple[int, int]) -> None:
+        """All histories as one output: each further one is its prompt, masked, and what follows it."""
+        self._note(id)
+        work, (first, *others) = self.working[id[0]], self._histories[id].all
+        tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
+        masks, lengths = [_whole_mask(first)], [len(tokens)]
+        for history in others:
+            output, prompt = history.output, history.request.prompt_ids
+            if not output.token_ids:  # the response has ended before it was sampled
+                continue
+            tokens += [*prompt, *output.token_ids]
+            log_probs += [0.0] * len(prompt) + output.log_probs
+            versions += output.versions[:1] * len(prompt) + output.versions
+            masks += [np.zeros(len(prompt), bool), _whole_mask(history)]
+            lengths.append(len(prompt) + len(output.token_ids))
+        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished")
+        work.masks[id[1]] = np.concatenate(masks)
+        if len(lengths) > 1:
+            work.histories[id[1]] = lengths
+
+
+def _whole_mask(history: History) -> np.ndarray:
+    tokens, known = len(history.output.token_ids), np.zeros(0, bool) if history.mask is None else history.mask
+    return np.concatenate([known, np.ones(tokens - len(known), bool)])
