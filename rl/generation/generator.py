@@ -344,7 +344,8 @@ class Generator:
             return
         mask = work.mask(number, len(output.token_ids))
         last_turn = 0 if mask is None else 1 + max(np.flatnonzero(~mask), default=-1)
-        self.pool.submit(output.id, p.data_source, self._text(output.token_ids[last_turn:]), p.ground_truth, p.extra_info)
+        text, asked = self._text(output.token_ids[last_turn:]), p.row.get("prompt", p.text)
+        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, asked)
 
     def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns
         return self.job.tokenizer.decode(ids, skip_special_tokens=not marked)

@@ -43,6 +43,7 @@ MAY_CHANGE = {
     *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
+    *("judge_url", "judge_retries", "reward_concurrency"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
     *("env_timeout", "env_cpu_limit", "env_memory_limit_gb"),
 }
@@ -66,6 +67,8 @@ class Identity:
             contents["environment"] = _digest_files([Path(self.args.environment_spec.rpartition(":")[0])])
         if self.args.reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
+        if self.args.judge:
+            contents["judge"] = _digest_files([Path(self.args.judge)])
         if self.args.teacher:
             contents["teacher"] = _digest_model(resolve(self.args.teacher))
         if self.args.critic_model:
