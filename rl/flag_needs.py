@@ -138,6 +138,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
     "rollout_rs_threshold": (REJECTION,),
+    **dict.fromkeys(
+        ("gdpo_reward_keys", "gdpo_reward_weights"),
+        (Need("without --adv-estimator gdpo", lambda args: args.has_several_rewards),),
+    ),
     # the run, its data and its validation
     "total_epochs": (NO_STEPS,),
     "total_rollout_steps": (NO_STEPS,),

@@ -22,7 +22,7 @@ class AtOnce:
     """The responses that one process works on."""
 
     def __init__(self, process: ScoringProcess, queue: SimpleQueue, suspects: deque[Task], most: int):
-        """queue: of new ones, None for no more; suspects: of those that were under way when a process was lost; most: at once."""
+        """queue: of new ones, None for no more; suspects: those that were under way when a process was lost; most: at once."""
         self.process, self.most = process, most
         self._queue, self._suspects = queue, suspects
         self._under_way: dict[int, tuple[Task, float]] = {}  # by number, with the time by which it has to be answered

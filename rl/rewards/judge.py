@@ -29,12 +29,13 @@ SYSTEM = (
 )
 REQUEST = {"temperature": 0.0, "max_tokens": 64, "seed": 0}  # of each question, unless the rubric says otherwise
 RESERVED = {"score", "acc"}  # names that mean something else among a reward function's numbers
+COSTS = ("prompt_tokens", "completion_tokens", "retries")  # of an answer
 START_SECONDS = 40.0  # for the endpoint's answer at the start
 SHOWN_MODELS = 20  # in a message
-# What chat templates of public models write as special tokens: <|im_end|>, </s>, <end_of_turn>, [INST], <think>, ...
-MARKS = re.compile(
-    r"[<\[](?=[|｜]|/?(?:s|bos|eos|pad|unk|mask|sop|eop|think|image|video|audio|tools?|tool_\w+|fim_\w+|\w+_of_\w+|g?[A-Z][A-Z_]+)[>\]])"
-)
+# What chat templates of public models write as special tokens: <|im_end|>, </s>, <end_of_turn>, [INST], <think>, ...; \uff5c is
+# DeepSeek's wide bar.
+NAMES = "s|bos|eos|pad|unk|mask|sop|eop|think|image|video|audio|tools?|tool_\\w+|fim_\\w+|\\w+_of_\\w+|g?[A-Z][A-Z_]+"
+MARKS = re.compile(rf"[<\[](?=[|\uff5c]|/?(?:{NAMES})[>\]])")
 
 
 @dataclass
@@ -176,7 +177,7 @@ def _text(content: Any) -> str:
 
 
 def verdict(item: Item, answer: str | None) -> float:
-    """What the answer is worth. It is one of the words, whatever its capitals, quotes and full stop; else it is a BadVerdict."""
+    """What the answer is worth: one of the words, whatever its capitals, quotes and full stop. Else raises BadVerdict."""
     for word, worth in item.choices.items():
         if _plain(answer or "") == _plain(word):
             return worth
@@ -219,19 +220,15 @@ class Judge:
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
     ) -> dict[str, float]:
-        """"score", each item's value, and judge_prompt_tokens, judge_completion_tokens, judge_retries and judge_seconds. Raises
-        BadVerdict, and what the client raises after its retries."""
-        started = time.monotonic()
-        asked = (self._ask(item, messages(self.rubric, item, prompt, ground_truth, solution_str)) for item in self._items)
-        answers = await asyncio.gather(*asked)
-        values = {name: verdict(item, said["text"]) for (name, item), said in zip(self.rubric.items.items(), answers, strict=True)}
-        costs = {f"judge_{name}": sum(said[name] for said in answers) for name in ("prompt_tokens", "completion_tokens", "retries")}
-        score = sum(item.weight * values[name] for name, item in self.rubric.items.items())
+        """The score, each item's value, and what it cost: judge_prompt_tokens, judge_completion_tokens, judge_retries and
+        judge_seconds. Raises BadVerdict, and what the client raises after its retries."""
+        started, rubric, items = time.monotonic(), self.rubric, self.rubric.items
+        asked = (self._ask(item, messages(rubric, item, prompt, ground_truth, solution_str)) for item in items.values())
+        answers = dict(zip(items, await asyncio.gather(*asked), strict=True))
+        values = {name: verdict(item, answers[name]["text"]) for name, item in items.items()}
+        score = sum(item.weight * values[name] for name, item in items.items())
+        costs = {f"judge_{of}": sum(said[of] for said in answers.values()) for of in COSTS}
         return {"score": score} | values | costs | {"judge_seconds": time.monotonic() - started}
-
-    @property
-    def _items(self) -> list[Item]:
-        return list(self.rubric.items.values())
 
     async def _ask(self, item: Item, conversation: list[dict[str, str]]) -> dict[str, Any]:
         """The answer's text, its tokens, and how often it was asked for again."""
@@ -251,13 +248,9 @@ class Judge:
         else:
             raw = await create(**fields)
         completion = raw.parse()
-        used = completion.usage
-        return {
-            "text": completion.choices[0].message.content if completion.choices else None,
-            "prompt_tokens": used.prompt_tokens if used else 0,
-            "completion_tokens": used.completion_tokens if used else 0,
-            "retries": raw.retries_taken,
-        }
+        choices, used = getattr(completion, "choices", None), getattr(completion, "usage", None)
+        tokens = {name: getattr(used, name, 0) for name in ("prompt_tokens", "completion_tokens")}
+        return tokens | {"text": choices[0].message.content if choices else None, "retries": raw.retries_taken}
 
     async def find_model(self) -> None:
         """Sets `model`, if it is not given. Raises UserError if the endpoint does not have it; one that cannot say which it has
@@ -277,10 +270,11 @@ class Judge:
 
     async def check_endpoint(self) -> None:
         """Asks a question about nothing, whatever the answer. Raises UserError if there is none."""
+        item = next(iter(self.rubric.items.values()))
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self.find_model()
-                await self._ask(self._items[0], messages(self.rubric, self._items[0], "", "", ""))
+                await self._ask(item, messages(self.rubric, item, "", "", ""))
         except TimeoutError:
             raise UserError(f"--judge-url {self.url}: no answer after {START_SECONDS:g} s.") from None
         except self._openai.APIConnectionError as error:
@@ -293,8 +287,8 @@ class Judge:
 
 
 def begin(first: bool, **settings: Any) -> Judge:
-    """The judge of a scoring process. settings: Judge's. first: of the run. Raises UserError if its endpoint does not answer; to
-    a later process that is a failure of each response that it concerns."""
+    """The judge of a scoring process. settings: Judge's. first: of the run, which raises UserError if the endpoint does not
+    answer; in a later process that is a failure of each response that it concerns."""
     judge = Judge(**settings)
 
     async def ask() -> None:

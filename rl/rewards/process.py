@@ -83,7 +83,7 @@ class ScoringProcess:
         return self.asked
 
     def exchange(self, seconds: float) -> list[dict]:
-        """Writes as much of the items as it takes, and waits up to so long for answers, which come in any order. Raises Lost."""
+        """Writes as much of the items as it takes, and waits up to so long for answers, in any order. Raises Lost."""
         poller = select.poll()
         poller.register(self.process.stdout, select.POLLIN)
         if self._unwritten:
