@@ -7,6 +7,7 @@ at fault costs itself.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,10 +28,11 @@ class AtOnce:
         self._queue, self._suspects = queue, suspects
         self._under_way: dict[int, tuple[Task, float]] = {}  # by number, with the time by which it has to be answered
         self._is_alone = False  # what is under way is a suspect
+        self.has_answered = False
 
-    def take(self, seconds: float) -> bool:
-        """Begins all there is room for, and lets each take so many seconds; waits where nothing is under way. False if there
-        will be no more. Raises Lost."""
+    def take(self, limit: Callable[[], float]) -> bool:
+        """Begins all there is room for; waits where nothing is under way. False if there will be no more. limit: the seconds
+        that a response may take. Raises Lost."""
         while len(self._under_way) < (1 if self._is_alone else self.most):
             if self._suspects and self._under_way:
                 return True
@@ -43,8 +45,8 @@ class AtOnce:
                 return False
             if not self._under_way:
                 self._check_idle(task)
-            number = self.process.put(task[1], seconds)
-            self._under_way[number] = task, time.monotonic() + seconds + GRACE
+            number = self.process.put(task[1], limit())
+            self._under_way[number] = task, time.monotonic() + limit() + GRACE
         return True
 
     def hear(self) -> list[tuple[Any, dict]]:
@@ -52,6 +54,7 @@ class AtOnce:
         replies = self.process.exchange(LOOK)
         if any(reply.get("number") not in self._under_way for reply in replies):
             raise Lost(*WROTE)
+        self.has_answered |= bool(replies)
         heard = [(self._under_way.pop(reply["number"])[0][0], reply) for reply in replies]
         if any(time.monotonic() > until for _, until in self._under_way.values()):
             raise Lost("timeout", BLOCKED)

@@ -25,7 +25,7 @@ from rl.ranges import Range
 from rl.ranks import dist
 from rl.rewards.at_once import AtOnce, Task
 from rl.rewards.environment import check_passed
-from rl.rewards.judge import JudgeArgs
+from rl.rewards.judge_args import JudgeArgs
 from rl.rewards.process import Lost, ScoringProcess
 from rl.rewards.score import EVENTS, Score, as_score
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
@@ -228,7 +228,7 @@ class _Threads:
         self._threads: list[threading.Thread] = []
         self._failure: Exception | None = None
         self._closed = False
-        self._first_calls = [0.0] if args.judge else []  # seconds that processes took for their first response
+        self._first_calls: list[float] = []  # seconds that processes took for their first response
         self._suspects: deque[Task] = deque()  # of processes with an async function that were lost
 
     def __len__(self) -> int:
@@ -311,20 +311,19 @@ class _Threads:
     def _score_at_once_by(self, process: ScoringProcess) -> None:
         """As many responses at once as --reward-concurrency says, until the process is lost."""
         many = AtOnce(process, self.queue, self._suspects, self.args.reward_concurrency)
-        more, started = max(self._first_calls, default=FIRST_CALL), None
         try:
-            while not self._closed and many.take(self.args.reward_timeout + more):
-                started = started or time.monotonic()
+            while not self._closed and many.take(lambda: self._limit_of(many)):
                 for key, reply in many.hear():
                     self.done.put(([(key, self._score_of(reply))], None))
-                    if more and started:
-                        self._first_calls.append(time.monotonic() - started if "value" in reply else 0.0)
-                    more = 0.0
         except Lost as lost:
             event = Score(None, event=lost.event, message=str(lost))
             self.done.put(([(key, event) for key in many.at_fault()], lost))
             return
         raise _Closed
+
+    def _limit_of(self, many: AtOnce) -> float:
+        """Seconds that a response of many may take: more while the first ones may import or load something."""
+        return self.args.reward_timeout + (0.0 if many.has_answered or self.args.judge else FIRST_CALL)
 
     def _score_of(self, reply: dict) -> Score:
         """Of an async function's reply."""

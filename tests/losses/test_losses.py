@@ -170,6 +170,30 @@ def test_groupwise_advantages_by_hand():
     assert by_score("gpg", [1.0, 3.0, 0.0, 0.0, 3.0, 1.0], groups) == pytest.approx([0.75, 0, -0.75, -0.75, 0, 0.75])
 
 
+def test_several_rewards_by_hand():
+    """The paper's case, rewards of 0 or 1: to grpo of the sums, (0, 1) in one group is worth as much as (1, 1) in another."""
+    parts = torch.tensor([[0.0, 0], [0, 1], [0, 0], [1, 1]], dtype=F64)
+    seq, groups, mask = torch.arange(4), [0, 0, 1, 1], torch.ones(4, dtype=torch.bool)
+    sums = by_score("grpo", parts.sum(1).tolist(), groups)
+    assert sums == pytest.approx([-sums[1], sums[1], -sums[1], sums[1]], abs=1e-5)
+
+    def gdpo(parts, *weights, mask=mask, groups=groups):
+        what = {"parts": parts, "weights": torch.tensor(weights, dtype=F64)}
+        return losses.gdpo(parts.sum(1), mask, seq[: len(parts)], torch.tensor(groups), **what).tolist()
+
+    # each reward that differs gives +-a, a = 1/2 over the std of 0 and 1: sums of -a, a, -2a, 2a, whose std is a sqrt(10 / 3)
+    unit = 1 / math.sqrt(10 / 3)
+    assert gdpo(parts, 1, 1) == pytest.approx([-unit, unit, -2 * unit, 2 * unit], abs=1e-5)
+    assert gdpo(parts * torch.tensor([1.0, 100.0]), 1, 1) == pytest.approx(gdpo(parts, 1, 1), abs=1e-5), "no scale counts"
+    # the first reward 3 times: -a, a, -4a, 4a, whose std is a sqrt(34 / 3)
+    assert gdpo(parts, 3, 1) == pytest.approx([x / math.sqrt(34 / 3) for x in (-1, 1, -4, 4)], abs=1e-5)
+    # rewards that differ though their sums do not; a group without any difference is exactly 0, next to others
+    assert gdpo(torch.tensor([[1.0, 0], [0, 1], [5, 5], [5, 5]], dtype=F64), 2, 1)[:2] == pytest.approx(
+        [1.2247, -1.2247], abs=1e-4
+    )
+    assert gdpo(torch.tensor([[0.1, 0.7]] * 2 + [[0, 0.3], [1, 0.3]], dtype=F64), 2, 1)[:2] == [0.0, 0.0]
+
+
 def test_tokenwise_advantages_by_hand():
     reward, mask = torch.tensor([1.0, 2, 4, 8], dtype=F64), torch.ones(4, dtype=torch.bool)
     seq, group = torch.tensor([0, 0, 0, 1]), torch.tensor([5, 6])

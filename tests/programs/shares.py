@@ -47,7 +47,7 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
 
 
 def advantages(batch: Batch) -> dict[str, torch.Tensor]:
-    found, args = {}, train_sync.Args(gdpo_reward_keys=("acc", "length"), gdpo_reward_weights=(1.0, 2.0))
+    found, args = {}, train_sync.Args(gdpo_reward_keys=("acc", "score"), gdpo_reward_weights=(1.0, 2.0))
     for name, estimator in losses.ADVANTAGES.items():
         if name != "gae":
             inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
