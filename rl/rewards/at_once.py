@@ -28,7 +28,8 @@ class AtOnce:
         self._queue, self._suspects = queue, suspects
         self._under_way: dict[int, tuple[Task, float]] = {}  # by number, with the time by which it has to be answered
         self._is_alone = False  # what is under way is a suspect
-        self.has_answered = False
+        self._begun = 0.0
+        self.first_answer = 0.0  # seconds after the first response began; 0 before
 
     def take(self, limit: Callable[[], float]) -> bool:
         """Begins all there is room for; waits where nothing is under way. False if there will be no more. limit: the seconds
@@ -45,6 +46,7 @@ class AtOnce:
                 return False
             if not self._under_way:
                 self._check_idle(task)
+            self._begun = self._begun or time.monotonic()
             number = self.process.put(task[1], limit())
             self._under_way[number] = task, time.monotonic() + limit() + GRACE
         return True
@@ -54,7 +56,8 @@ class AtOnce:
         replies = self.process.exchange(LOOK)
         if any(reply.get("number") not in self._under_way for reply in replies):
             raise Lost(*WROTE)
-        self.has_answered |= bool(replies)
+        if replies and not self.first_answer:
+            self.first_answer = time.monotonic() - self._begun
         heard = [(self._under_way.pop(reply["number"])[0][0], reply) for reply in replies]
         if any(time.monotonic() > until for _, until in self._under_way.values()):
             raise Lost("timeout", BLOCKED)

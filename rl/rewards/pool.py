@@ -316,6 +316,7 @@ class _Threads:
                 for key, reply in many.hear():
                     self.done.put(([(key, self._score_of(reply))], None))
         except Lost as lost:
+            self._first_calls.append(many.first_answer)
             event = Score(None, event=lost.event, message=str(lost))
             self.done.put(([(key, event) for key in many.at_fault()], lost))
             return
@@ -323,7 +324,8 @@ class _Threads:
 
     def _limit_of(self, many: AtOnce) -> float:
         """Seconds that a response of many may take: more while the first ones may import or load something."""
-        return self.args.reward_timeout + (0.0 if many.has_answered or self.args.judge else FIRST_CALL)
+        is_known = many.first_answer or self.args.judge
+        return self.args.reward_timeout + (0.0 if is_known else max(self._first_calls, default=FIRST_CALL))
 
     def _score_of(self, reply: dict) -> Score:
         """Of an async function's reply."""
