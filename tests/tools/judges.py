@@ -19,8 +19,9 @@ def part(text: str, name: str) -> str:
 class Judge:
     """What the endpoint's threads share. It answers "yes" if the response has the reference answer in it, "no" otherwise."""
 
-    def __init__(self, models=("judge",), takes_choices=True):
-        self.models, self.takes_choices = list(models), takes_choices
+    def __init__(self, models=("judge",), takes_choices=True, rubbish="\0"):
+        """rubbish: what a response has in it that makes no answer a word of the rubric."""
+        self.models, self.takes_choices, self.rubbish = list(models), takes_choices, rubbish
         self.asked: list[dict] = []  # the bodies of all questions
         self.seen: dict[str, int] = {}  # how often each response was asked about
         self.at_once, self.most_at_once = 0, 0
@@ -50,6 +51,7 @@ class Judge:
         if response == "crowd":
             self.crowd.wait(120)
         word = "yes" if part(text, "reference answer") in response else "no"
+        word = "no idea" if self.rubbish in response else word
         said = {"rubbish": "I would say that it is fine.", "both": "yes, no", "nothing": None, "loud": "**YES.**"}.get(
             response, word
         )
