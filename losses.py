@@ -84,7 +84,8 @@ class PolicyLoss:
 
 ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-PER_RESPONSE = {"group", "baseline"}  # [B]; every other tensor of an advantage or a loss is per token, [N]
+# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
+PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
 
 
 def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -107,16 +108,17 @@ def _shapes(function: Callable) -> str:
     if not names:
         return ""
     per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
-    per_response = "; " + ", ".join(name for name in names if name in PER_RESPONSE) + " [B]"
+    others = {shape: [name for name in names if PER_RESPONSE.get(name) == shape] for shape in PER_RESPONSE.values()}
+    of_responses = "".join(f"; {', '.join(those)} {shape}" for shape, those in others.items() if those)
     made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
-    return f"Shapes: {per_token} [N]{per_response if PER_RESPONSE & {*names} else ''} -> {made}."
+    return f"Shapes: {per_token} [N]{of_responses} -> {made}."
 
 
 # ------------------------------------------------------------------------------------------------- input that is refused
 
 
 def _checked(function: Callable) -> Callable:
-    """The function, raising ValueError for input in another layout. Its tensors are per token, except group and baseline."""
+    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -492,6 +494,26 @@ def gpg(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     return _masked_tokens(alpha * centered, reward, mask, seq)
 
 
+@advantage_estimator(group_of_one="zero", looks_at="scores")
+def gdpo(
+    reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, parts: Tensor, weights: Tensor, eps: float = 1e-6
+) -> Tensor:
+    """A = S / (std(S) + eps), S = sum_k weights_k (r_k - mean_g r_k) / (std_g r_k + eps) with r_k column k of parts: several
+    rewards, each normalised within the group; std(S) over the responses of the whole batch, where the mean of S is 0. The
+    sum of the rewards, `reward`, has no part in it.
+
+    Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242 (verl takes the last std over tokens). A
+    group of one gives 0.
+    """
+    index, total = _group_index(mask, seq, group), torch.zeros(len(group), dtype=torch.float64, device=reward.device)
+    for r, weight in zip(parts.double().unbind(1), weights.double(), strict=True):
+        centered = _above_mean(r, index)
+        total = total + weight * centered / (_group_std(centered, index) + eps)
+    compared = total[trained_sequences(mask, seq)]
+    std = compared.std() if len(compared) > 1 else 0.0
+    return _masked_tokens(total / (std + eps), reward, mask, seq)
+
+
 @advantage_estimator(by_token=True)
 def gae(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0
@@ -519,12 +541,23 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
 
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
+    index = _group_index(mask, seq, group)
+    score = sequence_sum(reward.double(), seq, len(group))
+    return _above_mean(score, index), score, index
+
+
+def _group_index(mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
+    """The index of each response's group, below 2B; [B]."""
     index = len(group) + torch.arange(len(group), device=group.device)  # without a trained token: a group of its own
     trained = trained_sequences(mask, seq)
     index[trained] = torch.unique(group[trained], return_inverse=True)[1]
-    score = sequence_sum(reward.double(), seq, len(group))
+    return index
+
+
+def _above_mean(score: Tensor, index: Tensor) -> Tensor:
+    """score - mean_g of each response; [B]."""
     above = score - _group_min(score, index)
-    return above - _group_sum(above, index) / _group_sum(torch.ones_like(above), index), score, index
+    return above - _group_sum(above, index) / _group_sum(torch.ones_like(above), index)
 
 
 def _group_sum(x: Tensor, index: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Facts:
         on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
             engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
-        names = [] if args.reward else [verifier_name(source) for source in sources]
+        names = [] if args.own_reward else [verifier_name(source) for source in sources]
         graders = frozenset(BUILT_IN[name] for name in names if name)
         return Facts(takes_images, has_experts, engine, on_accelerator, graders)
 
@@ -108,8 +108,8 @@ WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("di
 IMAGES = Need("with a model that takes no images", lambda args, facts: facts.takes_images, later=True)
 EXPERTS = Need("with a model without experts", lambda args, facts: facts.has_experts, ("auto",), later=True)
 PROCESSES = Need(
-    "with graders that run in the rank itself, without --reward",
-    lambda args, facts: bool(args.reward or facts.graders - HARMLESS),
+    "with graders that run in the rank itself, without --reward or --judge",
+    lambda args, facts: bool(args.own_reward or facts.graders - HARMLESS),
     later=True,
 )
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
@@ -138,6 +138,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
     "rollout_rs_threshold": (REJECTION,),
+    **dict.fromkeys(
+        ("gdpo_reward_keys", "gdpo_reward_weights"),
+        (Need("without --adv-estimator gdpo", lambda args: args.has_several_rewards),),
+    ),
     # the run, its data and its validation
     "total_epochs": (NO_STEPS,),
     "total_rollout_steps": (NO_STEPS,),
@@ -154,9 +158,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "reward_env": (
         dataclasses.replace(PROCESSES, is_met=lambda args, facts: args.has_environment or PROCESSES.is_met(args, facts)),
     ),
+    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)),),
+    **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "format_score": (
-        Need("with --reward", lambda args: not args.reward, (0,)),
-        Need("without data of gsm8k", lambda args, facts: args.reward or gsm8k in facts.graders, (0,), later=True),
+        Need("with --reward or --judge", lambda args: not args.own_reward, (0,)),
+        Need("without data of gsm8k", lambda args, facts: args.own_reward or gsm8k in facts.graders, (0,), later=True),
     ),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments

@@ -53,6 +53,8 @@ HERE = EARLIER | {  # unknown flag -> what it is here
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
     "--reward-funcs": "--reward FILE.py:FUNCTION",
+    "--reward-weights": "--gdpo-reward-weights for gdpo; otherwise the function's score is the sum",
+    "--multi-objective-aggregation": "--adv-estimator gdpo for normalize_then_sum",
     "--learning-rate": "--lr",
     "--warmup-steps": "--lr-warmup-steps",
     "--max-grad-norm": "--grad-clip",

@@ -138,7 +138,7 @@ class TrainingRun:
         self.health = Health(args, job, self.record, self.learner.skipped)
         self.health.at_start()
         self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        if args.reward:  # one's own function may look for anything
+        if args.own_reward:  # one's own function may look for anything
             return
         for text in unasked(self.job.prompts):
             self.record.say(f"warning: {text}")

@@ -10,6 +10,7 @@ import losses
 from rl.algorithm.critic import CriticArgs
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
+from rl.algorithm.several_rewards import SeveralRewardsArgs
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -19,7 +20,7 @@ CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip
 
 
 @dataclass
-class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
@@ -143,7 +144,7 @@ class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
     def packs_flat_apart(self) -> bool:
         """Groups with equal scores, whose advantages are 0, have micro-batches of their own."""
         is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
-        return self.skips_backward and is_by_group and not self.use_kl_in_reward
+        return self.skips_backward and is_by_group and not self.use_kl_in_reward and not self.has_several_rewards
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -154,6 +155,8 @@ class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
         """Keywords that the advantage estimator takes beyond the usual arguments."""
         estimator = losses.ADVANTAGES[self.adv_estimator]
         numbers = {name: getattr(self, name) for name in ("gamma", "lam") if name in estimator.knobs}
+        if self.has_several_rewards:
+            return numbers | self.several_rewards(batch)
         return numbers | {name: getattr(batch.targets if name == "value" else batch, name) for name in estimator.inputs}
 
     def hint(self, unknown: Sequence[str]) -> str:

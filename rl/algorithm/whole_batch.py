@@ -50,7 +50,7 @@ def groups_of_one(batch: "Batch") -> int:
 
 
 def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
-    """The estimator's advantages [N]. inputs: its keywords; of tensors among them `value` is [N], the others are [B]."""
+    """The estimator's advantages [N]. inputs: its keywords; of its tensors `value` is [N], the others are of responses."""
     reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)

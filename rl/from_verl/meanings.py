@@ -138,6 +138,23 @@ def estimator(run: Run) -> dict[str, object]:
     return {"--adv-estimator": "grpo" if word == "grpo_vectorized" else word}
 
 
+def gdpo_keys(run: Run) -> dict[str, object]:
+    return _of_gdpo(run, "reward_keys")
+
+
+def gdpo_weights(run: Run) -> dict[str, object]:
+    return _of_gdpo(run, "reward_weights")
+
+
+def _of_gdpo(run: Run, what: str) -> dict[str, object]:
+    """A list of verl's, which its other estimators do not look at."""
+    key = f"algorithm.gdpo_{what}"
+    if run["algorithm.adv_estimator"] != "gdpo":
+        run.skips(key, "adv_estimator is not gdpo")
+        return {}
+    return {f"--gdpo-{what.replace('_', '-')}": listed(run[key]) or None}
+
+
 def aggregation(run: Run) -> dict[str, object]:
     loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
     if loss in ("geo_mean", "sapo") and mode != "seq-mean-token-mean":
@@ -328,7 +345,7 @@ def overlong(run: Run) -> dict[str, object]:
 
 
 def reward_manager(run: Run) -> dict[str, object]:
-    if run["reward.reward_manager.name"] not in ("naive", "dapo", "prime", "batch"):
+    if run["reward.reward_manager.name"] not in ("naive", "dapo", "prime", "batch", "gdpo"):
         run.lacks("reward.reward_manager.name", "write what it does into a --reward function")
     return {}
 

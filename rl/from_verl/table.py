@@ -170,6 +170,8 @@ TABLE: dict[str, list[Row]] = {
     "Algorithm": [
         to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae` "
            "is verl's default. Without division by the standard deviation `grpo` is `dr_grpo`", m.estimator),
+        to("algorithm.gdpo_reward_keys=null", "--gdpo-reward-keys", "names without brackets", m.gdpo_keys),
+        to("algorithm.gdpo_reward_weights=null", "--gdpo-reward-weights", "", m.gdpo_weights),
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "
@@ -252,7 +254,7 @@ TABLE: dict[str, list[Row]] = {
            "effect with the manager `dapo` alone", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
            "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
-        missing("reward_model.enable=False reward.reward_model.enable=False", "no reward model but one called in `--reward`"),
+        missing("reward_model.enable=False reward.reward_model.enable=False", "a model that scores is served apart: `--judge`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
         missing("reward.reward_manager.source=register reward.reward_manager.module.*", "write what it does into --reward"),

@@ -271,8 +271,8 @@ class Generator:
         if score := self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
-        text = self._text(self.responses.last_turn(output))
-        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info)
+        text, asked = self._text(self.responses.last_turn(output)), p.row.get("prompt", p.text)
+        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, asked)
 
     def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns
         return self.job.tokenizer.decode(ids, skip_special_tokens=not marked)

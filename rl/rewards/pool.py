@@ -8,13 +8,12 @@ no finite number, eats the memory, dies - becomes a counted event, never a stuck
 import contextlib
 import functools
 import json
-import math
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
@@ -22,27 +21,31 @@ from typing import Annotated, Any, Literal
 import torch
 
 from rl.errors import UserError
-from rl.printable import one_line
-from rl.ranges import LARGEST_FLOAT, Content, MayChange, Range
+from rl.ranges import Content, MayChange, Range
 from rl.ranks import dist
+from rl.rewards.at_once import AtOnce, Task
 from rl.rewards.environment import check_passed
+from rl.rewards.judge_args import JudgeArgs
 from rl.rewards.process import Lost, ScoringProcess
+from rl.rewards.score import EVENTS, Score, as_score
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
 
 
 @dataclass
-class RewardArgs:
+class RewardArgs(JudgeArgs):
     """The reward function, and what happens when it fails."""
 
     reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
-    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
+    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. It may be async."""
     reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
     """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
     reward_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
     """CPU seconds that scoring a response may take, over all threads of its process; 0 is no limit."""
     reward_workers: MayChange[Annotated[int, Range(at_least=1, at_most=1024)]] = 1
     """Scoring processes on each rank."""
+    reward_concurrency: MayChange[Annotated[int, Range(at_least=1, at_most=65_536)]] = 64
+    """Responses that an async reward function, or the judge, works on at once in each process."""
     reward_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000)]] = 4.0
     """Address space of each scoring process, in GiB; 0 is no limit."""
     reward_env: MayChange[tuple[str, ...]] = ()
@@ -59,8 +62,15 @@ class RewardArgs:
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
     """DAPO: the penalty of a response of --max-response-length."""
 
+    @property
+    def own_reward(self) -> str | None:
+        """What scores all responses, in the words of its flag; None where the built-in verifiers do."""
+        return f"--judge {self.judge}" if self.judge else f"--reward {self.reward}" if self.reward else None
+
     def check(self) -> None:
         """Raises UserError for a --reward that names no file."""
+        if self.judge and self.reward:
+            raise UserError("--reward and --judge: a response has one score. Call the judge in your function (docs/judges.md).")
         if not self.reward:
             return
         path, _, function = self.reward.rpartition(":")
@@ -68,22 +78,6 @@ class RewardArgs:
             raise UserError(f"--reward {self.reward}: write it as path/to/file.py:function.")
         if not Path(path).is_file():
             raise UserError(f"--reward {self.reward}: there is no file {path}.")
-
-
-EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: the prompt's is damaged (rl/generation/generator.py)
-
-
-@dataclass(frozen=True)
-class Score:
-    score: float | None  # None if an event kept the response from being scored
-    extra: dict[str, float] = field(default_factory=dict)
-    event: str | None = None  # one of EVENTS
-    message: str = ""  # how it came to the event
-
-    @property
-    def error(self) -> str | None:
-        """The event in words; None if there was none."""
-        return f"{self.event}: {self.message}" if self.event else None
 
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file
@@ -103,7 +97,7 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
 
 def can_score(source: str, args: RewardArgs) -> bool:
     """Whether a response to a prompt of this data_source can be scored."""
-    return bool(args.reward) or verifier_name(source) is not None
+    return bool(args.own_reward) or verifier_name(source) is not None
 
 
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
@@ -139,7 +133,7 @@ class ScoringPool:
         self._scored, self._lost = 0, 0  # responses with a score; processes
         self._threads = _Threads(args)
         self._finalizer = weakref.finalize(self, self._threads.close)
-        if args.reward:
+        if args.own_reward:
             check_passed(args.reward_env)
             try:
                 self._threads.start_one()
@@ -149,9 +143,12 @@ class ScoringPool:
                 self.close()
                 raise
 
-    def submit(self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None) -> None:
+    def submit(
+        self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
+    ) -> None:
+        """prompt: for the judge, messages or text."""
         self._threads.raise_failure()
-        if not self.args.reward:
+        if not self.args.own_reward:
             check_sources({data_source: f"response {key}"}, self.args)
             data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
             function = BUILT_IN[data_source]
@@ -167,7 +164,7 @@ class ScoringPool:
             "solution_str": text,
             "ground_truth": ground_truth,
             "extra_info": extra_info,
-        }
+        } | ({"prompt": prompt} if self.args.judge else {})
         self._threads.queue.put((key, json.dumps(item, default=plain)))
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
@@ -232,6 +229,7 @@ class _Threads:
         self._failure: Exception | None = None
         self._closed = False
         self._first_calls: list[float] = []  # seconds that processes took for their first response
+        self._suspects: deque[Task] = deque()  # of processes with an async function that were lost
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -253,7 +251,7 @@ class _Threads:
             raise self._failure
 
     def error(self, message: str) -> UserError:
-        return UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
+        return UserError(f"{self.args.own_reward or 'scoring'}: {message}")
 
     def _serve(self) -> None:
         """One scoring process after the other, until the pool is closed."""
@@ -275,15 +273,17 @@ class _Threads:
         """A scoring process for as long as it lasts; returns how it was lost if it was never ready."""
         args = self.args
         limits = args.reward_memory_limit_gb, args.reward_cpu_limit
-        with ScoringProcess(args.reward, *limits, args.reward_env) as process:
+        spec = args.judge_spec(first=not self.begun.is_set()) if args.judge else args.reward
+        with ScoringProcess(spec, *limits, (*args.reward_env, *args.judge_env)) as process:
             try:
-                self._await_ready(process)
+                kind = self._await_ready(process)
             except Lost as lost:
                 return lost
-            self._score_by(process)
+            (self._score_at_once_by if kind == "async" else self._score_by)(process)
         return None
 
-    def _await_ready(self, process: ScoringProcess) -> None:
+    def _await_ready(self, process: ScoringProcess) -> str:
+        """Returns "async" for a function that works on many responses at once."""
         try:
             reply = process.answer(functools.partial(self._limit, process))
         except TimeoutError:
@@ -291,6 +291,7 @@ class _Threads:
         if "failed" in reply:
             raise self.error(reply["failed"])
         self.begun.set()
+        return reply["ready"]
 
     def _score_by(self, process: ScoringProcess) -> None:
         """One response after the other, until the process is lost."""
@@ -307,6 +308,33 @@ class _Threads:
                 return
         raise _Closed
 
+    def _score_at_once_by(self, process: ScoringProcess) -> None:
+        """As many responses at once as --reward-concurrency says, until the process is lost."""
+        many = AtOnce(process, self.queue, self._suspects, self.args.reward_concurrency)
+        try:
+            while not self._closed and many.take(lambda: self._limit_of(many)):
+                for key, reply in many.hear():
+                    self.done.put(([(key, self._score_of(reply))], None))
+        except Lost as lost:
+            self._first_calls.append(many.first_answer)
+            event = Score(None, event=lost.event, message=str(lost))
+            self.done.put(([(key, event) for key in many.at_fault()], lost))
+            return
+        raise _Closed
+
+    def _limit_of(self, many: AtOnce) -> float:
+        """Seconds that a response of many may take: more while the first ones may import or load something."""
+        is_known = many.first_answer or self.args.judge
+        return self.args.reward_timeout + (0.0 if is_known else max(self._first_calls, default=FIRST_CALL))
+
+    def _score_of(self, reply: dict) -> Score:
+        """Of an async function's reply."""
+        if "failed" not in reply:
+            return as_score(reply["value"])
+        event = reply["event"] if reply["event"] in EVENTS else "error"
+        message = self._no_score() if event == "timeout" else f"{reply['failed']:.500}"
+        return Score(None, event=event, message=message)
+
     def _ask(self, process: ScoringProcess, item: str) -> Score:
         started = time.monotonic()
         try:
@@ -317,13 +345,13 @@ class _Threads:
             self._first_calls.append(time.monotonic() - started)
         if "failed" not in reply:
             return as_score(reply["value"])
-        if self.args.reward:
+        if self.args.own_reward:
             return Score(None, event="error", message=f"{reply['failed']:.500}")
         return wrong_answer(json.loads(item))
 
     def _score_of_lost(self, item: str, lost: Lost) -> Score:
         """An answer that keeps a built-in grader busy is wrong. Of a user's function nobody knows whose fault it is."""
-        if self.args.reward or lost.event != "timeout":
+        if self.args.own_reward or lost.event != "timeout":
             return Score(None, event=lost.event, message=str(lost))
         return wrong_answer(json.loads(item))
 
@@ -335,8 +363,11 @@ class _Threads:
             return START_LIMIT
         return self.args.reward_timeout + (max(self._first_calls, default=FIRST_CALL) if process.asked == 1 else 0.0)
 
+    def _no_score(self) -> str:
+        return f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
+
     def _too_long(self, process: ScoringProcess) -> str:
-        message = f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
+        message = self._no_score()
         if process.asked == 1:
             if (more := max(self._first_calls, default=FIRST_CALL)) >= 1:
                 message += f" and {more:.3g} s for what a first call imports or loads, better done when the file is imported"
@@ -348,26 +379,6 @@ def wrong_answer(item: dict) -> Score:
     """What a built-in grader gives for no answer: its lowest score."""
     function = BUILT_IN[item["data_source"]]
     return as_score(function(**item | {"solution_str": ""}))
-
-
-def as_score(value: Any) -> Score:
-    """The return value of a reward function as a Score; anything but a finite number of fp32 is a bad_value event."""
-    score, extra = value, {}
-    if isinstance(value, dict):
-        extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
-        score = value.get("score")
-    if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
-        wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
-        wanted += " of fp32"
-        return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {wanted}"))
-    return Score(float(score), extra)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, bool | int | float) and math.isfinite(value)
-    except OverflowError:  # an int beyond any float
-        return False
 
 
 def plain(value: Any) -> Any:

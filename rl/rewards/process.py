@@ -41,6 +41,7 @@ class ScoringProcess:
         os.set_blocking(self.process.stdin.fileno(), False)  # a long item goes in pieces
         self.asked = 0  # items so far: an answer with another number is none of the process's own
         self._read = b""
+        self._unwritten = b""  # of items that were put
 
     def __enter__(self) -> "ScoringProcess":
         return self
@@ -74,6 +75,29 @@ class ScoringProcess:
             self._receive()
         line, _, self._read = self._read.partition(b"\n")
         return _reply(line)
+
+    def put(self, item: str, seconds: float) -> int:
+        """Gives it an item of many that it works on at once, which may take so long. Returns the item's number."""
+        self.asked += 1
+        self._unwritten += f"[{self.asked}, {item}, {seconds}]\n".encode()
+        return self.asked
+
+    def exchange(self, seconds: float) -> list[dict]:
+        """Writes as much of the items as it takes, and waits up to so long for answers, in any order. Raises Lost."""
+        poller = select.poll()
+        poller.register(self.process.stdout, select.POLLIN)
+        if self._unwritten:
+            poller.register(self.process.stdin, select.POLLOUT)
+        ready = {file for file, _ in poller.poll(1000 * seconds)}
+        if self.process.stdin.fileno() in ready:
+            try:
+                self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
+            except BrokenPipeError:  # it has ended: how, its output's end tells
+                self._unwritten = b""
+        if self.process.stdout.fileno() in ready:
+            self._receive()
+        *lines, self._read = self._read.split(b"\n")
+        return [_reply(line) for line in lines]
 
     def _receive(self, idle: bool = False) -> None:
         data = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -124,7 +148,7 @@ def _reply(line: bytes) -> dict:
     """A worker's line. Raises Lost if it is not one of its own: the user's function can write to any file descriptor."""
     with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
-        shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed"})
+        shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed"}, {"number", "failed", "event"})
         if isinstance(reply, dict) and reply.keys() in shapes:
             return reply
     raise Lost(*WROTE)

@@ -1,7 +1,7 @@
 """A scoring process: `python -m rl.rewards.worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by rl/rewards/process.py.
 
-Reads one numbered JSON item a line and answers with one JSON line that bears its number. Imports neither torch nor
-transformers: it starts in a blink.
+Reads one numbered JSON item a line and answers with one JSON line that bears its number: one after the other, or with an async
+function all at once. Imports neither torch nor transformers: it starts in a blink.
 """
 
 import contextlib
@@ -14,9 +14,12 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import ModuleType
+from typing import TextIO
 
 from rl import printable
+from rl.errors import UserError
 from rl.rewards import descendants
 from rl.rewards.verifiers import BUILT_IN
 
@@ -34,14 +37,16 @@ def import_file(path: str, name: str) -> ModuleType:
 
 
 def load(spec: str):
-    """The function of path/to/file.py:function."""
+    """The function of path/to/file.py:function, or the judge whose settings these are (rl/rewards/judge.py)."""
+    if spec.startswith("{"):
+        from rl.rewards import judge  # for it alone
+
+        return judge.begin(**json.loads(spec))
     path, _, name = spec.rpartition(":")
     module = import_file(path, "user_reward")
     function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(f"{name} is an async function; it must return the score itself")
     with contextlib.suppress(ValueError):  # a callable that tells no signature
         signature = inspect.signature(function)
         try:
@@ -56,6 +61,16 @@ def in_one_line(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"  # a fault in the user's file
     return printable.one_line(f"{type(error).__name__}: {error}{place}")
+
+
+def in_words(error: BaseException) -> str:
+    """Likewise, of ours the message alone."""
+    is_ours = isinstance(error, UserError) or hasattr(error, "event")
+    return printable.one_line(str(error)) if is_ours else in_one_line(error)
+
+
+def is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def limit_cpu(seconds: float) -> None:
@@ -92,9 +107,14 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     try:
         own = load(spec) if spec else None
     except (Exception, SystemExit) as error:
-        answer({"failed": in_one_line(error)})
+        answer({"failed": in_words(error)})
         return
-    answer({"ready": True})
+    if own and is_async(own):
+        answer({"ready": "async"})
+        with contextlib.redirect_stdout(sys.stderr):
+            serve_at_once(own, items, answer, cpu_seconds)
+        return
+    answer({"ready": "sync"})
     for line in items:
         number, item = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
@@ -106,6 +126,35 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
             answer({"number": number, "value": value})
         except (Exception, SystemExit) as error:
             answer({"number": number, "failed": in_one_line(error)})
+
+
+def serve_at_once(function: Callable, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
+    """Works on every item as soon as it comes, in one event loop. What a line has behind its item are the seconds that it may
+    take. An exception may name the event that it is, as rl.rewards.judge's do."""
+    import asyncio  # late: other functions do without it
+
+    async def score(line: bytes) -> None:
+        number, item, seconds = json.loads(line)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                value = await function(**item)
+            answer({"number": number, "value": value})
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            event = "timeout" if limit.expired() else getattr(error, "event", "error")
+            answer({"number": number, "failed": in_words(error), "event": event})
+
+    async def serve() -> None:
+        loop, lines, under_way = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 30), set()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), items)
+        while line := await lines.readline():
+            if cpu_seconds:
+                limit_cpu(cpu_seconds)
+            task = loop.create_task(score(line))
+            under_way.add(task)  # the loop itself holds no task
+            task.add_done_callback(under_way.discard)
+        os._exit(0)  # nobody waits for the rest
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

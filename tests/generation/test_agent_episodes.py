@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from rl.generation.scripted import ScriptedEngine
+from rl.samples.outlines import outlined
 from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
-from rl.generation.scripted import ScriptedEngine
 from rl.learning.batch import Batch, MicroBatch
 from rl.samples.group import Group
-from rl.samples.outlines import outlined
 
 SUB, OTHER = [40, 41], [50, 51, 52]  # prompts of further histories
 DONE = {"done": True, "reward": 1.0}

@@ -42,6 +42,8 @@ def estimate(name, b, **extra):
         extra.setdefault("baseline", baseline(b))
     if name == "gae":
         extra.setdefault("value", b["value"])
+    if name == "gdpo":
+        extra |= {key: b[key] for key in ("parts", "weights")}
     return losses.ADVANTAGES[name](b["reward"], b["mask"], b["seq"], b["group"], **extra)
 
 
@@ -168,6 +170,30 @@ def test_groupwise_advantages_by_hand():
     assert by_score("gpg", [1.0, 3.0, 0.0, 0.0, 3.0, 1.0], groups) == pytest.approx([0.75, 0, -0.75, -0.75, 0, 0.75])
 
 
+def test_several_rewards_by_hand():
+    """The paper's case, rewards of 0 or 1: to grpo of the sums, (0, 1) in one group is worth as much as (1, 1) in another."""
+    parts = torch.tensor([[0.0, 0], [0, 1], [0, 0], [1, 1]], dtype=F64)
+    seq, groups, mask = torch.arange(4), [0, 0, 1, 1], torch.ones(4, dtype=torch.bool)
+    sums = by_score("grpo", parts.sum(1).tolist(), groups)
+    assert sums == pytest.approx([-sums[1], sums[1], -sums[1], sums[1]], abs=1e-5)
+
+    def gdpo(parts, *weights, mask=mask, groups=groups):
+        what = {"parts": parts, "weights": torch.tensor(weights, dtype=F64)}
+        return losses.gdpo(parts.sum(1), mask, seq[: len(parts)], torch.tensor(groups), **what).tolist()
+
+    # each reward that differs gives +-a, a = 1/2 over the std of 0 and 1: sums of -a, a, -2a, 2a, whose std is a sqrt(10 / 3)
+    unit = 1 / math.sqrt(10 / 3)
+    assert gdpo(parts, 1, 1) == pytest.approx([-unit, unit, -2 * unit, 2 * unit], abs=1e-5)
+    assert gdpo(parts * torch.tensor([1.0, 100.0]), 1, 1) == pytest.approx(gdpo(parts, 1, 1), abs=1e-5), "no scale counts"
+    # the first reward 3 times: -a, a, -4a, 4a, whose std is a sqrt(34 / 3)
+    assert gdpo(parts, 3, 1) == pytest.approx([x / math.sqrt(34 / 3) for x in (-1, 1, -4, 4)], abs=1e-5)
+    # rewards that differ though their sums do not; a group without any difference is exactly 0, next to others
+    assert gdpo(torch.tensor([[1.0, 0], [0, 1], [5, 5], [5, 5]], dtype=F64), 2, 1)[:2] == pytest.approx(
+        [1.2247, -1.2247], abs=1e-4
+    )
+    assert gdpo(torch.tensor([[0.1, 0.7]] * 2 + [[0, 0.3], [1, 0.3]], dtype=F64), 2, 1)[:2] == [0.0, 0.0]
+
+
 def test_tokenwise_advantages_by_hand():
     reward, mask = torch.tensor([1.0, 2, 4, 8], dtype=F64), torch.ones(4, dtype=torch.bool)
     seq, group = torch.tensor([0, 0, 0, 1]), torch.tensor([5, 6])
@@ -205,7 +231,10 @@ def test_advantages_equal_slow_loops(name, lengths, seed):
     b = slow.random_batch(lengths, seed)
     x = {k: v.tolist() for k, v in b.items()}
     expected = slow.advantage(
-        name, x["reward"], x["mask"], x["seq"], x["group"], baseline=baseline(b).tolist(), value=x["value"]
+        name,
+        *(x[key] for key in ("reward", "mask", "seq", "group")),
+        baseline=baseline(b).tolist(),
+        **{key: x[key] for key in ("value", "parts", "weights")},
     )
     assert estimate(name, b).tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -234,7 +263,7 @@ def test_the_order_of_responses_does_not_matter(name, lengths, seed, data):
     place = torch.cat([(b["seq"] == i).nonzero()[:, 0] for i in order])
     shuffled = {k: b[k][place] for k in ("reward", "mask", "value")}
     shuffled["seq"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)[order])
-    shuffled["group"] = b["group"][order]
+    shuffled |= {"group": b["group"][order], "parts": b["parts"][order], "weights": b["weights"]}
     extra = {"baseline": baseline(b)[order]} if name == "remax" else {}
     assert torch.allclose(estimate(name, shuffled, **extra), estimate(name, b)[place], atol=1e-9)
 
@@ -334,7 +363,8 @@ def test_a_response_without_trained_tokens_is_not_in_its_group(name, lengths, se
     kept = [i for i in range(len(lengths)) if i not in gone]
     out_of = torch.isin(b["seq"], torch.tensor(sorted(gone), dtype=torch.long))
     b["mask"], b["reward"] = b["mask"] & ~out_of, torch.where(out_of, 7.0, b["reward"])
-    twin = {k: b[k][~out_of] for k in ("reward", "mask", "value")} | {"group": b["group"][kept]}
+    twin = {k: b[k][~out_of] for k in ("reward", "mask", "value")} | {k: b[k][kept] for k in ("group", "parts")}
+    twin["weights"] = b["weights"]
     twin["seq"] = torch.arange(len(kept)).repeat_interleave(torch.tensor(lengths)[kept])
     extra = {"baseline": baseline(b)[kept]} if name == "remax" else {}
     assert torch.allclose(estimate(name, b)[~out_of], estimate(name, twin, **extra), atol=1e-12)
@@ -345,7 +375,8 @@ def test_what_a_group_of_one_gives():
     reward, mask, seq = scored([0.25, 3.0, 3.0, -1.0], F64)
     for name, function in losses.ADVANTAGES.items():
         if name != "gae":
-            extra = {"baseline": torch.zeros(4)} if "baseline" in function.inputs else {}
+            extra = {"baseline": torch.zeros(4), "parts": reward[1::2, None], "weights": torch.ones(1)}
+            extra = {key: x for key, x in extra.items() if key in function.inputs}
             out = function(reward, mask, seq, torch.arange(4), **extra)[::2]
             gives = {"zero": torch.zeros(4), "score": reward[1::2] / (1 + 1e-6)}.get(function.group_of_one)
             assert out.any() if gives is None else torch.equal(out, gives.double()), name
@@ -384,8 +415,8 @@ def test_help_has_the_type_and_the_shape_of_every_tensor(name):
     shapes = function.__doc__.splitlines()[-1]
     for parameter in parameters:
         if parameter.annotation is torch.Tensor:
-            per_response = parameter.name in ("group", "baseline")
-            assert re.search(rf"\b{parameter.name}\b[\w, ]* \[{'B' if per_response else 'N'}\]", shapes), shapes
+            shape = {"group": "B", "baseline": "B", "parts": "B, K", "weights": "K"}.get(parameter.name, "N")
+            assert re.search(rf"\b{parameter.name}\b[\w, ]* \[{shape}\]", shapes), shapes
 
 
 def test_a_function_without_a_docstring_or_types_is_entered_too(monkeypatch):

@@ -43,7 +43,9 @@ def without_masked(b):
                 x[name].append(b[name][t])
         elif x["reward"] and x["seq"][-1] == b["seq"][t]:
             x["reward"][-1] = x["reward"][-1] + b["reward"][t]
-    return {name: torch.stack(of) if of else b[name][:0] for name, of in x.items()} | {"group": b["group"]}
+    return {name: torch.stack(of) if of else b[name][:0] for name, of in x.items()} | {
+        name: b[name] for name in ("group", "parts", "weights")
+    }
 
 
 def train(b, estimator, loss, aggregation, correction, gamma):
@@ -57,6 +59,7 @@ def train(b, estimator, loss, aggregation, correction, gamma):
     f, policy_loss = losses.ADVANTAGES[estimator], losses.POLICY_LOSSES[loss]
     more = {"value": b["value"]} if "value" in f.inputs else {}
     more |= {"baseline": b["group"] / 5.0} if "baseline" in f.inputs else {}
+    more |= {name: b[name] for name in ("parts", "weights") if name in f.inputs}
     more |= {"gamma": gamma} if "gamma" in f.knobs else {}
     advantage = f(b["reward"], trained, seq, b["group"], **more)
     advantage = torch.where(advantage.abs() < 1e-9, 0.0, advantage)  # what rounding leaves of 0 has no sign to clip by

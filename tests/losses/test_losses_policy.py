@@ -248,7 +248,7 @@ def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, le
         lp = b["lp"].clone().requires_grad_()
         total, sums = 0.0, {}
         for p in places:
-            part = {k: v[p] for k, v in b.items() if k != "group"}
+            part = {k: v[p] for k, v in b.items() if k not in losses.PER_RESPONSE}
             loss, stats = call(name, part, lp[p], **({"chosen": chosen[p]} if name in COV else {}))
             share = losses.aggregate(loss, part["mask"], part["seq"], mode, denominator)
             total = total + share

@@ -17,6 +17,7 @@ def arguments(function) -> dict[str, torch.Tensor]:
     """Valid input for any advantage or policy loss: three responses of two tokens, two prompts."""
     per_token = torch.tensor([0.1, -0.2, 0.3, -0.4, 0.5, 1.0])
     special = {"seq": SEQ, "mask": MASK, "group": GROUP, "baseline": torch.zeros(3), "chosen": MASK}
+    special |= {"parts": torch.rand(3, 2), "weights": torch.ones(2)}
     parameters = inspect.signature(function.function).parameters.values()
     names = [p.name for p in parameters if not isinstance(p.default, bool | int | float)]
     return {name: special.get(name, per_token - 1) for name in names}

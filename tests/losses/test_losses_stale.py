@@ -149,7 +149,8 @@ def test_any_loss_is_zero_on_what_the_off_policy_mask_takes_out(name, lengths, s
 def deleted(b):
     """The batch without its masked tokens, and without the responses that have no others."""
     kept, seq = torch.unique(b["seq"][b["mask"]], return_inverse=True)
-    return {key: x[kept if key == "group" else b["mask"]] for key, x in b.items()} | {"seq": seq, "kept": kept}
+    of = {"group": kept, "parts": kept, "weights": slice(None)}
+    return {key: x[of.get(key, b["mask"])] for key, x in b.items()} | {"seq": seq, "kept": kept}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -46,11 +46,12 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
     batch.targets.reward = batch.token_reward() - 0.1 * random()
 
 
-def advantages(batch: Batch, args) -> dict[str, torch.Tensor]:
-    found = {}
+def advantages(batch: Batch) -> dict[str, torch.Tensor]:
+    found, args = {}, train_sync.Args(gdpo_reward_keys=("acc", "score"), gdpo_reward_weights=(1.0, 2.0))
     for name, estimator in losses.ADVANTAGES.items():
         if name != "gae":
             inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
+            inputs |= args.several_rewards(batch) if "parts" in estimator.inputs else {}
             found[f"advantage by {name}"] = whole_batch.advantage(estimator, batch, **inputs)
     return found
 
@@ -59,7 +60,7 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
     weigh = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
     args = train_sync.Args(rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
-    found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch, args)
+    found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch)
     by_batch = train_sync.Args(rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
     found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]

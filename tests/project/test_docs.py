@@ -13,7 +13,7 @@ make = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make)
 
 MOST_WORDS = 20_000  # of README.md and docs/*.md without the pages below, which have a limit each; may only fall
-MOST_WORDS_OF = {"agents.md": 1_500, "adapters.md": 700, "teachers.md": 900, "models.md": 900}
+MOST_WORDS_OF = {"agents.md": 1_500, "adapters.md": 700, "teachers.md": 900, "models.md": 900, "judges.md": 500}
 FIRST_QUESTIONS = {  # page -> the words with which it answers
     "docs/cuda.md": "pip install -r requirements-cuda.txt",  # How do I install it on my GPU ...
     "docs/ascend.md": "pip install -r requirements-npu.txt",  # ... or NPU?
@@ -27,7 +27,8 @@ FIRST_QUESTIONS = {  # page -> the words with which it answers
     "docs/serving.md": "vllm serve",  # How do I serve the result?
     "docs/loggers.md": "--logger wandb",  # How do I log to W&B or TensorBoard?
     "docs/adapters.md": "--lora-rank",  # How do I train adapters?
-    "docs/not-here.md": "judges",  # What is not supported?
+    "docs/judges.md": "--judge examples/rubric.yaml",  # How does a language model score?
+    "docs/not-here.md": "agents that own their loop",  # What is not supported?
 }
 
 

@@ -21,6 +21,7 @@ from rl import flag_needs, flags
 from rl.flag_needs import Facts
 from rl.rewards import verifiers
 
+RUBRIC = ROOT / "examples" / "rubric.yaml"
 SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
 CPU = Facts(takes_images=False, has_experts=False, engine="transformers", on_accelerator=False, graders=frozenset())
@@ -86,6 +87,12 @@ CASES = [
     ("--reward-memory-limit-gb 5", SAFE, MATH),
     ("--reward-env HOME", SAFE, MATH),
     ("--format-score 0.1", CPU, SAFE),
+    ("--reward-concurrency 8", "", f"--reward {__file__}:look"),
+    ("--judge-url http://x", "", f"--judge {RUBRIC}"),
+    ("--judge-model x", "", f"--judge {RUBRIC}"),
+    ("--judge-retries 1", "", f"--judge {RUBRIC}"),
+    ("--gdpo-reward-keys a b", "", "--adv-estimator gdpo"),
+    ("--gdpo-reward-weights 1 2", "", "--adv-estimator gdpo --gdpo-reward-keys a b"),
     ("--overlong-penalty-factor 2", "", "--overlong-buffer-len 4"),
     ("--max-turns 3", "", "--env demo-calculator"),
     ("--tool-format xml", "", "--env demo-calculator"),
@@ -128,6 +135,7 @@ BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
     "TeacherArgs": "teacher teacher_alone",
+    "JudgeArgs": "judge",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",

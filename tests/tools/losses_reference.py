@@ -29,6 +29,8 @@ def random_batch(lengths, seed=0, mask_rate=0.75, spread=0.4):
         "mask": torch.rand(n, generator=g) < mask_rate,
         "seq": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
         "group": torch.tensor([rng.choice([3, 7, -1]) for _ in lengths], dtype=torch.long),
+        "parts": torch.randint(0, 3, (len(lengths), 2), generator=g).double(),
+        "weights": torch.tensor([1.0, 2.5], dtype=torch.float64),
     }
 
 
@@ -127,7 +129,20 @@ def lambda_return(reward, mask, seq, value, gamma, lam):
     return out
 
 
-def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0):
+def gdpo(parts, weights, lengths, group):
+    """One advantage a response: GDPO's equations, reward by reward and group by group."""
+    trained, total = [i for i in range(len(group)) if lengths[i]], [0.0] * len(group)
+    for k, weight in enumerate(weights):
+        for i in trained:
+            values = [parts[j][k] for j in trained if group[j] == group[i]]
+            std = statistics.stdev(values) if len(values) > 1 else 0.0
+            total[i] += weight * (parts[i][k] - statistics.mean(values)) / (std + 1e-6)
+    std = statistics.stdev(total[i] for i in trained) if len(trained) > 1 else 0.0
+    mean = statistics.mean(total[i] for i in trained) if trained else 0.0
+    return [(total[i] - mean) / (std + 1e-6) if lengths[i] else 0.0 for i in range(len(group))]
+
+
+def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0, parts=None, weights=None):
     n = len(group)
     if name == "reinforce_pp":
         return whiten(return_to_go(reward, mask, seq, gamma), mask)
@@ -138,7 +153,10 @@ def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1
         returns = lambda_return(reward, mask, seq, value, gamma, lam)
         return whiten([r - v for r, v in zip(returns, value, strict=True)], mask)
     lengths = [sum(m for m, j in zip(mask, seq, strict=True) if j == i) for i in range(n)]
-    per_response = by_response(name, scores(reward, seq, n), lengths, group)
+    if name == "gdpo":
+        per_response = gdpo(parts, weights, lengths, group)
+    else:
+        per_response = by_response(name, scores(reward, seq, n), lengths, group)
     out = [per_response[i] if m else 0.0 for i, m in zip(seq, mask, strict=True)]
     return whiten(out, mask) if name == "reinforce_pp_baseline" else out
 

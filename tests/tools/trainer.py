@@ -25,7 +25,8 @@ class Trainer:
 
     def __init__(self, model: str, ranks: dist.Ranks):
         self.ranks = ranks
-        self.args = train_sync.Args(model=model, rollout_n=4, train_batch_size=4, lr_warmup_steps=0, lr=1e-5)
+        size = {"rollout_n": 4, "train_batch_size": 4, "gdpo_reward_keys": ("score",)}
+        self.args = train_sync.Args(model=model, lr_warmup_steps=0, lr=1e-5, **size)
         self.job = set_up(self.args, train_sync.__file__)
         self.pool = ScoringPool(self.args)
         self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)

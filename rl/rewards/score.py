@@ -1,0 +1,43 @@
+"""What a reward function returned, as a `Score`, or the event that kept a response from being scored."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.printable import one_line
+from rl.ranges import LARGEST_FLOAT
+
+EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: the prompt's is damaged (rl/generation/generator.py)
+
+
+@dataclass(frozen=True)
+class Score:
+    score: float | None  # None if an event kept the response from being scored
+    extra: dict[str, float] = field(default_factory=dict)
+    event: str | None = None  # one of EVENTS
+    message: str = ""  # how it came to the event
+
+    @property
+    def error(self) -> str | None:
+        """The event in words; None if there was none."""
+        return f"{self.event}: {self.message}" if self.event else None
+
+
+def as_score(value: Any) -> Score:
+    """The return value of a reward function as a Score; anything but a finite number of fp32 is a bad_value event."""
+    score, extra = value, {}
+    if isinstance(value, dict):
+        extra = {k: float(v) for k, v in value.items() if k != "score" and _is_number(v)}
+        score = value.get("score")
+    if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
+        wanted = 'which has no finite number under "score"' if isinstance(value, dict) else "not a finite number"
+        wanted += " of fp32"
+        return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {wanted}"))
+    return Score(float(score), extra)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False

@@ -1,0 +1,98 @@
+"""Runs whose responses a judge scores: the bits that are promised, and a judge that vLLM serves."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from helpers import ROOT, bits, environment, is_documented, run_script, train
+from judges import Judge, serve
+
+pytest.importorskip("openai")
+ITEMS = {
+    "right": {"ask": "Does it come to the reference answer?", "weight": 2},
+    "short": {"ask": "Is it short?", "choices": {"yes": 0.5, "no": 0}},
+}
+FLAGS = ["--rollout-n", "4", "--test-freq", "0", "--reward-timeout", "600", "--lr", "1e-3"]
+GDPO = ["--adv-estimator", "gdpo", "--gdpo-reward-keys", "right", "short", "--gdpo-reward-weights", "2", "1"]
+
+
+@pytest.fixture
+def rubric(tmp_path):
+    (tmp_path / "rubric.json").write_text(json.dumps({"items": ITEMS}))
+    return tmp_path / "rubric.json"
+
+
+@pytest.mark.slow
+def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
+    """With gdpo over the judge's items. Responses with a 7 get no verdict: they are not trained, in each mode alike."""
+    judge = Judge(rubbish="7")
+    with serve(judge) as url:
+        flags = [*FLAGS, *GDPO, "--judge", rubric, "--judge-url", url, "--total-training-steps", "3"]
+        found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync")
+        split = ["--staleness-threshold", "0", "--record-samples", tmp_path / "samples"]
+        other, again, _ = train("train_async.py", *flags, *split, ranks=2, out=tmp_path / "async")
+    assert bits(sync) == bits(again)
+    assert "bit for bit" in run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
+    same = ("reward/extra/right/mean", "reward/extra/short/mean", "reward/unscored", "critic/score/mean", "actor/grad_norm")
+    for step in (1, 2, 3):
+        assert {name: found[step][name] for name in same} == {name: other[step][name] for name in same}
+        right, short = found[step]["reward/extra/right/mean"], found[step]["reward/extra/short/mean"]
+        assert found[step]["critic/score/mean"] == pytest.approx(2 * right + short) and short == right / 2
+        assert found[step]["reward/extra/judge_prompt_tokens/mean"] == 14 and found[step]["reward/extra/judge_seconds/mean"] > 0
+        assert not [name for name in found[step] if name not in ("step", "time") and not is_documented(name)]
+    assert found[3]["reward/events/bad_value"] == sum(found[step]["reward/unscored"] for step in (1, 2, 3)) > 0
+    assert found[3]["critic/score/mean"] > 0 and all(found[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
+
+
+@pytest.fixture
+def vllm_server(demo_model, tmp_path):
+    """The URL of a demo model that vLLM serves on the CPU."""
+    pytest.importorskip("vllm")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", demo_model, "--served-model-name", "demo"]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "1024",
+        "--chat-template",
+        str(tmp_path / "chat"),
+    ]
+    (tmp_path / "chat").write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
+    env = environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", RL_DEVICE="cpu")
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 280
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_serves_the_judge(vllm_server, rubric, tmp_path):
+    """A model that understands nothing is held to the rubric's words: each response is scored."""
+    flags = [*FLAGS, "--train-batch-size", "4", "--total-training-steps", "2", "--judge", rubric, "--judge-url", vllm_server]
+    found, _, _ = train("train_sync.py", *flags, out=tmp_path / "run", timeout=280)
+    for step in (1, 2):
+        assert found[step]["reward/unscored"] == 0 and 0 <= found[step]["critic/score/mean"] <= 2.5
+        assert found[step]["reward/extra/judge_prompt_tokens/mean"] > 100
+        assert found[step]["reward/extra/judge_completion_tokens/mean"] >= 2
