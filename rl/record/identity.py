@@ -44,6 +44,7 @@ MAY_CHANGE = {
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
     *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
+    *("code_timeout", "code_memory_limit_gb"),
     *("env_timeout", "env_cpu_limit", "env_memory_limit_gb"),
 }
 
@@ -64,7 +65,7 @@ class Identity:
             contents["lora_model"] = _digest_model(self.args.lora_model)
         if self.args.has_environment:
             contents["environment"] = _digest_files([Path(self.args.environment_spec.rpartition(":")[0])])
-        if self.args.reward:
+        if self.args.own_reward:
             contents["reward"] = _digest_files([Path(self.args.reward.rpartition(":")[0])])
         if self.args.teacher:
             contents["teacher"] = _digest_model(resolve(self.args.teacher))

@@ -27,16 +27,18 @@ from rl.ranges import LARGEST_FLOAT, Range
 from rl.ranks import dist
 from rl.rewards.environment import check_passed
 from rl.rewards.process import Lost, ScoringProcess
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
+from rl.rewards.programs.args import CODE, CodeArgs
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 
 @dataclass
-class RewardArgs:
+class RewardArgs(CodeArgs):
     """The reward function, and what happens when it fails."""
 
     reward: str | None = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
-    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics."""
+    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. Or "code": responses are
+    programs, which are tested in a sandbox."""
     reward_timeout: Annotated[float, Range(above=0, at_most=86_400)] = 10.0
     """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
     reward_cpu_limit: Annotated[float, Range(at_least=0, at_most=86_400)] = 60.0
@@ -59,9 +61,14 @@ class RewardArgs:
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
     """DAPO: the penalty of a response of --max-response-length."""
 
+    @property
+    def own_reward(self) -> str | None:
+        """What scores all responses, in the words of its flag; None where the built-in verifiers do."""
+        return f"--reward {self.reward}" if self.reward and self.reward != CODE else None
+
     def check(self) -> None:
         """Raises UserError for a --reward that names no file."""
-        if not self.reward:
+        if not self.own_reward:
             return
         path, _, function = self.reward.rpartition(":")
         if not path or not function:
@@ -103,17 +110,22 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
 
 def can_score(source: str, args: RewardArgs) -> bool:
     """Whether a response to a prompt of this data_source can be scored."""
-    return bool(args.reward) or verifier_name(source) is not None
+    return bool(args.own_reward) or verifier_name(source, args.reward) is not None
 
 
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
-    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves; --reward serves all."""
+    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves (--reward serves all),
+    and for programs without a sandbox that holds."""
     for source, where in sources.items():
         if not can_score(source, args):
             raise UserError(
                 f"{where}: there is no built-in reward for data_source {source!r}. Give your own with --reward "
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
             )
+    if not args.own_reward and any(BUILT_IN[verifier_name(source, args.reward)] is code for source in sources):
+        from rl.rewards.programs import sandbox  # late: of use to those alone who train on programs
+
+        sandbox.check()
 
 
 # ------------------------------------------------------------------------------------------------------- the pool
@@ -139,7 +151,7 @@ class ScoringPool:
         self._scored, self._lost = 0, 0  # responses with a score; processes
         self._threads = _Threads(args)
         self._finalizer = weakref.finalize(self, self._threads.close)
-        if args.reward:
+        if args.own_reward:
             check_passed(args.reward_env)
             try:
                 self._threads.start_one()
@@ -151,10 +163,12 @@ class ScoringPool:
 
     def submit(self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None) -> None:
         self._threads.raise_failure()
-        if not self.args.reward:
+        limits = {}
+        if not self.args.own_reward:
             check_sources({data_source: f"response {key}"}, self.args)
-            data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
+            data_source = verifier_name(data_source, self.args.reward)  # the worker looks it up in BUILT_IN
             function = BUILT_IN[data_source]
+            limits = {"limits": self.args.limits(self.args.reward_timeout)} if function is code else {}
             if function in HARMLESS:
                 graded = self.args.format_score and function is gsm8k
                 value = function(
@@ -167,7 +181,7 @@ class ScoringPool:
             "solution_str": text,
             "ground_truth": ground_truth,
             "extra_info": extra_info,
-        }
+        } | limits
         self._threads.queue.put((key, json.dumps(item, default=plain)))
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
@@ -253,7 +267,7 @@ class _Threads:
             raise self._failure
 
     def error(self, message: str) -> UserError:
-        return UserError(f"--reward {self.args.reward}: {message}" if self.args.reward else f"scoring: {message}")
+        return UserError(f"{self.args.own_reward or 'scoring'}: {message}")
 
     def _serve(self) -> None:
         """One scoring process after the other, until the pool is closed."""
@@ -275,7 +289,7 @@ class _Threads:
         """A scoring process for as long as it lasts; returns how it was lost if it was never ready."""
         args = self.args
         limits = args.reward_memory_limit_gb, args.reward_cpu_limit
-        with ScoringProcess(args.reward, *limits, args.reward_env) as process:
+        with ScoringProcess(args.reward if args.own_reward else None, *limits, args.reward_env) as process:
             try:
                 self._await_ready(process)
             except Lost as lost:
@@ -317,13 +331,13 @@ class _Threads:
             self._first_calls.append(time.monotonic() - started)
         if "failed" not in reply:
             return as_score(reply["value"])
-        if self.args.reward:
+        if self.args.own_reward or BUILT_IN[json.loads(item)["data_source"]] is code:  # programs fail in the sandbox, not here
             return Score(None, event="error", message=f"{reply['failed']:.500}")
         return wrong_answer(json.loads(item))
 
     def _score_of_lost(self, item: str, lost: Lost) -> Score:
         """An answer that keeps a built-in grader busy is wrong. Of a user's function nobody knows whose fault it is."""
-        if self.args.reward or lost.event != "timeout":
+        if self.args.own_reward or lost.event != "timeout":
             return Score(None, event=lost.event, message=str(lost))
         return wrong_answer(json.loads(item))
 
