@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import cpu_limit
 from test_sandbox import works  # noqa: F401 skips where the system has no sandbox
 from test_scoring import FOREVER, drain
 
@@ -158,6 +159,15 @@ def test_the_last_fenced_block_is_the_program():
     assert extract("print(1)") == "print(1)"
     assert extract("  ```Python3\n  a\n  ```") == "  a\n"
     assert extract("<think>```python\na\n```</think>") == ""
+
+
+@pytest.mark.parametrize(
+    "unit", ["`", "```", "```\n", "```a", "a", " ", "\n ", "\t```", "```python\n", "</think>", "```python"]
+)
+def test_degenerate_responses_cost_next_to_nothing(unit):
+    with cpu_limit(5):
+        for text in (unit * 40_000, "```" + unit * 40_000, "```python\n" + unit * 40_000):
+            extract(text)
 
 
 FORGERIES = {

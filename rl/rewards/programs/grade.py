@@ -15,7 +15,7 @@ from rl.rewards.programs.cases import Case, read_cases
 
 KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # how a test fails
 SPARE = 0.1  # of --reward-timeout, for what is not the program's
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def extract(response: str) -> str:
