@@ -42,12 +42,12 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
         os.dup2(nothing, file)
-    names: dict = {}
-    exec("\n".join(f"from {module} import *\nimport {module}" for module in MODULES), names)
+    prelude = types.ModuleType("__main__")  # a fork has it to itself
+    exec("\n".join(f"from {module} import *\nimport {module}" for module in MODULES), prelude.__dict__)
     unused = traces()
     _write(said, {"ready": True})
     for line in asked:
-        reply = run(json.loads(line), names, nothing)
+        reply = run(json.loads(line), prelude, nothing)
         _write(said, reply | {"used": traces() != unused})
 
 
@@ -69,9 +69,8 @@ def traces() -> list:
     return found
 
 
-def run(task: dict, names: dict, nothing: int) -> dict:
-    """The program's output, as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes it. names: of
-    the prelude."""
+def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
+    """The program's output, as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes it."""
     given = os.memfd_create("stdin")
     with open(os.dup(given), "w", errors="surrogateescape") as file:
         file.write(task["stdin"])
@@ -79,7 +78,7 @@ def run(task: dict, names: dict, nothing: int) -> dict:
     reader, writer = os.pipe()
     process = os.fork()
     if not process:
-        _be_program(task, names, given, writer, nothing)
+        _be_program(task, prelude, given, writer, nothing)
     os.close(given)
     os.close(writer)
     output, ended = _output(reader, process, time.monotonic() + task["seconds"], task["output"])
@@ -139,7 +138,7 @@ def _ending(status: int) -> str:
 # ------------------------------------------------------------------------------------------------- the program's process
 
 
-def _be_program(task: dict, names: dict, given: int, writer: int, nothing: int) -> None:
+def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, nothing: int) -> None:
     """The life of the forked process; never returns."""
     code = 1
     try:
@@ -149,7 +148,7 @@ def _be_program(task: dict, names: dict, given: int, writer: int, nothing: int) 
         os.dup2(writer, ANSWER)
         os.closerange(ANSWER + 1, 4 * OPEN_FILES)
         _limit(task)
-        code = _run_program(task, names if task["prelude"] else {})
+        code = _run_program(task, prelude if task["prelude"] else types.ModuleType("__main__"))
     finally:
         with contextlib.suppress(BaseException):
             threading._shutdown()  # waits for the program's threads, as Python does at its end
@@ -175,15 +174,16 @@ def _limit(task: dict) -> None:
         resource.setrlimit(limit, (most, most + beyond))
 
 
-def _run_program(task: dict, names: dict) -> int:
-    """Its exit code."""
-    me = os.getpid()
+def _run_program(task: dict, module: types.ModuleType) -> int:
+    """Its exit code. module: that it is to be."""
+    me, before = os.getpid(), module.__dict__.get(task["function"])
     sys.setrecursionlimit(600_000)
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    module.__dict__.update(names, __name__="solution" if task["function"] or task["checks"] else "__main__")
+    sys.modules["__main__"] = module
+    if task["function"] or task["checks"]:
+        module.__name__ = "solution"  # what it does as a program is of no interest
     try:
         exec(compile(task["program"], "<program>", "exec"), module.__dict__)
-        answer = _answer(task, module.__dict__, names)
+        answer = _answer(task, module.__dict__, before)
         if answer is not None and os.getpid() == me:  # not a fork that the program made
             _write(ANSWER, answer)
         return 0
@@ -196,9 +196,9 @@ def _run_program(task: dict, names: dict) -> int:
         return SYNTAX if isinstance(error, SyntaxError) else MEMORY if isinstance(error, MemoryError) else 1
 
 
-def _answer(task: dict, names: dict, given: dict) -> dict | None:
-    """What the tested function returns, or that the checks passed; None of a program that prints. given: the names that were
-    there before the program."""
+def _answer(task: dict, names: dict, before: object) -> dict | None:
+    """What the tested function returns, or that the checks passed; None of a program that prints. before: what had the
+    function's name before the program."""
     if task["checks"]:
         exec(compile(task["checks"], "<checks>", "exec"), names)
         return {"passed": True}
@@ -206,7 +206,7 @@ def _answer(task: dict, names: dict, given: dict) -> dict | None:
         return None
     holder = names["Solution"]() if isinstance(names.get("Solution"), type) else None
     function = getattr(holder, task["function"], None) or names[task["function"]]
-    if function is given.get(task["function"]):  # such as operator's add
+    if function is before:  # such as operator's add
         raise NameError(task["function"])
     return {"value": function(*map(_with_numbers, task["arguments"]))}
 
