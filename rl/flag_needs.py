@@ -16,7 +16,7 @@ from rl import flag_words
 from rl.ranges import flag
 from rl.ranks import launch
 from rl.ranks.device import has_accelerator
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Facts:
         on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
             engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
-        names = [] if args.own_reward else [verifier_name(source) for source in sources]
+        names = [] if args.own_reward else [verifier_name(source, args.reward) for source in sources]
         graders = frozenset(BUILT_IN[name] for name in names if name)
         return Facts(takes_images, has_experts, engine, on_accelerator, graders)
 
@@ -112,6 +112,7 @@ PROCESSES = Need(
     lambda args, facts: bool(args.own_reward or facts.graders - HARMLESS),
     later=True,
 )
+PROGRAMS = Need("without --reward code or data of programs", lambda args, facts: code in facts.graders, later=True)
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 TURNS = Need("without --env, --tools or --agent", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
@@ -165,6 +166,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("without data of gsm8k", lambda args, facts: args.own_reward or gsm8k in facts.graders, (0,), later=True),
     ),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
+    **dict.fromkeys(("code_tests", "code_timeout", "code_memory_limit_gb"), (PROGRAMS,)),
+    "code_score": (dataclasses.replace(PROGRAMS, unless=("fraction",)),),
     # environments
     **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),

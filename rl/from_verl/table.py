@@ -258,7 +258,10 @@ TABLE: dict[str, list[Row]] = {
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
         missing("reward.reward_manager.source=register reward.reward_manager.module.*", "write what it does into --reward"),
-        missing("sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*", "no code sandbox"),
+        to("reward.sandbox_fusion.memory_limit_mb|reward_model.sandbox_fusion.memory_limit_mb|sandbox_fusion.memory_limit_mb=1024",
+           "--code-memory-limit-gb", "", m.program_memory),
+        unneeded("sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*", "programs run in a sandbox of each "
+                 "rank's own; `--reward-workers` for several"),
         unneeded("reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
                  "reward_model.overlong_buffer.log", "the penalty is always a metric"),
         unneeded("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "`--reward-workers` a "

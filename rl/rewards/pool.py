@@ -27,17 +27,19 @@ from rl.rewards.at_once import AtOnce, Task
 from rl.rewards.environment import check_passed
 from rl.rewards.judge_args import JudgeArgs
 from rl.rewards.process import Lost, ScoringProcess
+from rl.rewards.programs.args import CODE, CodeArgs
 from rl.rewards.score import EVENTS, Score, as_score
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, gsm8k, verifier_name
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 
 @dataclass
-class RewardArgs(JudgeArgs):
+class RewardArgs(JudgeArgs, CodeArgs):
     """The reward function, and what happens when it fails."""
 
     reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
-    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. It may be async."""
+    extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. It may be async.
+    Or "code": responses are programs, which are tested in a sandbox."""
     reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
     """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
     reward_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
@@ -65,13 +67,15 @@ class RewardArgs(JudgeArgs):
     @property
     def own_reward(self) -> str | None:
         """What scores all responses, in the words of its flag; None where the built-in verifiers do."""
-        return f"--judge {self.judge}" if self.judge else f"--reward {self.reward}" if self.reward else None
+        if self.judge:
+            return f"--judge {self.judge}"
+        return f"--reward {self.reward}" if self.reward and self.reward != CODE else None
 
     def check(self) -> None:
         """Raises UserError for a --reward that names no file."""
         if self.judge and self.reward:
             raise UserError("--reward and --judge: a response has one score. Call the judge in your function (docs/judges.md).")
-        if not self.reward:
+        if not self.reward or self.reward == CODE:
             return
         path, _, function = self.reward.rpartition(":")
         if not path or not function:
@@ -97,17 +101,22 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
 
 def can_score(source: str, args: RewardArgs) -> bool:
     """Whether a response to a prompt of this data_source can be scored."""
-    return bool(args.own_reward) or verifier_name(source) is not None
+    return bool(args.own_reward) or verifier_name(source, args.reward) is not None
 
 
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
-    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves; --reward serves all."""
+    """sources: data_source -> where it first stands. Raises UserError for one that no verifier serves (--reward serves all),
+    and for programs without a sandbox that holds."""
     for source, where in sources.items():
         if not can_score(source, args):
             raise UserError(
                 f"{where}: there is no built-in reward for data_source {source!r}. Give your own with --reward "
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
             )
+    if not args.own_reward and any(BUILT_IN[verifier_name(source, args.reward)] is code for source in sources):
+        from rl.rewards.programs import sandbox  # late: of use to those alone who train on programs
+
+        sandbox.check()
 
 
 # ------------------------------------------------------------------------------------------------------- the pool
@@ -148,10 +157,12 @@ class ScoringPool:
     ) -> None:
         """prompt: for the judge, messages or text."""
         self._threads.raise_failure()
+        more = {"prompt": prompt} if self.args.judge else {}
         if not self.args.own_reward:
             check_sources({data_source: f"response {key}"}, self.args)
-            data_source = verifier_name(data_source)  # the worker looks it up in BUILT_IN
+            data_source = verifier_name(data_source, self.args.reward)  # the worker looks it up in BUILT_IN
             function = BUILT_IN[data_source]
+            more = {"limits": self.args.limits(self.args.reward_timeout)} if function is code else {}
             if function in HARMLESS:
                 graded = self.args.format_score and function is gsm8k
                 value = function(
@@ -164,7 +175,7 @@ class ScoringPool:
             "solution_str": text,
             "ground_truth": ground_truth,
             "extra_info": extra_info,
-        } | ({"prompt": prompt} if self.args.judge else {})
+        } | more
         self._threads.queue.put((key, json.dumps(item, default=plain)))
         self.pending += 1
         if len(self._threads) < min(self.args.reward_workers, self.pending):
@@ -273,7 +284,7 @@ class _Threads:
         """A scoring process for as long as it lasts; returns how it was lost if it was never ready."""
         args = self.args
         limits = args.reward_memory_limit_gb, args.reward_cpu_limit
-        spec = args.judge_spec(first=not self.begun.is_set()) if args.judge else args.reward
+        spec = args.judge_spec(first=not self.begun.is_set()) if args.judge else args.reward if args.own_reward else None
         with ScoringProcess(spec, *limits, (*args.reward_env, *args.judge_env)) as process:
             try:
                 kind = self._await_ready(process)
@@ -345,7 +356,7 @@ class _Threads:
             self._first_calls.append(time.monotonic() - started)
         if "failed" not in reply:
             return as_score(reply["value"])
-        if self.args.own_reward:
+        if self.args.own_reward or BUILT_IN[json.loads(item)["data_source"]] is code:  # programs fail in the sandbox, not here
             return Score(None, event="error", message=f"{reply['failed']:.500}")
         return wrong_answer(json.loads(item))
 

@@ -6,8 +6,10 @@ numbers: verl's signature. Who runs them, and a user's own function: rl/rewards/
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from rl.rewards.answers import BOX, answer_line, boxed, canonical, hash_line, last_number, number, quantity, same
+from rl.rewards.programs.args import CODE, CodeArgs
 
 
 def gsm8k(
@@ -91,6 +93,16 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
+def code(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, limits: dict | None = None
+) -> dict:
+    """The fraction of the tests of the ground truth that the response's program passes, in a sandbox: see
+    rl/rewards/programs/grade.py. limits: of CodeArgs."""
+    from rl.rewards.programs.grade import grade  # late: of use to those alone who train on programs
+
+    return grade(solution_str, ground_truth, limits or CodeArgs().limits(in_all=10.0))
+
+
 BUILT_IN: dict[str, Callable] = {
     "demo": exact,
     "openai/gsm8k": gsm8k,
@@ -105,14 +117,18 @@ BUILT_IN: dict[str, Callable] = {
     "aime": math_dapo,  # and every name that begins so: aime24, aime_2025, ...
     "hiyouga/geometry3k": geo3k,
     "geo3k": geo3k,
+    CODE: code,
+    **dict.fromkeys(("apps", "codecontests", "codeforces", "taco"), code),
 }
 # A few string operations that cannot hang: scored at once. Everything else goes to the pool: the user's function, which may
 # do anything, and the graders of mathematics, which read a notation of the model's choice.
 HARMLESS = {exact, gsm8k, gsm8k_flexible}
 
 
-def verifier_name(data_source: str) -> str | None:
-    """The name in BUILT_IN that serves the data_source; None if none does."""
+def verifier_name(data_source: str, reward: str | None = None) -> str | None:
+    """The name in BUILT_IN that serves the data_source; None if none does. reward: --reward, unless it is the user's own."""
+    if reward == CODE:
+        return CODE
     if data_source in BUILT_IN:
         return data_source
     return "aime" if str(data_source).startswith("aime") else None

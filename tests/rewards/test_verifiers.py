@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.rewards.answers import canonical, number, quantity
-from rl.rewards.verifiers import BUILT_IN, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
+from rl.rewards.verifiers import BUILT_IN, code, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
 
@@ -30,7 +30,7 @@ def test_judged_responses(row):
 
 def test_the_table_covers_every_verifier_with_right_and_wrong_responses():
     judged = {BUILT_IN[verifier_name(row["source"])] for row in ROWS if row["right"] and row["wrong"]}
-    assert judged == set(BUILT_IN.values()) - {exact} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
+    assert judged == set(BUILT_IN.values()) - {exact, code} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
 
 
 def test_verls_name_math_is_verls_grader():

@@ -30,6 +30,7 @@ VLLM_ON_CPU, VLLM = dataclasses.replace(CPU, engine="vllm"), dataclasses.replace
 IMAGES, EXPERTS = dataclasses.replace(CPU, takes_images=True), dataclasses.replace(CPU, has_experts=True)
 SAFE = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k}))
 MATH = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k, verifiers.math_verify}))
+PROGRAMS = dataclasses.replace(CPU, graders=frozenset({verifiers.code}))
 
 # flag with a value: what it lacks here, as the warning says it; what it has there; the script. What is lacked or had is another
 # flag, or a fact of the model and the machine.
@@ -86,6 +87,10 @@ CASES = [
     ("--reward-workers 5", SAFE, MATH),
     ("--reward-memory-limit-gb 5", SAFE, MATH),
     ("--reward-env HOME", SAFE, MATH),
+    ("--code-score all", MATH, PROGRAMS),
+    ("--code-tests 5", SAFE, PROGRAMS),
+    ("--code-timeout 9", MATH, PROGRAMS),
+    ("--code-memory-limit-gb 2", MATH, PROGRAMS),
     ("--format-score 0.1", CPU, SAFE),
     ("--reward-concurrency 8", "", f"--reward {__file__}:look"),
     ("--judge-url http://x", "", f"--judge {RUBRIC}"),

@@ -1,0 +1,121 @@
+"""The tests of a row, in the layouts of known data sets of programming tasks, and whether a program's output is right."""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """One test. It is a program's input and output, a function's arguments and value, or statements that must not fail."""
+
+    expected: Any = None
+    stdin: str = ""
+    function: str = ""
+    arguments: list | tuple = ()
+    checks: str = ""
+
+    def passes(self, output: str) -> bool:
+        """Whether a program that has ended well, with this output, passes."""
+        if not self.function and not self.checks:
+            return same_text(output, self.expected)
+        try:
+            answer = json.loads(output)
+        except (ValueError, RecursionError):
+            return False
+        if self.checks:
+            return answer == {"passed": True}
+        return isinstance(answer, dict) and "value" in answer and same_value(answer["value"], self.expected)
+
+
+def read_cases(truth: Any) -> list[Case]:
+    """The tests of a ground truth, which may be JSON. Raises ValueError if it has none in a layout that is known.
+
+    Layouts: {"inputs", "outputs", "fn_name"} (APPS, TACO, verl's prime_code), also within "input_output"; a list of {"input",
+    "output", "testtype", "metadata"} (LiveCodeBench); asserts, as a list or under "test_list" (MBPP) or "assert_case" (verl's
+    sandbox_fusion); {"test", "entry_point"} (HumanEval)."""
+    truth = json.loads(truth) if isinstance(truth, str) else truth
+    if isinstance(truth, dict) and truth.get("input_output"):
+        return read_cases(truth["input_output"])
+    if isinstance(truth, list) and truth:
+        of_strings = all(isinstance(case, str) for case in truth)
+        return read_cases({"test_list": truth}) if of_strings else [_of_live_code_bench(case) for case in truth]
+    if not isinstance(truth, dict):
+        raise ValueError(f"the ground truth {truth!r:.100} has no tests")
+    if truth.get("test") and truth.get("entry_point"):
+        return [Case(checks=f"{truth['test']}\ncheck({truth['entry_point']})")]
+    asserts = truth.get("test_list") or truth.get("assert_case") or []
+    asserts = [text for text in ([asserts] if isinstance(asserts, str) else asserts) if text]
+    if asserts:
+        before = truth.get("test_setup_code") or "\n".join(truth.get("test_imports") or ())
+        return [Case(checks=f"{before}\n{text}") for text in asserts]
+    inputs, outputs = list(truth.get("inputs") or ()), list(truth.get("outputs") or ())
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs: {truth!r:.100}")
+    return [_case(truth.get("fn_name"), given, expected) for given, expected in zip(inputs, outputs, strict=True)]
+
+
+def _of_live_code_bench(case: Any) -> Case:
+    if not isinstance(case, dict) or not case.keys() >= {"input", "output"}:
+        raise ValueError(f"the ground truth has a test {case!r:.100}, without input and output")
+    name = (case.get("metadata") or {}).get("func_name") or case.get("fn_name")
+    if case.get("testtype") == "functional" and not name:
+        raise ValueError('the ground truth has a functional test without "metadata": {"func_name": ...}')
+    return _case(name if case.get("testtype") != "stdin" else None, case["input"], case["output"])
+
+
+def _case(function: str | None, given: Any, expected: Any) -> Case:
+    if function:
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
+        return Case(_from_json(expected), function=function, arguments=arguments)
+    return Case(*("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (expected, given)))
+
+
+def _from_json(value: Any) -> Any:
+    """The value of a text that is JSON; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+# --------------------------------------------------------------------------------------------------------------- comparisons
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Word by word in each line that is not empty. Where a fraction is expected, a number within 1e-5 counts; where an integer
+    is expected, 3.0 counts for 3. (verl's prime_code lets integers be 1e-5 off, too, and wants one number in a line.)"""
+    lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
+    return len(lines) == len(wanted) and all(
+        len(words) == len(its) and all(map(_same_word, words, its)) for words, its in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    integers = [text.lstrip("+-").isdigit() for text in (word, wanted)]
+    try:
+        return not all(integers) and _close(float(word), float(wanted), exactly=integers[1])
+    except ValueError:
+        return False
+
+
+def _close(number: float, wanted: float, exactly: bool = False) -> bool:
+    if not math.isfinite(number) or not math.isfinite(wanted):
+        return False
+    return number == wanted if exactly else math.isclose(number, wanted, rel_tol=1e-5, abs_tol=1e-8)
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether JSON values are equal, fractions up to 1e-5. As in verl's prime_code an expected list may hold the value."""
+    return _same_json(value, expected) or (isinstance(expected, list) and bool(expected) and _same_json(value, expected[0]))
+
+
+def _same_json(value: Any, expected: Any) -> bool:
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same_json, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same_json(value[key], expected[key]) for key in value)
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return _close(value, expected)
+    return value == expected

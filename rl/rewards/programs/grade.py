@@ -1,0 +1,75 @@
+"""The grader of programs: the response's program, run on a row's tests in a sandbox.
+
+Expected values stay in this process: the sandbox gets inputs and returns outputs, so that no trick within it passes a test.
+Asserts are the exception: they run next to the program, which may tamper with them.
+"""
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rl.rewards.programs import sandbox
+from rl.rewards.programs.cases import Case, read_cases
+
+KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # how a test fails
+SPARE = 0.1  # of --reward-timeout, for what is not the program's
+BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def extract(response: str) -> str:
+    """The last block of Python that is fenced by ```, or else the last fenced block, or else all of the response's answer."""
+    answer = response.rpartition("</think>")[2]
+    blocks = BLOCK.findall(answer)
+    marked = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
+    return (marked or [code for _, code in blocks] or [answer])[-1]
+
+
+def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
+    """score: as --code-score has it. acc: 1 if all tests pass, else 0. tests_run, tests_passed; failed_<kind>: 1 for the kind
+    of the first failure. limits: see CodeArgs.limits. Raises ValueError for a ground truth that cannot be read, UserError if
+    there is no sandbox."""
+    program = extract(response)
+    if not program.strip():
+        return _result([], 0, limits)
+    cases = read_cases(truth)
+    cases = cases[: limits["tests"] or len(cases)]
+    kinds = []
+    for kind in _kinds(program, cases, limits):
+        kinds.append(kind)
+        if kind != "ok" and limits["all"]:
+            break
+    return _result(kinds, len(cases), limits)
+
+
+def _kinds(program: str, cases: list[Case], limits: dict) -> Iterator[str]:
+    """Of each test, until the time of all is up: "ok" or one of KINDS."""
+    until = time.monotonic() + (1 - SPARE) * limits["in_all"]
+    for case in cases:
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        ran = sandbox.run(
+            program,
+            stdin=case.stdin,
+            function=case.function,
+            arguments=case.arguments,
+            checks=case.checks,
+            seconds=min(2 * limits["seconds"], left),
+            cpu=math.ceil(limits["seconds"]),
+            memory_gb=limits["memory_gb"],
+            prelude=True,
+        )
+        yield ran.ended if ran.ended != "ok" else "ok" if case.passes(ran.output) else "wrong"
+        if ran.ended == "syntax":  # so have all
+            return
+
+
+def _result(kinds: list[str], tests: int, limits: dict) -> dict[str, float]:
+    passed = kinds.count("ok")
+    right = float(passed == tests > 0)
+    failed = next((kind for kind in kinds if kind != "ok"), "" if right else "timeout" if tests else "syntax")
+    score = right if limits["all"] else passed / max(1, tests)
+    counts = {"acc": right, "tests_run": len(kinds), "tests_passed": passed}
+    return {"score": score} | counts | {f"failed_{kind}": float(kind == failed) for kind in KINDS}

@@ -1,0 +1,223 @@
+"""The first process in a sandbox: forks a process for each program and says what the program printed, not whether it is right.
+
+Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py): nothing of the project is in the
+sandbox. A program can print what it likes, so nothing that it does to its own process can make it right. It cannot reach this
+one: that is process 1 of its namespace, which no signal from within ends, and it is not dumpable, so nobody may trace it.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+
+SET_DUMPABLE = 4  # an option of prctl
+ANSWER = 3  # the file descriptor of a function's answer
+OPEN_FILES = 64
+PROCESSES = 16  # threads among them
+FILE_BYTES = 1 << 25
+SYNTAX, MEMORY = 101, 102  # exit codes; a program may use them, too: they only name the failure
+SCRATCH = ("/tmp", "/dev/shm")
+SHARED = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")
+MODULES = (  # that programs of programming contests take for granted, with all their names
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools"),
+    *("functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let a program's signal in
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the starter's limit is for its own work
+    asked, said = os.fdopen(os.dup(0)), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in range(3):
+        os.dup2(nothing, file)
+    prelude = types.ModuleType("__main__")  # a fork has it to itself
+    exec("\n".join(f"from {module} import *\nimport {module}" for module in MODULES), prelude.__dict__)
+    unused = traces()
+    _write(said, {"ready": True})
+    for line in asked:
+        reply = run(json.loads(line), prelude, nothing)
+        _write(said, reply | {"used": traces() != unused})
+
+
+def _write(file: int, reply: dict) -> None:
+    data = json.dumps(reply).encode() + b"\n"
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def traces() -> list:
+    """What a program can leave behind, but for processes."""
+    found: list = []
+    for folder in SCRATCH:
+        with contextlib.suppress(OSError):
+            found += [os.stat(folder).st_mode, *os.listdir(folder)]
+    for table in SHARED:
+        with contextlib.suppress(OSError), open(table) as file:
+            found.append(file.read())
+    return found
+
+
+def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
+    """The program's output, as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes it."""
+    given = os.memfd_create("stdin")
+    with open(os.dup(given), "w", errors="surrogateescape") as file:
+        file.write(task["stdin"])
+    os.lseek(given, 0, os.SEEK_SET)
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        _be_program(task, prelude, given, writer, nothing)
+    os.close(given)
+    os.close(writer)
+    output, ended = _output(reader, process, time.monotonic() + task["seconds"], task["output"])
+    status = _end_all(process)
+    while not ended and len(output) <= task["output"] and (part := os.read(reader, 1 << 16)):
+        output += part
+    os.close(reader)
+    if len(output) > task["output"]:
+        ended = "output"
+    return {"output": output[: task["output"]].decode(errors="replace"), "ended": ended or _ending(status)}
+
+
+def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearray, str]:
+    """What it writes while it runs, and "timeout" if it still does when its time is up."""
+    output = bytearray()
+    end = os.pidfd_open(process)
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    poller.register(end, select.POLLIN)
+    try:
+        while len(output) <= most:
+            ready = {file for file, _ in poller.poll(max(0.0, 1000 * (until - time.monotonic())))}
+            if end in ready:
+                return output, ""
+            if reader in ready:
+                part = os.read(reader, 1 << 16)
+                output += part
+                if not part:  # it has closed its output
+                    poller.unregister(reader)
+            if time.monotonic() >= until:
+                return output, "timeout"
+        return output, "output"
+    finally:
+        os.close(end)
+
+
+def _end_all(process: int) -> int:
+    """Ends the program and whatever it has started; the program's status."""
+    status = 0
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            pid, its = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if pid == process:
+            status = its
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return "timeout" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "error"  # by its limit of CPU time
+    return {0: "ok", SYNTAX: "syntax", MEMORY: "memory"}.get(os.WEXITSTATUS(status), "error")
+
+
+# ------------------------------------------------------------------------------------------------- the program's process
+
+
+def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, nothing: int) -> None:
+    """The life of the forked process; never returns."""
+    code = 1
+    try:
+        prints = not task["function"] and not task["checks"]
+        for source, target in ((given, 0), (writer if prints else nothing, 1), (writer if task["errors"] else nothing, 2)):
+            os.dup2(source, target)
+        os.dup2(writer, ANSWER)
+        os.closerange(ANSWER + 1, 4 * OPEN_FILES)
+        _limit(task)
+        code = _run_program(task, prelude if task["prelude"] else types.ModuleType("__main__"))
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # waits for the program's threads, as Python does at its end
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _limit(task: dict) -> None:
+    limits = {
+        resource.RLIMIT_AS: task["memory"],
+        resource.RLIMIT_CPU: task["cpu"],
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_NPROC: PROCESSES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for limit, most in limits.items():
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        beyond = 1 if limit == resource.RLIMIT_CPU and most != hard else 0  # the soft one has a signal of its own
+        resource.setrlimit(limit, (most, most + beyond))
+
+
+def _run_program(task: dict, module: types.ModuleType) -> int:
+    """Its exit code. module: that it is to be."""
+    me, before = os.getpid(), module.__dict__.get(task["function"])
+    sys.setrecursionlimit(600_000)
+    sys.modules["__main__"] = module
+    if task["function"] or task["checks"]:
+        module.__name__ = "solution"  # what it does as a program is of no interest
+    try:
+        exec(compile(task["program"], "<program>", "exec"), module.__dict__)
+        answer = _answer(task, module.__dict__, before)
+        if answer is not None and os.getpid() == me:  # not a fork that the program made
+            _write(ANSWER, answer)
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException as error:
+        if task["errors"]:
+            sys.stdout.flush()
+            traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))  # without this frame
+        return SYNTAX if isinstance(error, SyntaxError) else MEMORY if isinstance(error, MemoryError) else 1
+
+
+def _answer(task: dict, names: dict, before: object) -> dict | None:
+    """What the tested function returns, or that the checks passed; None of a program that prints. before: what had the
+    function's name before the program."""
+    if task["checks"]:
+        exec(compile(task["checks"], "<checks>", "exec"), names)
+        return {"passed": True}
+    if not task["function"]:
+        return None
+    holder = names["Solution"]() if isinstance(names.get("Solution"), type) else None
+    function = getattr(holder, task["function"], None) or names[task["function"]]
+    if function is before:  # such as operator's add
+        raise NameError(task["function"])
+    return {"value": function(*map(_with_numbers, task["arguments"]))}
+
+
+def _with_numbers(argument: object) -> object:
+    """A dict whose keys were numbers before it became JSON."""
+    if isinstance(argument, dict):
+        with contextlib.suppress(ValueError):
+            return {int(key): value for key, value in argument.items()}
+    return argument
+
+
+if __name__ == "__main__":
+    main()

