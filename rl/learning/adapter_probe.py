@@ -22,7 +22,7 @@ TOKENS = 33  # in the probe
 
 
 class AdapterProbe:
-    """The probe of one learner. The tokens mean nothing; they are from the middle of the vocabulary, where no special ones are."""
+    """The probe of one learner. Its tokens mean nothing; they are from the middle of the vocabulary, where none is special."""
 
     def __init__(self, learner: Learner):
         self._learner = learner
@@ -32,8 +32,8 @@ class AdapterProbe:
         self._before: list[float] | None = None  # with those of the last call
 
     def __call__(self) -> dict:
-        """The tokens `ids`, and of all but the first the log-probs at temperature 1: under the `base`, under the model `before`,
-        when this was last asked, and `now`. In nats. A collective of the learners, all of which compute the same."""
+        """The tokens `ids`, and of all but the first the log-probs at temperature 1, in nats: under the model without adapters
+        (`base`), with those of the last call (`before`), and `now`. A collective of the learners; all compute the same."""
         policy = self._learner.policy
         if self._base is None:
             self._base = self._log_probs(WithoutAdapters(policy))

@@ -1,8 +1,7 @@
-"""The embedded engine's products of a model whose adapters come by themselves (--publish adapter): they are added in its forward
-pass, after the product with the weight, which stays as it was loaded."""
+"""The embedded engine's products of a model whose adapters come by themselves (--publish adapter): they are added to that of
+the weight, which stays as it was loaded."""
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from rl.adapters.lora import AdaptedLinear, AdapterArgs, Adapters, adapt

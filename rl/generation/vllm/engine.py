@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request
@@ -97,7 +98,9 @@ class VLLMEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
+        adapters: AdapterArgs | None = None,
     ):
+        """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
         self.device, self.max_length, self.version = torch.device(device), max_length, -1
         # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
@@ -105,6 +108,11 @@ class VLLMEngine:
         # the names and shapes of what the learner sends
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
+        expected, self.adapter = dict(skeleton.named_parameters()), None
+        if adapters:
+            from rl.generation.vllm.adapters import OwnAdapter
+
+            self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -124,7 +132,9 @@ class VLLMEngine:
             from rl.generation.vllm.states import check_states
 
             check_states(self.engine)
-        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
+        if self.adapter:
+            self.adapter.begin(self.weights)
         self.chosen = None
         if args.router_replay == "R3":
             self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
@@ -133,6 +143,7 @@ class VLLMEngine:
         self._added = 0  # requests so far
         self._updates = 0  # the prefix cache is shared within one: `cache_salt`
         self._stream: list[int] | None = None  # see `_random_numbers`
+        self._ended: list[Output] = []  # while `log_probs_of` stepped
 
     # -- the contract
 
@@ -146,20 +157,21 @@ class VLLMEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._ended)
 
     def step(self) -> list[Output]:
         if self.asleep:
             raise RuntimeError("the engine sleeps and has no weights: it must be updated before it generates")
+        ended, self._ended = self._ended, []
         if not self._pending:
-            return []
+            return ended
         with self._random_numbers():
             outputs = self.engine.step()
-        return [self._output(out) for out in outputs if out.finished]
+        return ended + [self._output(out) for out in outputs if out.finished]
 
     def unfinished(self) -> list[Output]:
         states = self.engine.output_processor.request_states
-        return [
+        return self._ended + [
             self._joined(
                 pending,
                 states[pending.inner_id].logprobs_processor.logprobs,
@@ -172,6 +184,7 @@ class VLLMEngine:
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
         self._pending.clear()
+        self._ended.clear()
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
@@ -181,7 +194,7 @@ class VLLMEngine:
         for pending in self._pending.values():
             pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
             pending.versions.append(self.version)
-        self.weights.load(weights)
+        self._load(weights)
         if self.asleep:
             empty_cache()
             self.engine.wake_up(["kv_cache"])
@@ -200,16 +213,32 @@ class VLLMEngine:
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=2)  # 2: nothing is copied to the host, because new weights will come anyway
+            # 2: nothing is copied to the host, because new weights will come anyway; but not those that adapters go with
+            self.engine.sleep(level=1 if self.adapter else 2)
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
         """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
-        return self.weights.read_back(name)
+        return self._part(name).read_back(name)
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What `read_back` gives if the learner has sent `whole`: see LiveWeights.own_part."""
-        return self.weights.own_part(name, whole)
+        return self._part(name).own_part(name, whole)
+
+    def log_probs_of(self, ids: list[int]) -> list[float]:
+        """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
+        the slot that is kept for it, and those that run continue meanwhile."""
+        waiting = self._take_waiting()
+        key, found = f"probe {self._updates}", None
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        self._request(key, {"prompt_token_ids": ids, "cache_salt": key}, params)
+        while found is None:
+            with self._random_numbers():
+                outputs = self.engine.step()
+            found = next((out.prompt_logprobs for out in outputs if out.request_id == key and out.finished), None)
+            self._ended += [self._output(out) for out in outputs if out.finished and out.request_id != key]
+        self._hand_over_again(waiting)
+        return list(found.logprobs)
 
     def close(self) -> None:
         """Ends vLLM's threads and gives its memory back."""
@@ -226,7 +255,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,  # token ids go in and come out
             generation_config="vllm",  # the sampling settings are the request's alone
             max_model_len=self.max_length,
-            max_num_seqs=args.max_num_seqs,
+            max_num_seqs=args.max_num_seqs + bool(self.adapter),  # for `log_probs_of`
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_chunked_prefill=self.chunks,
             # off on a CPU with routes (routes.py), and where states would be shared of prompts that are not split
@@ -244,6 +273,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
             **self.states,
+            **(self.adapter.settings if self.adapter else {}),
             seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
@@ -303,15 +333,45 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        return self.engine.add_request(key, prompt, params)
+        return self._request(key, prompt, params)
+
+    def _request(self, key: str, prompt: dict, params: vllm.SamplingParams) -> str:
+        return self.engine.add_request(key, prompt, params, **({"lora_request": self.adapter.request} if self.adapter else {}))
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Puts an update in. Of an engine with adapters the model comes once, behind them."""
+        if not self.adapter:
+            self.weights.load(weights)
+            return
+        rest = self.adapter.taken_out(weights)
+        if self.version < 0:
+            self.weights.load(rest)
+        elif (name := next(rest, None)) is not None:
+            raise ValueError(f"weight {name[0]} was sent before: later updates have adapters alone")
+        self.adapter.swap()
+
+    def _part(self, name: str):
+        """What knows the learner's weight `name`."""
+        return self.adapter if self.adapter and name in self.adapter.shapes else self.weights
 
     def _renew_waiting(self) -> None:
         """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
         blocks of the weights that were just replaced."""
-        for key, pending in self._pending.items():
-            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING:
-                self.engine.abort_request([pending.inner_id], internal=True)
-                pending.inner_id = self._hand_over(key, pending.request)
+        self._hand_over_again(self._take_waiting())
+
+    def _take_waiting(self) -> list[str]:
+        """Takes the requests that have not begun back from vLLM."""
+        waiting = [
+            key
+            for key, pending in self._pending.items()
+            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING
+        ]
+        self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
+        return waiting
+
+    def _hand_over_again(self, waiting: list[str]) -> None:
+        for key in waiting:
+            self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
     def _output(self, out: vllm.RequestOutput) -> Output:
         pending, completion = self._pending.pop(out.request_id), out.outputs[0]
