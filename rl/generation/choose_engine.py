@@ -30,7 +30,12 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens, adapters)
+        what = (path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        if adapters:
+            from rl.generation.vllm.adapters import AdaptedVLLMEngine
+
+            return AdaptedVLLMEngine(*what, adapters=adapters)
+        return VLLMEngine(*what)
     return TransformersEngine(
         path,
         max_length=max_length,

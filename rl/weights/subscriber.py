@@ -104,7 +104,9 @@ class Subscriber:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
         if self.plan.adapters:
             self._prove(version)
-        self.plan = self.plan.later()
+        size, self.plan = self.plan.offsets[-1], self.plan.later()
+        if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
+            self._memory = self._new(self.plan.offsets[-1])  # lets go of the model, which the engine has
 
     def _prove(self, version: int) -> None:
         """Raises RuntimeError if the engine does not apply the adapters that it has."""

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
+from rl.learning.adapter_probe import AdapterProbe
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -50,6 +51,9 @@ def main(ranks):
         started = torch.cat([whole(learner.masters.get(name, own[name])).detach().flatten().cpu() for name in own])
         draw_b(learner)
         result[case] = {"start": started, "published": joined(published(learner))}
+        dtype = getattr(torch, args.dtype)
+        result[case]["apart"] = joined({name: tensor.to(dtype) for name, tensor in learner.apart(dtype)})
+        result[case]["probe"] = torch.tensor(AdapterProbe(learner)()["now"])
         for update in range(12):
             for micro in micro_batches(batch, torch.arange(12), 60, learner.ranks):
                 log_prob, _ = learner.log_probs(micro)

@@ -1,12 +1,14 @@
-"""The one adapter of a vLLM engine that is sent adapters by themselves (--publish adapter).
+"""The vLLM engine that is sent adapters by themselves (--publish adapter): swapped in, read back out, and asked for log-probs.
 
-vLLM keeps it as adapter 1, made of tensors and never of files, and computes with the rows of it that its fused layers hold:
-`read_back` reads them there. Its B are multiplied by alpha / rank when they come in.
+vLLM keeps the policy's adapter as its adapter 1, made of tensors and never of files, and computes with the rows of it that its
+fused layers hold: `read_back` reads them there. Its B are multiplied by alpha / rank when they come in.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 
 import torch
+import vllm
 from torch import nn
 from transformers import PreTrainedModel
 from vllm.lora.lora_model import LoRAModel
@@ -18,11 +20,90 @@ from rl.adapters.files import stored_name
 from rl.adapters.lora import AdapterArgs, adapt
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
+from rl.generation.engine import EngineArgs, Output
+from rl.generation.vllm.engine import VLLMEngine
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
+from rl.model.pretrained import empty_model, load_config
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 NUMBER = 1  # vLLM's own name for the adapter
+
+
+class AdaptedVLLMEngine(VLLMEngine):
+    """`VLLMEngine` whose first update brings adapters and the model, and each later one adapters alone."""
+
+    sleep_level = 1  # the model is kept on the host: it does not come again
+
+    def __init__(
+        self,
+        model_path: str,
+        args: EngineArgs,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
+        *,
+        adapters: AdapterArgs,
+    ):
+        skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
+        self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
+        self.further_settings = self.adapter.settings
+        self._ended: list[Output] = []  # while `log_probs_of` stepped
+        args = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
+        super().__init__(model_path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        self.adapter.begin(self.weights)
+
+    @property
+    def num_unfinished(self) -> int:
+        return super().num_unfinished + len(self._ended)
+
+    def step(self) -> list[Output]:
+        ended, self._ended = self._ended, []
+        return ended + super().step()
+
+    def unfinished(self) -> list[Output]:
+        return self._ended + super().unfinished()
+
+    def abort(self) -> None:
+        super().abort()
+        self._ended.clear()
+
+    def read_back(self, name: str) -> torch.Tensor | None:
+        return self._part(name).read_back(name)
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self._part(name).own_part(name, whole)
+
+    def log_probs_of(self, ids: list[int]) -> list[float]:
+        """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
+        a slot that is kept for it; those that run continue meanwhile."""
+        waiting, key, found = self._take_waiting(), f"probe {self._updates}", None
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params)
+        while found is None:
+            with self._random_numbers():
+                outputs = [out for out in self.engine.step() if out.finished]
+            found = next((out.prompt_logprobs.logprobs for out in outputs if out.request_id == key), None)
+            self._ended += [self._output(out) for out in outputs if out.request_id != key]
+        self._hand_over_again(waiting)
+        return found
+
+    def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams) -> str:
+        return self.engine.add_request(key, prompt, params, lora_request=self.adapter.request)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        rest = self.adapter.taken_out(weights)
+        if self.version < 0:
+            self.weights.load(rest)
+        elif (again := next(rest, None)) is not None:
+            raise ValueError(f"weight {again[0]} was sent before: later updates have adapters alone")
+        self.adapter.swap()
+
+    def _part(self, name: str) -> "OwnAdapter | LiveWeights":
+        """What knows the learner's weight `name`."""
+        return self.adapter if name in self.adapter.shapes else self.weights
 
 
 class OwnAdapter:
@@ -31,18 +112,20 @@ class OwnAdapter:
     request = LoRARequest("policy", NUMBER, "in memory")
 
     def __init__(self, skeleton: PreTrainedModel, args: AdapterArgs, where: str):
-        """skeleton: the model without weights, which gets the adapters' parameters. Raises UserError for what vLLM cannot do."""
+        """skeleton: the model without weights, which gets the adapters' parameters. Raises UserError for other models."""
         config = skeleton.config
         if takes_images(config) or linear_layers(config) or getattr(config.get_text_config(), "num_experts_per_tok", None):
             raise UserError(
-                f"--publish adapter with --engine vllm is for text models whose layers are all dense attention and MLPs, and "
-                f"{where} is another one. Leave --publish out, or take --engine transformers."
+                f"--publish adapter with --engine vllm: {where} has images, experts or recurrent states. Leave --publish out, "
+                "or take --engine transformers."
             )
         self.adapters = adapt(skeleton, args, where)
         self.shapes = {name: skeleton.get_parameter(name).shape for name in self.adapters.tensors}
         rank = self.adapters.setting.rank
         if rank > RANKS[-1]:
-            raise UserError(f"--publish adapter with --engine vllm: rank {rank} is above vLLM's {RANKS[-1]}. Leave --publish out.")
+            raise UserError(
+                f"--publish adapter with --engine vllm: rank {rank} is above vLLM's {RANKS[-1]}. Leave --publish out."
+            )
         self._new: dict[str, torch.Tensor] = {}
 
     @property
@@ -90,7 +173,7 @@ class OwnAdapter:
     def read_back(self, name: str) -> torch.Tensor:
         """What this rank computes with for the adapter's tensor `name`, in the engine's own memory: B times alpha / rank."""
         layer, _, part = name.rpartition(".")
-        _, _, front = self._weights._holder(f"{layer}.weight")
+        _, _, front = self._weights.holder(f"{layer}.weight")
         module = self._layer(layer)
         own = self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
         stacked = getattr(module, "lora_a_stacked" if part == "lora_A" else "lora_b_stacked")
@@ -99,7 +182,7 @@ class OwnAdapter:
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What `read_back` gives if `whole` was sent."""
         layer, _, part = name.rpartition(".")
-        module, _, _ = self._weights._holder(f"{layer}.weight")
+        module, _, _ = self._weights.holder(f"{layer}.weight")
         by_rows = isinstance(module, RowParallelLinear)  # of its weight's columns, rather
         if part == "lora_A":
             return self._weights.own_part(f"{layer}.weight", whole) if by_rows else whole
@@ -108,8 +191,7 @@ class OwnAdapter:
 
     def _layer(self, layer: str) -> nn.Module:
         """vLLM's layer that computes the adapter of the learner's `layer`."""
-        parent, _, child = self._weights._vllms_name(layer).rpartition(".")
+        parent, _, child = self._weights.vllms_name(layer).rpartition(".")
         fused = getattr(self._weights.model, "packed_modules_mapping", {})
         names = [f"{parent}.{child}", *(f"{parent}.{name}" for name, parts in fused.items() if child in parts)]
         return next(self._manager.modules[name] for name in names if name in self._manager.modules)
-

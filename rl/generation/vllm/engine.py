@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request
@@ -86,6 +85,10 @@ class VLLMEngine:
     return the same outputs.
     """
 
+    # What an engine of adapters changes (rl/generation/vllm/adapters.py):
+    further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
+    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
+
     shares_memory = False
     reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
 
@@ -98,9 +101,7 @@ class VLLMEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
-        adapters: AdapterArgs | None = None,
     ):
-        """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
         self.device, self.max_length, self.version = torch.device(device), max_length, -1
         # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
@@ -108,11 +109,6 @@ class VLLMEngine:
         # the names and shapes of what the learner sends
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
-        expected, self.adapter = dict(skeleton.named_parameters()), None
-        if adapters:
-            from rl.generation.vllm.adapters import OwnAdapter
-
-            self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -132,9 +128,7 @@ class VLLMEngine:
             from rl.generation.vllm.states import check_states
 
             check_states(self.engine)
-        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
-        if self.adapter:
-            self.adapter.begin(self.weights)
+        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
         self.chosen = None
         if args.router_replay == "R3":
             self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
@@ -143,7 +137,6 @@ class VLLMEngine:
         self._added = 0  # requests so far
         self._updates = 0  # the prefix cache is shared within one: `cache_salt`
         self._stream: list[int] | None = None  # see `_random_numbers`
-        self._ended: list[Output] = []  # while `log_probs_of` stepped
 
     # -- the contract
 
@@ -157,21 +150,20 @@ class VLLMEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._pending) + len(self._ended)
+        return len(self._pending)
 
     def step(self) -> list[Output]:
         if self.asleep:
             raise RuntimeError("the engine sleeps and has no weights: it must be updated before it generates")
-        ended, self._ended = self._ended, []
         if not self._pending:
-            return ended
+            return []
         with self._random_numbers():
             outputs = self.engine.step()
-        return ended + [self._output(out) for out in outputs if out.finished]
+        return [self._output(out) for out in outputs if out.finished]
 
     def unfinished(self) -> list[Output]:
         states = self.engine.output_processor.request_states
-        return self._ended + [
+        return [
             self._joined(
                 pending,
                 states[pending.inner_id].logprobs_processor.logprobs,
@@ -184,7 +176,6 @@ class VLLMEngine:
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
         self._pending.clear()
-        self._ended.clear()
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
@@ -213,32 +204,16 @@ class VLLMEngine:
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
-            # 2: nothing is copied to the host, because new weights will come anyway; but not those that adapters go with
-            self.engine.sleep(level=1 if self.adapter else 2)
+            self.engine.sleep(level=self.sleep_level)
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
         """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
-        return self._part(name).read_back(name)
+        return self.weights.read_back(name)
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What `read_back` gives if the learner has sent `whole`: see LiveWeights.own_part."""
-        return self._part(name).own_part(name, whole)
-
-    def log_probs_of(self, ids: list[int]) -> list[float]:
-        """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
-        the slot that is kept for it, and those that run continue meanwhile."""
-        waiting = self._take_waiting()
-        key, found = f"probe {self._updates}", None
-        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
-        self._request(key, {"prompt_token_ids": ids, "cache_salt": key}, params)
-        while found is None:
-            with self._random_numbers():
-                outputs = self.engine.step()
-            found = next((out.prompt_logprobs for out in outputs if out.request_id == key and out.finished), None)
-            self._ended += [self._output(out) for out in outputs if out.finished and out.request_id != key]
-        self._hand_over_again(waiting)
-        return list(found.logprobs)
+        return self.weights.own_part(name, whole)
 
     def close(self) -> None:
         """Ends vLLM's threads and gives its memory back."""
@@ -255,7 +230,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,  # token ids go in and come out
             generation_config="vllm",  # the sampling settings are the request's alone
             max_model_len=self.max_length,
-            max_num_seqs=args.max_num_seqs + bool(self.adapter),  # for `log_probs_of`
+            max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_chunked_prefill=self.chunks,
             # off on a CPU with routes (routes.py), and where states would be shared of prompts that are not split
@@ -273,7 +248,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
             **self.states,
-            **(self.adapter.settings if self.adapter else {}),
+            **self.further_settings,
             seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
@@ -333,26 +308,13 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        return self._request(key, prompt, params)
+        return self._ask(key, prompt, params)
 
-    def _request(self, key: str, prompt: dict, params: vllm.SamplingParams) -> str:
-        return self.engine.add_request(key, prompt, params, **({"lora_request": self.adapter.request} if self.adapter else {}))
+    def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams) -> str:
+        return self.engine.add_request(key, prompt, params)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Puts an update in. Of an engine with adapters the model comes once, behind them."""
-        if not self.adapter:
-            self.weights.load(weights)
-            return
-        rest = self.adapter.taken_out(weights)
-        if self.version < 0:
-            self.weights.load(rest)
-        elif (name := next(rest, None)) is not None:
-            raise ValueError(f"weight {name[0]} was sent before: later updates have adapters alone")
-        self.adapter.swap()
-
-    def _part(self, name: str):
-        """What knows the learner's weight `name`."""
-        return self.adapter if self.adapter and name in self.adapter.shapes else self.weights
+        self.weights.load(weights)
 
     def _renew_waiting(self) -> None:
         """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
@@ -360,12 +322,9 @@ class VLLMEngine:
         self._hand_over_again(self._take_waiting())
 
     def _take_waiting(self) -> list[str]:
-        """Takes the requests that have not begun back from vLLM."""
-        waiting = [
-            key
-            for key, pending in self._pending.items()
-            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING
-        ]
+        """Takes the requests that have not begun out of vLLM."""
+        of = {key: self._scheduler.requests[pending.inner_id] for key, pending in self._pending.items()}
+        waiting = [key for key, request in of.items() if request.status == RequestStatus.WAITING]
         self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
         return waiting
 
