@@ -51,8 +51,9 @@ class AdaptedVLLMEngine(VLLMEngine):
         self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
         self.further_settings = self.adapter.settings
         self._ended: list[Output] = []  # while `log_probs_of` stepped
-        args = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
-        super().__init__(model_path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        one_more = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
+        super().__init__(model_path, one_more, max_length, dtype, device, trust_remote_code, end_tokens)
+        self._limit_running(args.max_num_seqs)
         self.adapter.begin(self.weights)
 
     @property
@@ -79,16 +80,23 @@ class AdaptedVLLMEngine(VLLMEngine):
     def log_probs_of(self, ids: list[int]) -> list[float]:
         """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
         a slot that is kept for it; those that run continue meanwhile."""
-        waiting, key, found = self._take_waiting(), f"probe {self._updates}", None
+        waiting, key, found, limit = self._take_waiting(), f"probe {self._updates}", None, self._limit
         params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
         self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params)
+        self._limit_running(limit + 1)
         while found is None:
             with self._random_numbers():
                 outputs = [out for out in self.engine.step() if out.finished]
             found = next((out.prompt_logprobs.logprobs for out in outputs if out.request_id == key), None)
             self._ended += [self._output(out) for out in outputs if out.request_id != key]
+        self._limit_running(limit)
         self._hand_over_again(waiting)
         return found
+
+    def _limit_running(self, requests: int) -> None:
+        """Leaves vLLM so many slots."""
+        self._limit, of = requests, self._scheduler
+        setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
 
     def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams) -> str:
         return self.engine.add_request(key, prompt, params, lora_request=self.adapter.request)
@@ -146,6 +154,7 @@ class OwnAdapter:
     def taken_out(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The rest of the weights. The adapters among them are kept for `swap`, in copies, because the sender may reuse its
         memory."""
+        self._new = {}  # of an update that failed
         for name, tensor in weights:
             if name not in self.shapes:
                 yield name, tensor
