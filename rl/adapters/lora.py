@@ -43,8 +43,8 @@ class AdapterArgs:
     lora_model: str | None = None
     """Directory of an adapter in peft's format to start from. It decides --lora-rank, --lora-alpha and --lora-target."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get at a publish: weights with the adapters merged into them, or the adapters alone, beside a model that is
-    sent once. The latter is small, and slows generation down a little (vLLM on a CPU: two to three times)."""
+    """What engines get at a publish: weights with the adapters merged into them, or the adapters alone, to be added to a
+    model that is sent once. The latter is small, and slows generation down a little (vLLM on a CPU: two to three times)."""
 
     @property
     def publishes_adapters(self) -> bool:

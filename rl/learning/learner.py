@@ -47,8 +47,7 @@ class Outgoing:
     shapes: dict[str, list[int]]  # by name, in the order in which the tensors come: those that training changes are first
     frozen: frozenset[str]  # the names of the others
     tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
-    # With --publish adapter: what an engine must compute with it (rl/learning/adapter_probe.py). A collective.
-    probe: Callable[[], dict] | None = None
+    apart: bool = False  # with --publish adapter: adapters by themselves, which engines compute with next to what is frozen
 
 
 class Learner:
@@ -223,10 +222,8 @@ class Learner:
     def outgoing(self) -> Outgoing:
         """What leaves this learner, which does not change while it lives; the values are those of when they are asked for."""
         if self.args.publishes_adapters:
-            from rl.learning.adapter_probe import AdapterProbe  # late: no other run needs it
-
             shapes = {name: list(parameter.shape) for name, parameter in (self._trained | self.parameters).items()}
-            return Outgoing(shapes, frozenset(self.parameters), self.apart, AdapterProbe(self))
+            return Outgoing(shapes, frozenset(self.parameters), self.apart, apart=True)
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         return Outgoing(shapes, frozenset(self.frozen), self.weights)
 

@@ -3,7 +3,7 @@
 An adapter that never arrives, or arrives and is not applied, looks like staleness. Two things are compared:
 
     digests      of what the engine holds, read from its own tensors, with what it was given
-    log-probs    of a few fixed tokens under the engine with the learner's (rl/learning/adapter_probe.py)
+    log-probs    of a few fixed tokens under the engine with the learner's (rl/weights/adapter_probe.py)
 
 The log-probs are measured by what the adapter does to them. With l those of the learner, r those of the learner without the
 adapter, or with the one before, and e the engine's, the engine applies the share <e - r, l - r> / <l - r, l - r>: 1 where all

@@ -18,11 +18,16 @@ class LocalWeights:
 
     def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
         self.outgoing, self.engine, self.dtype = learner.outgoing(), engine, dtype
+        self._probe = None
+        if self.outgoing.apart:
+            from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
+
+            self._probe = AdapterProbe(learner)
         self._kept: dict[str, torch.Tensor] | None = None  # what is never trained, once it has been published
 
     def publish(self, version: int) -> None:
         """Gives the engine the learner's weights between two steps. A collective of the learners."""
-        if self.outgoing.probe:
+        if self._probe:
             self._publish_adapters(version)
             return
         self.engine.update(self._whole(), version)
@@ -41,7 +46,7 @@ class LocalWeights:
         self.engine.update(incoming(), version)
         self._kept = {}
         held.check(version)
-        check_log_probs(self.engine, version, self.outgoing.probe(), self.dtype)
+        check_log_probs(self.engine, version, self._probe(), self.dtype)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every parameter."""

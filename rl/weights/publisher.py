@@ -44,8 +44,12 @@ class Publisher:
         self.split, self.device = split, split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self._tensors, self._probe = outgoing.tensors, outgoing.probe
-        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), adapters=self._probe is not None)
+        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), outgoing.apart)
+        self._tensors, self._probe = outgoing.tensors, None
+        if outgoing.apart:
+            from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
+
+            self._probe = AdapterProbe(learner)
         self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -10,8 +10,8 @@ from test_engine import HYBRIDS, drain, requests_for
 from test_lora import CASES, learner_of
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.adapter_probe import AdapterProbe
 from rl.model.shards import local
+from rl.weights.adapter_probe import AdapterProbe
 from rl.weights.adapter_proof import NOISE, fault
 from rl.weights.buckets import Plan
 from rl.weights.local import LocalWeights

@@ -11,12 +11,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
-from rl.learning.adapter_probe import AdapterProbe
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
 from rl.model.shards import Block, local
 from rl.ranks import process
+from rl.weights.adapter_probe import AdapterProbe
 
 CASES = {
     "plain": {},

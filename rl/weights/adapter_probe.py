@@ -3,20 +3,14 @@
 rl/weights/adapter_proof.py compares an engine with it at every publish.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from rl.adapters.lora import WithoutAdapters
 from rl.learning.batch import Batch, MicroBatch, part_of
+from rl.learning.learner import Learner
 from rl.model.sequence_parallel import gather_log_probs
 from rl.samples.group import Group, Response
-
-if TYPE_CHECKING:
-    from rl.learning.learner import Learner
 
 TOKENS = 33  # in the probe
 
