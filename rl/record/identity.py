@@ -42,17 +42,9 @@ MAY_CHANGE = {
     *("generators", "ring_mb", "gradient_checkpointing", "param_offload", "ref_offload", "max_tokens_per_micro_batch"),
     *("sequence_parallel", "expert_parallel", "optimizer_offload", "activation_offload", "compile"),
     *("engine", "max_num_seqs", "max_num_batched_tokens", "rollout_tp", "gpu_memory_utilization", "enable_chunked_prefill"),
-    *(
-        "enforce_eager",
-        "load_format",
-        "free_cache_engine",
-        "rollout_seeds",
-        "publish",
-        "publish_over",
-        "backward_without_advantage",
-    ),
+    *("enforce_eager", "load_format", "free_cache_engine", "rollout_seeds", "publish_over", "backward_without_advantage"),
     *("reward_workers", "reward_timeout", "reward_cpu_limit", "reward_memory_limit_gb", "reward_env"),
-    *("env_timeout", "env_cpu_limit", "env_memory_limit_gb"),
+    *("env_timeout", "env_cpu_limit", "env_memory_limit_gb", "publish"),
 }
 
 

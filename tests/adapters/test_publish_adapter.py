@@ -72,7 +72,7 @@ def test_the_model_travels_once(models, ranks):
     walked = []
     publishes = LocalWeights(learner, engine, torch.float32)
     publishes.outgoing = type(out)(
-        out.shapes, out.frozen, lambda *how, **what: recorded(walked, out.tensors(*how, **what)), out.probe
+        out.shapes, out.frozen, lambda *how, **what: recorded(walked, out.tensors(*how, **what)), True
     )
     for version in range(3):
         walked.append([])

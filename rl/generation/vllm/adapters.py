@@ -94,7 +94,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         return found
 
     def _limit_running(self, requests: int) -> None:
-        """Leaves vLLM so many slots."""
+        """Leaves vLLM this many slots."""
         self._limit, of = requests, self._scheduler
         setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
 
