@@ -12,7 +12,7 @@ from rl.learning.learner import Learner
 from rl.model.sequence_parallel import gather_log_probs
 from rl.samples.group import Group, Response
 
-TOKENS = 33  # in the probe
+TOKENS = 17  # in the probe
 
 
 class AdapterProbe:
