@@ -162,6 +162,18 @@ def test_bf16_shows_what_stands_out_of_its_noise(models, ranks):
     assert not named[0] and named[-1]
 
 
+def test_in_bf16_adapters_alone_keep_what_merging_rounds_away(models, ranks):
+    """An update below half of a weight's last bit leaves a merged weight as it was."""
+    learner = learner_of(models["qwen3"], ranks, draw_b=False, publish="adapter", dtype="bfloat16")
+    new_b(learner, 1, 1e-6)
+    alone = engine_of(learner, torch.bfloat16)
+    LocalWeights(learner, alone, torch.bfloat16).publish(0)
+    merged = {name: tensor.bfloat16() for name, tensor in learner.weights(torch.bfloat16)}
+    moved = [float((merged[name] != local(learner.parameters[name])).float().mean()) for name in learner.adapters.weights]
+    assert max(moved) < 0.1
+    assert all(alone.read_back(name).abs().max() > 1e-7 for name in learner.adapters.tensors)
+
+
 # ------------------------------------------------------------------------------------------------- real runs
 
 
