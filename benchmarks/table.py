@@ -85,6 +85,20 @@ def publish(of: dict) -> list[list[str]]:
     return out
 
 
+def adapters(of: dict) -> list[list[str]]:
+    out = []
+    for r in of.values():
+        sides, size = r["sides"], f"{r['parameters'] / 1e6:.0f}M parameters, fp32, rank 32"
+        for side in (side for side in sides if side != "merged"):
+            one, base = sides[side], sides["merged"]
+            measured, merged = (
+                f"{1e3 * statistics.median(s['seconds']):.1f} ms, {s['bytes'] / 1e6:.1f} MB" for s in (one, base)
+            )
+            name = f"a publish, {size}: {side}"
+            out.append([name, measured, f"merged weights, {merged}", over(ratios(one["seconds"], base["seconds"]))])
+    return out
+
+
 def ring(of: dict) -> list[list[str]]:
     bases = {"memcpy": "one memcpy into a warm buffer", "queue_tensor": "`torch.multiprocessing.Queue`, tensors"}
     bases |= {"ray_value": "Ray's actor queue, by value", "ray_reference": "Ray's actor queue, by reference"}
@@ -202,6 +216,7 @@ ROWS = {
     "images": images,
     "logprobs": logprobs,
     "publish": publish,
+    "adapters": adapters,
     "ring": ring,
     "checkpoint": checkpoint,
     "startup": startup,

@@ -184,6 +184,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
+    "publish": (
+        Need("without --lora-rank", lambda args: args.adapted, ("merged",)),
+        Need("where nothing is generated", lambda args: hasattr(args, "rollout_n"), ("merged",)),
+    ),
     "ref_offload": (
         REFERENCE,
         Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
@@ -202,7 +206,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 # Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to"}
+NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

@@ -45,7 +45,6 @@ EARLIER = {  # flags of earlier versions -> what they are here
     "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
     "--elastic-generators": "not here any more: all generators start with the job",
-    "--publish": "not here any more: a publish sends all weights, and each is verified",
     "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
 }
 HERE = EARLIER | {  # unknown flag -> what it is here

@@ -11,7 +11,7 @@ the vision tower, of the embedding and of the output layer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,14 @@ class AdapterArgs:
     """Layers that have an adapter: all-linear for all linear layers of the decoder, or ends of their names (q_proj v_proj)."""
     lora_model: MayChange[Annotated[str | None, Content("model")]] = None
     """Directory of an adapter in peft's format to start from. It decides --lora-rank, --lora-alpha and --lora-target."""
+    publish: MayChange[Literal["merged", "adapter"]] = "merged"
+    """What engines get at a publish: weights with the adapters merged into them, or the adapters alone, to be added to a
+    model that is sent once. The latter is small, and slows generation down a little (vLLM on a CPU: two to three times)."""
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether adapters go to the engines by themselves."""
+        return self.adapted and self.publish == "adapter"
 
     @property
     def adapted(self) -> bool:

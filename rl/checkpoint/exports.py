@@ -44,7 +44,8 @@ def exports_of(learner: Learner) -> list[Export]:
     config, model = learner.config, learner.policy.model
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     parts = hub_names(model) if learner.ranks.is_main else {}
-    plan = _split({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in learner.outgoing().shapes.items()})
+    shapes = {name: parameter.shape for name, parameter in learner.parameters.items()}
+    plan = _split({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()})
     out = [Export("model", "", plan, parts, dtype)]
     if learner.adapters:
         shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed
 
+from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Engine, EngineArgs
@@ -11,9 +12,16 @@ from rl.ranks.device import is_accelerator
 
 
 def make_engine(
-    path: str, args: EngineArgs, max_length: int, learner_dtype: str, device: torch.device, trust_remote_code: bool
+    path: str,
+    args: EngineArgs,
+    max_length: int,
+    learner_dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+    adapters: AdapterArgs | None = None,
 ) -> Engine:
-    """The engine the flags ask for, loaded from `path`. Raises UserError if it cannot be had."""
+    """The engine the flags ask for, loaded from `path`. adapters: those that it is sent by themselves (--publish adapter).
+    Raises UserError if it cannot be had."""
     dtype = args.weights_dtype(learner_dtype)
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
@@ -22,7 +30,12 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        what = (path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        if adapters:
+            from rl.generation.vllm.adapters import AdaptedVLLMEngine
+
+            return AdaptedVLLMEngine(*what, adapters=adapters)
+        return VLLMEngine(*what)
     return TransformersEngine(
         path,
         max_length=max_length,
@@ -33,6 +46,7 @@ def make_engine(
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
         router=args,
+        adapters=adapters,
     )
 
 

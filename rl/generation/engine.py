@@ -162,6 +162,15 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
+    # -- of an engine that is made for --publish adapter. Its first update has the adapters in front of the model, later ones
+    # have them alone; read_back and own_part know them by the learner's names.
+
+    max_length: int  # prompt + response, in tokens
+
+    def log_probs_of(self, ids: list[int]) -> list[float]:
+        """The log-prob, at temperature 1, of each token but the first under the weights in use. Unfinished responses may
+        continue meanwhile; what ends of them comes out of the next step."""
+
 
 def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
     """Raises UserError for a field that the engine would ignore, unless it has its default."""

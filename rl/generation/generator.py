@@ -290,7 +290,8 @@ def make_generator(
     """This rank's generator, with the engine that the flags ask for."""
     check_ring(args, job.path)
     length = args.max_prompt_length + args.max_response_length
-    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
+    adapters = args if args.publishes_adapters else None
+    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code, adapters)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

@@ -42,11 +42,12 @@ UNMEASURED_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-micro-batch
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What leaves a learner, for engines, generators and the export of a checkpoint: whole tensors under the model's names."""
+    """What leaves a learner for engines and generators: whole tensors under the model's names."""
 
     shapes: dict[str, list[int]]  # by name, in the order in which the tensors come: those that training changes are first
     frozen: frozenset[str]  # the names of the others
     tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
+    apart: bool = False  # with --publish adapter: adapters by themselves, which engines compute with next to what is frozen
 
 
 class Learner:
@@ -220,6 +221,9 @@ class Learner:
 
     def outgoing(self) -> Outgoing:
         """What leaves this learner, which does not change while it lives; the values are those of when they are asked for."""
+        if self.args.publishes_adapters:
+            shapes = {name: list(parameter.shape) for name, parameter in (self._trained | self.parameters).items()}
+            return Outgoing(shapes, frozenset(self.parameters), self.apart, apart=True)
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         return Outgoing(shapes, frozenset(self.frozen), self.weights)
 
@@ -235,15 +239,27 @@ class Learner:
         if dtype != torch.bfloat16 and not self.adapters:
             held = held | self.masters
         merged = self.adapters.merger(self._trained | self.masters, self.ranks.device) if self.adapters else as_it_is
+        yield from self._whole(held, dtype, to, merged)
+
+    @torch.no_grad()
+    def apart(
+        self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, with the adapters by themselves in front: behind them, with `frozen`, is the model without them."""
+        self.policy.reshard()
+        held = self._trained if dtype == torch.bfloat16 else self._trained | self.masters
+        yield from self._whole(held | self.parameters if frozen else held, dtype, to, as_it_is)
+
+    def _whole(self, held: dict[str, torch.Tensor], dtype: torch.dtype, to: Sequence[int] | None, change) -> Iterator:
         if self.ranks.world_size > 1:
-            yield from self._shards.whole(held, self.ranks.device, dtype, to, merged)
+            yield from self._shards.whole(held, self.ranks.device, dtype, to, change)
             return
         for name, parameter in held.items():
-            yield name, merged(name, local(parameter.data).to(self.ranks.device))
+            yield name, change(name, local(parameter.data).to(self.ranks.device))
 
     @cached_property
     def _shards(self) -> Shards:
-        return Shards(self.parameters)
+        return Shards(self.parameters | self._trained)
 
     # -- what a checkpoint holds in addition to the reference policy, which is the model that training began with
 

@@ -38,6 +38,7 @@ class Plan:
     shapes: list[list[int]]
     dtype: torch.dtype
     frozen: int = 0  # this many at the end never change: they are sent once
+    adapters: bool = False  # what is in front of them are adapters by themselves; an engine keeps the rest
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -72,7 +73,7 @@ class Plan:
         return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
 
     def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.adapters])
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":

@@ -9,6 +9,7 @@ now computes with, and stops the job where one differs: weights that were not up
 Memory: a learner that sends holds one copy in the generators' precision, in host memory.
 """
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,11 @@ from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
 from rl.weights.buckets import Plan
 from rl.weights.digests import Digests
+
+
+def probe_of(version: int) -> str:
+    """The store's key for what an engine must compute with adapters of this version."""
+    return f"weights/probe/{version}"
 
 
 class Publisher:
@@ -38,8 +44,12 @@ class Publisher:
         self.split, self.device = split, split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen))
-        self._tensors = outgoing.tensors
+        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), outgoing.apart)
+        self._tensors, self._probe = outgoing.tensors, None
+        if outgoing.apart:
+            from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
+
+            self._probe = AdapterProbe(learner)
         self._is_first = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -54,6 +64,10 @@ class Publisher:
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))
         self.take_copy()
+        if self._probe:
+            expected = self._probe()
+            if self.split.ranks.is_main:
+                self.split.store.set(probe_of(version), json.dumps(expected))
         self.send(version)
         self._announce(version, step)
 
@@ -61,6 +75,8 @@ class Publisher:
         """Copies the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
             self.plan = self.plan.later()
+            if self.plan.adapters and self.split.bridge:
+                self._stream = self._stream[: self.plan.offsets[-1]].clone()  # lets go of the model, which has been sent
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)

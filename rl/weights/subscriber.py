@@ -8,6 +8,7 @@ Memory: none, or if the engine does not adopt memory, a few buckets (on the firs
 Weights that arrive while the engine continues take one copy in host memory.
 """
 
+import json
 import sys
 import time
 from collections import deque
@@ -101,7 +102,20 @@ class Subscriber:
         for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
-        self.plan = self.plan.later()
+        if self.plan.adapters:
+            self._prove(version)
+        size, self.plan = self.plan.offsets[-1], self.plan.later()
+        if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
+            self._memory = self._new(self.plan.offsets[-1])  # lets go of the model, which the engine has
+
+    def _prove(self, version: int) -> None:
+        """Raises RuntimeError if the engine does not apply the adapters that it has."""
+        from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
+        from rl.weights.publisher import probe_of
+
+        with watchdog.doing("the learner's log-probs of the probe"):
+            expected = json.loads(self._store.get(probe_of(version)))
+        check_log_probs(self.engine, version, expected, self.plan.dtype)
 
     def _moved(self) -> list[int]:
         """Parameters whose memory has moved out of the stream since the engine was asked to share it."""
@@ -159,7 +173,7 @@ class Subscriber:
                 arrived += digests_of(of_engine, self.device)
             for i, value in zip(bucket.members, values, strict=True):
                 yield self.plan.names[i], value
-                if i >= len(self.plan.names) - self.plan.frozen:
+                if i >= len(self.plan.names) - self.plan.frozen and not self.plan.adapters:
                     kept.append((self.plan.names[i], value if self._shares else value.clone()))
         yield from self._kept
         self._kept = self._kept or kept

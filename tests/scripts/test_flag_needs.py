@@ -121,6 +121,7 @@ CASES = [
     ("--ref-offload", "--lora-rank 8 --use-kl-loss", "--use-kl-loss"),
     ("--lora-alpha 16", "", "--lora-rank 8"),
     ("--lora-target q_proj", "--lora-rank 0", "--lora-rank 8"),
+    ("--publish adapter", "", "--lora-rank 8"),
     ("--param-offload", CPU, DEVICE),
     ("--activation-offload --gradient-checkpointing", CPU, DEVICE),
     ("--optimizer-offload", CPU, DEVICE),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
@@ -89,9 +90,16 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
+        adapters: AdapterArgs | None = None,
     ):
+        """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
+        self.adapters, self._products = None, ()
+        if adapters:
+            from rl.generation.embedded import adapted
+
+            self.adapters, self._products = adapted.give(self.model, adapters, f"--model {model_path}", dtype), adapted.PRODUCTS
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
         self.sleeps = is_accelerator(self.device)
@@ -159,7 +167,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        missing = set(self._parameters)
+        missing = set(self.adapters.tensors if self.adapters and self.version >= 0 else self._parameters)
         for name, tensor in weights:
             target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
@@ -193,6 +201,14 @@ class TransformersEngine:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
             self.cache = None
+
+    @torch.no_grad()
+    def log_probs_of(self, ids: list[int]) -> list[float]:
+        """The log-prob, at temperature 1, of each token but the first under the weights in use."""
+        layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
+        token = torch.tensor(ids).to(self.device)
+        logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
+        return logits.float().log_softmax(-1).gather(1, token[1:, None]).squeeze(1).tolist()
 
     # -- mechanics
 
@@ -246,7 +262,7 @@ class TransformersEngine:
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
-            return hidden_states(self.model, token, position, layout)
+            return hidden_states(self.model, token, position, layout, *self._products)
         if self.takes_images:
             return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}

@@ -21,9 +21,11 @@ def has_fast_path(model) -> bool:
     return type(model).__name__ in FAMILIES and config.hidden_act == "silu" and not biased
 
 
-def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
+def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout, linear=None, add_linear=None) -> torch.Tensor:
     """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values. Of a
-    model that takes images all tokens are text: their three positions are one."""
+    model that takes images all tokens are text: their three positions are one. linear, add_linear: other products than these
+    (adapted.py)."""
+    linear, add_linear = linear or plain_linear, add_linear or plain_add_linear
     base, rows = getattr(model.model, "language_model", model.model), len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
     cos, sin = _angles(base.rotary_emb, x, position[:, None])  # [A, 1, D] each
@@ -32,17 +34,17 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
     for number, layer in enumerate(base.layers):
         attention, mlp = layer.self_attn, layer.mlp
         h = _norm(x, layer.input_layernorm)
-        q, k, v = (_linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         if hasattr(attention, "q_norm"):
             q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
         heads, both = q.shape[1], torch.cat([q, k], dim=1)  # [A, H + H_kv, D]
         swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
         both = torch.addcmul(both * cos, swapped, sin)
         out = layout.attend(number, both[:, :heads], both[:, heads:], v, attention.scaling)  # [A, H, D]
-        x = _add_linear(x, out.flatten(1), attention.o_proj)
+        x = add_linear(x, out.flatten(1), attention.o_proj)
         h = _norm(x, layer.post_attention_layernorm)
-        h = F.silu(_linear(h, mlp.gate_proj), inplace=True).mul_(_linear(h, mlp.up_proj))
-        x = _add_linear(x, h, mlp.down_proj)
+        h = F.silu(linear(h, mlp.gate_proj), inplace=True).mul_(linear(h, mlp.up_proj))
+        x = add_linear(x, h, mlp.down_proj)
     return _norm(x, base.norm)
 
 
@@ -63,14 +65,14 @@ def _norm(x: torch.Tensor, norm) -> torch.Tensor:
     return (x * scale).to(x.dtype).mul_(norm.weight)
 
 
-def _linear(x: torch.Tensor, layer) -> torch.Tensor:
+def plain_linear(x: torch.Tensor, layer) -> torch.Tensor:
     if _transposed_is_faster(x, layer.weight):
         out = torch.mm(layer.weight, x.t()).t()
         return out if layer.bias is None else out.add_(layer.bias)
     return F.linear(x, layer.weight, layer.bias)
 
 
-def _add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
+def plain_add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
     if _transposed_is_faster(h, layer.weight):
         x = x + torch.mm(layer.weight, h.t()).t()
     else:

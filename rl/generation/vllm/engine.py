@@ -85,6 +85,10 @@ class VLLMEngine:
     return the same outputs.
     """
 
+    # What an engine of adapters changes (rl/generation/vllm/adapters.py):
+    further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
+    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
+
     shares_memory = False
     reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
 
@@ -182,7 +186,7 @@ class VLLMEngine:
         for pending in self._pending.values():
             pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
             pending.versions.append(self.version)
-        self.weights.load(weights)
+        self._load(weights)
         if self.asleep:
             empty_cache()
             self.engine.wake_up(["kv_cache"])
@@ -202,7 +206,7 @@ class VLLMEngine:
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=2)  # 2: nothing is copied to the host, because new weights will come anyway
+            self.engine.sleep(level=self.sleep_level)
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
@@ -247,6 +251,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
             **self.states,
+            **self.further_settings,
             seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
         )
         with _random_state_kept(), _place_among_ranks(self.device), native_stderr_kept_back():
@@ -306,15 +311,29 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        return self.engine.add_request(key, prompt, params, priority=request.priority)
+        return self._ask(key, prompt, params, request.priority)
+
+    def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams, priority: int) -> str:
+        return self.engine.add_request(key, prompt, params, priority=priority)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights.load(weights)
 
     def _renew_waiting(self) -> None:
         """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
         blocks of the weights that were just replaced."""
-        for key, pending in self._pending.items():
-            if self._scheduler.requests[pending.inner_id].status == RequestStatus.WAITING:
-                self.engine.abort_request([pending.inner_id], internal=True)
-                pending.inner_id = self._hand_over(key, pending.request)
+        self._hand_over_again(self._take_waiting())
+
+    def _take_waiting(self) -> list[str]:
+        """Takes the requests that have not begun out of vLLM."""
+        of = {key: self._scheduler.requests[pending.inner_id] for key, pending in self._pending.items()}
+        waiting = [key for key, request in of.items() if request.status == RequestStatus.WAITING]
+        self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
+        return waiting
+
+    def _hand_over_again(self, waiting: list[str]) -> None:
+        for key in waiting:
+            self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
     def _output(self, out: vllm.RequestOutput) -> Output:
         pending, completion = self._pending.pop(out.request_id), out.outputs[0]

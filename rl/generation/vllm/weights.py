@@ -109,7 +109,7 @@ class LiveWeights:
         weight. None where it cannot be known: for expert weights there or in a layout that only a GPU's kernel knows, and for
         what is divided in another way. KeyError for a name that is no weight of the model.
         """
-        module, leaf, front = self._holder(name)
+        module, leaf, front = self.holder(name)
         if leaf in EXPERTS:
             return self._experts(module, leaf, self.shapes[name]) if self.tensor_parallel == 1 else None
         own = self._own_shape(name)
@@ -129,7 +129,7 @@ class LiveWeights:
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The part of the learner's weight `name` that this rank computes with, of the weight as it was sent: all of it, but on
         a tensor parallel rank."""
-        module, leaf, front = self._holder(name)
+        module, leaf, front = self.holder(name)
         count, number = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
         if count == 1 or leaf in EXPERTS or isinstance(module, ReplicatedLinear):  # a router
             return whole
@@ -145,10 +145,10 @@ class LiveWeights:
     def _own_shape(self, name: str) -> torch.Size:
         return self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
 
-    def _holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
+    def holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
         """The module that holds the learner's weight, the weight's name there, and, if vLLM fuses it with others, the learner's
         names of those before it. One of them may be several of vLLM's parts, as q, k and v of a delta net are."""
-        path, _, leaf = self._vllms_name(name).rpartition(".")
+        path, _, leaf = self.vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
             return self.modules.get(f"{path}.routed_experts", self.modules[path]), leaf, None  # older vLLM: the layer itself
@@ -159,7 +159,7 @@ class LiveWeights:
                 return module, leaf, [f"{before}.{part}.{leaf}" for part in parts[: parts.index(child)]]
         return self.modules[path], leaf, None
 
-    def _vllms_name(self, name: str) -> str:
+    def vllms_name(self, name: str) -> str:
         """The learner's name with the prefix that vLLM has for it: it keeps a model for images otherwise than transformers."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         for theirs, ours in (mapper.orig_to_new_prefix if mapper else {}).items():

@@ -1,0 +1,206 @@
+"""The vLLM engine that is sent adapters by themselves (--publish adapter): swapped in, read back out, and asked for log-probs.
+
+vLLM keeps the policy's adapter as its adapter 1, made of tensors and never of files, and computes with the rows of it that its
+fused layers hold: `read_back` reads them there. Its B are multiplied by alpha / rank when they come in.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import torch
+import vllm
+from torch import nn
+from transformers import PreTrainedModel
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from rl.adapters.files import stored_name
+from rl.adapters.lora import AdapterArgs, adapt
+from rl.data.image_prompts import takes_images
+from rl.errors import UserError
+from rl.generation.engine import EngineArgs, Output
+from rl.generation.vllm.engine import VLLMEngine
+from rl.generation.vllm.weights import LiveWeights
+from rl.model.attention import linear_layers
+from rl.model.pretrained import empty_model, load_config
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+NUMBER = 1  # vLLM's own name for the adapter
+
+
+class AdaptedVLLMEngine(VLLMEngine):
+    """`VLLMEngine` whose first update brings adapters and the model, and each later one adapters alone."""
+
+    sleep_level = 1  # the model is kept on the host: it does not come again
+
+    def __init__(
+        self,
+        model_path: str,
+        args: EngineArgs,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        end_tokens: set[int] | None = None,
+        *,
+        adapters: AdapterArgs,
+    ):
+        skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
+        self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
+        self.further_settings = self.adapter.settings
+        self._ended: list[Output] = []  # while `log_probs_of` stepped
+        one_more = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
+        super().__init__(model_path, one_more, max_length, dtype, device, trust_remote_code, end_tokens)
+        self._limit_running(args.max_num_seqs)
+        self.adapter.begin(self.weights)
+
+    @property
+    def num_unfinished(self) -> int:
+        return super().num_unfinished + len(self._ended)
+
+    def step(self) -> list[Output]:
+        ended, self._ended = self._ended, []
+        return ended + super().step()
+
+    def unfinished(self) -> list[Output]:
+        return self._ended + super().unfinished()
+
+    def abort(self) -> None:
+        super().abort()
+        self._ended.clear()
+
+    def read_back(self, name: str) -> torch.Tensor | None:
+        return self._part(name).read_back(name)
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self._part(name).own_part(name, whole)
+
+    def log_probs_of(self, ids: list[int]) -> list[float]:
+        """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
+        a slot that is kept for it; those that run continue meanwhile."""
+        waiting, key, found, limit = self._take_waiting(), f"probe {self._updates}", None, self._limit
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params, priority=-1)
+        self._limit_running(limit + 1)
+        while found is None:
+            with self._random_numbers():
+                outputs = [out for out in self.engine.step() if out.finished]
+            found = next((out.prompt_logprobs.logprobs for out in outputs if out.request_id == key), None)
+            self._ended += [self._output(out) for out in outputs if out.request_id != key]
+        self._limit_running(limit)
+        self._hand_over_again(waiting)
+        return found
+
+    def _limit_running(self, requests: int) -> None:
+        """Leaves vLLM this many slots."""
+        self._limit, of = requests, self._scheduler
+        setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
+
+    def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams, priority: int) -> str:
+        return self.engine.add_request(key, prompt, params, lora_request=self.adapter.request, priority=priority)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        rest = self.adapter.taken_out(weights)
+        if self.version < 0:
+            self.weights.load(rest)
+        elif (again := next(rest, None)) is not None:
+            raise ValueError(f"weight {again[0]} was sent before: later updates have adapters alone")
+        self.adapter.swap()
+
+    def _part(self, name: str) -> "OwnAdapter | LiveWeights":
+        """What knows the learner's weight `name`."""
+        return self.adapter if name in self.adapter.shapes else self.weights
+
+
+class OwnAdapter:
+    """The adapter: before the engine starts its shape, afterwards its values."""
+
+    request = LoRARequest("policy", NUMBER, "in memory")
+
+    def __init__(self, skeleton: PreTrainedModel, args: AdapterArgs, where: str):
+        """skeleton: the model without weights, which gets the adapters' parameters. Raises UserError for other models."""
+        config = skeleton.config
+        if takes_images(config) or linear_layers(config) or getattr(config.get_text_config(), "num_experts_per_tok", None):
+            raise UserError(
+                f"--publish adapter with --engine vllm: {where} has images, experts or recurrent states. Leave --publish out, "
+                "or take --engine transformers."
+            )
+        self.adapters = adapt(skeleton, args, where)
+        self.shapes = {name: skeleton.get_parameter(name).shape for name in self.adapters.tensors}
+        rank = self.adapters.setting.rank
+        if rank > RANKS[-1]:
+            raise UserError(
+                f"--publish adapter with --engine vllm: rank {rank} is above vLLM's {RANKS[-1]}. Leave --publish out."
+            )
+        self._new: dict[str, torch.Tensor] = {}
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Of vllm.EngineArgs."""
+        room = next(size for size in RANKS if size >= self.adapters.setting.rank)
+        return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+
+    def begin(self, weights: LiveWeights) -> None:
+        """Goes into an engine that has started."""
+        self._weights = weights
+        self._manager = weights.worker.model_runner.lora_manager._adapter_manager
+        # vLLM has put a layer with an adapter in the place of each; the weights are in the old ones.
+        weights.modules = {name: getattr(module, "base_layer", module) for name, module in weights.modules.items()}
+
+    # -- in
+
+    def taken_out(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rest of the weights. The adapters among them are kept for `swap`, in copies, because the sender may reuse its
+        memory."""
+        self._new = {}  # of an update that failed
+        for name, tensor in weights:
+            if name not in self.shapes:
+                yield name, tensor
+                continue
+            if tensor.shape != self.shapes[name]:
+                raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's adapter")
+            self._new[name] = tensor.detach().to("cpu", self._weights.dtype, copy=True)
+
+    def swap(self) -> None:
+        """Has the engine compute with the adapters that have come. Raises ValueError where some are missing. After every load
+        of the model, too: vLLM forgets its adapters at one."""
+        if missing := [name for name in self.shapes if name not in self._new]:
+            raise ValueError(f"the update lacks {len(missing)} weights of the adapter, {missing[0]} first")
+        setting = self.adapters.setting
+        tensors = {stored_name(name): tensor for name, tensor in self._new.items()}  # its B change in place
+        helper = PEFTHelper(r=setting.rank, lora_alpha=setting.alpha, target_modules="all-linear")
+        dtype = self._manager.lora_config.lora_dtype
+        self._manager.remove_adapter(NUMBER)
+        self._manager.add_adapter(LoRAModel.from_lora_tensors(NUMBER, tensors, helper, device="cpu", dtype=dtype))
+        self._manager.activate_adapter(NUMBER)
+        self._new = {}
+
+    # -- out
+
+    def read_back(self, name: str) -> torch.Tensor:
+        """What this rank computes with for the adapter's tensor `name`, in the engine's own memory: B times alpha / rank."""
+        layer, _, part = name.rpartition(".")
+        _, _, front = self._weights.holder(f"{layer}.weight")
+        module = self._layer(layer)
+        own = self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
+        stacked = getattr(module, "lora_a_stacked" if part == "lora_A" else "lora_b_stacked")
+        return stacked[len(front or ())][0, 0, : own[0], : own[1]]
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What `read_back` gives if `whole` was sent."""
+        layer, _, part = name.rpartition(".")
+        module, _, _ = self._weights.holder(f"{layer}.weight")
+        by_rows = isinstance(module, RowParallelLinear)  # of its weight's columns, rather
+        if part == "lora_A":
+            return self._weights.own_part(f"{layer}.weight", whole) if by_rows else whole
+        own = whole if by_rows else self._weights.own_part(f"{layer}.weight", whole)
+        return own * self.adapters.scale
+
+    def _layer(self, layer: str) -> nn.Module:
+        """vLLM's layer that computes the adapter of the learner's `layer`."""
+        parent, _, child = self._weights.vllms_name(layer).rpartition(".")
+        fused = getattr(self._weights.model, "packed_modules_mapping", {})
+        names = [f"{parent}.{child}", *(f"{parent}.{name}" for name, parts in fused.items() if child in parts)]
+        return next(self._manager.modules[name] for name in names if name in self._manager.modules)
