@@ -42,12 +42,15 @@ def test_whole_runs(tmp_path):
     ranks that share the experts learn what one does. The files have weights of another head."""
     model = make(tmp_path / "model", Qwen3_5MoeTextConfig, **MOE, shared_expert_intermediate_size=32)
     file = tmp_path / "model" / "model.safetensors"
-    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    mtp = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.randn(4).half()}
+    save_file(load_file(file) | mtp, file, {"format": "pt"})
     flags = ["--model", model, "--router-replay", "R3", *FLAGS]
     metrics, run, done = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
     for row in metrics.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
-    assert "1 weights in the files are not used, mtp.fc.weight first; what is saved lacks them." in done.stdout
+    assert "the 2 weights mtp.* are not trained; what is saved has them as they are." in done.stdout
+    saved = load_file(run / "step_000006" / "model.safetensors")
+    assert saved.keys() == load_file(file).keys() and all(torch.equal(saved[name], of) for name, of in mtp.items())
     theirs, other, _ = train("train_async.py", *flags, "--staleness-threshold", 0, out=tmp_path / "async", ranks=2)
     assert theirs[6]["actor/grad_norm"] == metrics[6]["actor/grad_norm"]
     (tmp_path / "resumed").mkdir()
