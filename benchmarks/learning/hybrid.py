@@ -1,13 +1,13 @@
 """A hybrid model's step: packed rows with shared prompts against transformers' own model on one sequence at a time.
 
-    python benchmarks/learning/hybrid.py        # about 5 minutes on 2 cores; writes benchmarks/results/hybrid.{json,md}
+    OMP_NUM_THREADS=1 python benchmarks/learning/hybrid.py      # about 3 minutes; writes benchmarks/results/hybrid.{json,md}
 
 - one at a time: transformers' forward pass of each response with its prompt, log-probs, backward; then AdamW. Its rows cannot
   be packed, and padded ones compute the padding.
 - packed: forward, log-probs and backward over our packed rows, each prompt computed once for its eight responses; then AdamW.
 - update: `learn` of train_sync.py as it is by default, as in learner.py.
 - dense: "packed" of a Qwen3 model with the same width, layers and MLPs.
-A random Qwen3.5 model in fp32: eight layers, six of them gated delta nets, and the batches of learner.py.
+A random Qwen3.5 model in fp32: eight layers, six of them gated delta nets, and three of the groups of learner.py.
 """
 
 import statistics
@@ -39,6 +39,7 @@ from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 
 SIZES = {"toy": (64, 2, 8), "8M": (256, 8, 64)}  # hidden, layers, response budget
+GROUPS = 3  # of the eight of learner.py
 
 
 @dataclass
@@ -111,15 +112,16 @@ def one_at_a_time(step: Step, batch: Batch):
 def measure(args: Args, folder: str, ranks: Ranks) -> dict:
     hidden, layers, budget = SIZES[args.size]
     paths = save_models(folder, hidden, layers)
-    sync = read(train_sync.Args, args=["--model", paths["hybrid"], "--max-response-length", str(budget)])
+    flags = ["--model", paths["hybrid"], "--max-response-length", str(budget), "--train-batch-size", str(GROUPS)]
+    sync = read(train_sync.Args, args=flags)
     learner = Learner(paths["hybrid"], sync, ranks, total_steps=1000)
-    batch = Batch.of(make_groups(64, budget))
+    batch = Batch.of(make_groups(64, budget)[:GROUPS])
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, ranks)
     own, dense, theirs = Step(paths["hybrid"], ATTENTION), Step(paths["dense"], ATTENTION), Step(paths["hybrid"], "sdpa")
     alone, rows, of_dense = one_at_a_time(theirs, batch), packed(own, micros), packed(dense, micros)
 
     def update() -> None:
-        given = Batch.of(make_groups(64, budget), Division.of(sync, learner))
+        given = Batch.of(make_groups(64, budget)[:GROUPS], Division.of(sync, learner))
         train_sync.learn(sync, learner, KLControl(sync), given, Timers())
 
     sides = {"one at a time": lambda: theirs.take(alone()), "packed": lambda: own.take(rows())}
