@@ -76,10 +76,10 @@ class Learner:
         self.policy = self._load(trust_remote_code, seed)
         self.adapters: Adapters | None = self.policy.adapters
         check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
-        if linear_layers(self.config) and ranks.is_main:
-            from rl.model.hybrid.kernels import say_unused
+        if linear_layers(self.config):
+            from rl.model.hybrid.kernels import choose_rule
 
-            say_unused(self.config.get_text_config(), getattr(torch, args.dtype), ranks.device)
+            choose_rule(self.config.get_text_config(), getattr(torch, args.dtype), ranks.device, say=ranks.is_main)
         self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
         if with_reference and not self.adapters:
             offload = args.ref_offload and is_accelerator(ranks.device)

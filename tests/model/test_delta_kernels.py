@@ -52,6 +52,7 @@ def chunk_gated_delta_rule(
     count, wide = len(cu_seqlens) - 1, torch.promote_types(q.dtype, torch.float32)
     if q.shape[0] != 1 or q.shape[2] != k.shape[2] or (initial_state is not None and len(initial_state) != count):
         raise ValueError("refused")
+    assert not (torch.is_grad_enabled() and cu_seqlens.is_inference()), "it cannot be saved for the backward pass"
     lengths = cu_seqlens.diff().tolist()
     assert min(lengths) > 0, "an empty sequence breaks the launch"
     assert cu_seqlens.dtype == torch.long
@@ -138,7 +139,8 @@ WRONG = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_right_is_used(dtype, on_cpu):
     on_cpu(chunk_gated_delta_rule, dtype)
-    assert kernels.unused(CONFIG, dtype, CPU) == ""
+    with torch.inference_mode():  # as in an engine's first prefill
+        assert kernels.unused(CONFIG, dtype, CPU) == ""
     row = torch.zeros(1, 1, 16, dtype=dtype)
     assert kernels.packed_rule(row, row) is chunk_gated_delta_rule
     off = kernels.differences(chunk_gated_delta_rule, CPU, dtype, 16, 16)
@@ -170,7 +172,9 @@ def raises(*_, **__):
 def test_what_cannot_be_used_is_said(rule, dtype, why, on_cpu, capsys):
     on_cpu(rule)
     assert why in kernels.unused(CONFIG, dtype, CPU)
-    kernels.say_unused(CONFIG, dtype, CPU)
+    kernels.choose_rule(CONFIG, dtype, CPU, say=False)
+    assert not capsys.readouterr().out
+    kernels.choose_rule(CONFIG, dtype, CPU, say=True)
     said = capsys.readouterr().out
     assert (
         why in said and (rule is None) == (kernels.PACKAGE in said) and said.startswith("warning: ") and said.count("\n") == 1
