@@ -38,7 +38,7 @@ from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 
-SIZES = {"toy": (64, 2, 8), "8M": (256, 8, 64)}  # hidden, layers, response budget
+SIZES = {"toy": (64, 2), "8M": (256, 8)}  # hidden, layers
 GROUPS = 3  # of the eight of learner.py
 
 
@@ -46,6 +46,8 @@ GROUPS = 3  # of the eight of learner.py
 class Args:
     size: str = "8M"
     """Which model: toy, 8M."""
+    budget: int = 64
+    """Most tokens of a response; a prompt has half as many."""
     rounds: int = 9
     """Measurements of each side; the first round is not counted."""
     minutes: float = 15
@@ -110,9 +112,9 @@ def one_at_a_time(step: Step, batch: Batch):
 
 
 def measure(args: Args, folder: str, ranks: Ranks) -> dict:
-    hidden, layers, budget = SIZES[args.size]
-    paths = save_models(folder, hidden, layers)
+    budget, paths = args.budget, save_models(folder, *SIZES[args.size])
     flags = ["--model", paths["hybrid"], "--max-response-length", str(budget), "--train-batch-size", str(GROUPS)]
+    flags += ["--max-prompt-length", str(max(64, budget))]
     sync = read(train_sync.Args, args=flags)
     learner = Learner(paths["hybrid"], sync, ranks, total_steps=1000)
     batch = Batch.of(make_groups(64, budget)[:GROUPS])
@@ -138,7 +140,7 @@ def measure(args: Args, folder: str, ranks: Ranks) -> dict:
 
 
 def main(args: Args, ranks: Ranks) -> None:
-    here = setting("transformers", threads=torch.get_num_threads())
+    here = setting("transformers", threads=torch.get_num_threads(), budget=args.budget)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, folder, ranks)
     rows, seconds = [], found["seconds"]

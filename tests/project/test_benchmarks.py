@@ -26,7 +26,7 @@ images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))
 
 ranks = dist.init()
 learner.main(learner.Args(sizes=("toy",), rounds=2, out=out), ranks)
-hybrid.main(hybrid.Args(size="toy", rounds=2, out=out), ranks)
+hybrid.main(hybrid.Args(size="toy", budget=8, rounds=2, out=out), ranks)
 real_size.main(real_size.Args(shape="toy", tokens=6, rounds=1, out=out), ranks)
 
 sides = {side: logprobs.one_side(side, 64, 1000, 16) for side in logprobs.SIDES}
