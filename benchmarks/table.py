@@ -138,6 +138,20 @@ def learner(of: dict) -> list[list[str]]:
     return out
 
 
+def hybrid(of: dict) -> list[list[str]]:
+    seconds, computed, out = of["seconds"], of["computed"], []
+    size = f"{of['parameters']['hybrid'] / 1e6:.0f}M parameters"
+    alone = f"transformers, a sequence at a time, {computed['one at a time']:,} tokens"
+    compared = [("packed", "one at a time", f"a hybrid model's step, {size}, {computed['packed']:,} tokens computed", alone)]
+    compared += [("update", "packed", f"the learner's update, hybrid, {size}", "a bare forward, backward and AdamW step")]
+    dense = f"a dense model's, {of['parameters']['dense'] / 1e6:.0f}M parameters"
+    compared += [("packed", "dense", f"a hybrid model's step, {size}", dense)]
+    for side, other, name, against in compared:
+        mine, base = (f"{statistics.median(seconds[of_side]):.2f} s" for of_side in (side, other))
+        out.append([name, mine, f"{against}, {base}", over(ratios(seconds[side], seconds[other]))])
+    return out
+
+
 def real_size(of: dict) -> list[list[str]]:
     least = [of["flops"] / rate for rate in of["rates"]]
     name = f"a learner's step, {of['parameters'] / 1e6:.0f}M parameters of Qwen2.5-0.5B's shape, one core"
@@ -212,6 +226,7 @@ ROWS = {
     "engine": rates("the embedded engine", "embedded engine", "generate()"),
     "engine_vllm": rates("our loop over vLLM", "our loop", "LLM.generate, the same requests"),
     "learner": learner,
+    "hybrid": hybrid,
     "real_size": real_size,
     "images": images,
     "logprobs": logprobs,

@@ -45,7 +45,7 @@ class RunArgs:
 
     model: MayChange[str] = "demo"
     """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts),
-    "demo-vl" (with images) or "demo-calculator" (with a tool)."""
+    "demo-hybrid" (with a gated delta net), "demo-vl" (with images) or "demo-calculator" (with a tool)."""
     trust_remote_code: MayChange[bool] = False
     """Run the Python code that the model's directory or hub page brings along."""
     seed: Annotated[int, Range(at_least=0)] = 0

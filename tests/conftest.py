@@ -43,6 +43,12 @@ def demo_moe_model() -> str:
 
 
 @pytest.fixture(scope="session")
+def demo_hybrid_model() -> str:
+    """The model of the demo with a gated delta net."""
+    return demo("demo-hybrid")
+
+
+@pytest.fixture(scope="session")
 def demo_vl_model() -> str:
     """The model of the demo with images."""
     return demo("demo-vl")

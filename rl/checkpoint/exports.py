@@ -4,8 +4,9 @@ An export is written out of the very tensors that the learners keep, a set of th
 those of its adapters (rl/adapters), as peft has them. Left out: what the directory holds besides tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
 from rl.adapters import files
 from rl.hub.names import Parts, hub_names
-from rl.hub.tensor_writer import write_model
+from rl.hub.tensor_reader import DTYPES, Reader, Run, find, stored_tensors
+from rl.hub.tensor_writer import Copied, piece_sizes, write_model
 from rl.learning.learner import Learner
+from rl.model.attention import linear_layers
+from rl.model.loading import MTP
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Export:
     plan: StateDictSplit
     parts: dict[str, Parts]  # on the first learner: what the files call each tensor
     dtype: torch.dtype
+    copied: Sequence[Copied] = ()  # on the first learner: what the model's files hold besides
 
     @property
     def names(self) -> list[str]:
@@ -35,7 +40,7 @@ class Export:
     def write(self, work: Path, stream: Iterator[torch.Tensor]) -> dict[str, tuple[int, str]]:
         """Writes what comes out of the stream, a piece at a time. Returns (size, checksum) of each file."""
         (work / self.directory).mkdir(exist_ok=True)
-        written = write_model(work / self.directory, self.plan, self.parts, self.dtype, stream)
+        written = write_model(work / self.directory, self.plan, self.parts, self.dtype, stream, self.copied)
         return {str(Path(self.directory) / name): of for name, of in written.items()}
 
 
@@ -46,7 +51,8 @@ def exports_of(learner: Learner) -> list[Export]:
     parts = hub_names(model) if learner.ranks.is_main else {}
     shapes = {name: parameter.shape for name, parameter in learner.parameters.items()}
     plan = _split({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()})
-    out = [Export("model", "", plan, parts, dtype)]
+    copied = _further_tokens(learner.path) if linear_layers(config) and learner.ranks.is_main else ()
+    out = [Export("model", "", plan, parts, dtype, copied)]
     if learner.adapters:
         shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -54,6 +60,21 @@ def exports_of(learner: Learner) -> list[Export]:
         named = {name: [(files.stored_name(name), shape)] for name, shape in shapes.items()}
         out.append(Export("adapter", files.DIRECTORY, plan, named, torch.float32))
     return out
+
+
+def _further_tokens(path: str) -> list[Copied]:
+    """The weights that predict further tokens, out of the model's files, which stay open: a save must not find them gone."""
+    stored = {name: of for name, of in (stored_tensors(path) or {}).items() if name.startswith(MTP)}
+    reader = Reader({name: find(path, name) for name in {of.run.file for of in stored.values()}})
+
+    def pieces(run: Run) -> Iterator[torch.Tensor]:
+        first = 0
+        for size in piece_sizes(run.elements, DTYPES[run.dtype]):
+            reader.read([run], piece := torch.empty(size, dtype=DTYPES[run.dtype]), first)
+            first += size
+            yield piece
+
+    return [Copied(name, DTYPES[of.run.dtype], of.shape, partial(pieces, of.run)) for name, of in stored.items()]
 
 
 def _split(whole: dict[str, torch.Tensor], **how) -> StateDictSplit:

@@ -26,6 +26,7 @@ from rl.generation.engine import Engine, Output, Request, SamplingParams
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
+from rl.model.attention import linear_layers
 from rl.model.attention_kernels import Segments
 from rl.model.pretrained import resolve
 from rl.model.vision_forward import row_inputs
@@ -136,6 +137,20 @@ class Checks:
             self.report("kernel", SLOW, f"no kernel for packed rows with heads of {size} numbers in {self.dtype}", remedy)
         else:
             self.report("kernel", OK, "a CPU attends through torch's own attention")
+        if linear_layers(text):
+            self._delta_rule(text)
+
+    def _delta_rule(self, config) -> None:
+        """What computes a hybrid model's gated delta nets; the learner's start has compared kernels with plain torch."""
+        from rl.model.hybrid.kernels import PACKAGE, unused
+
+        check = "delta rule"
+        if why := unused(config, self.dtype, self.device):
+            self.report(check, SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}")
+        elif device.is_accelerator(self.device):
+            self.report(check, OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch")
+        else:
+            self.report(check, OK, "a CPU computes gated delta nets in plain torch")
 
     def _publish(self, check: str, version: int) -> None:
         started = time.perf_counter()

@@ -4,10 +4,12 @@ A safetensors file is the length of its header, the header (JSON: names, types, 
 header is known from the shapes alone, so the bytes can follow as they come. safetensors' own writer builds each file in memory.
 """
 
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -74,24 +76,42 @@ def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             yield part.to("cpu", dtype)
 
 
+@dataclass(frozen=True)
+class Copied:
+    """A tensor that the files hold and the model does not."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: Callable[[], Iterator[torch.Tensor]]  # its elements in order, [n] at a time
+
+
 def write_model(
     directory: Path,
     plan: StateDictSplit,
     parts: dict[str, Parts],
     dtype: torch.dtype,
     stream: Iterator[torch.Tensor],
+    copied: Sequence[Copied] = (),
 ) -> dict[str, tuple[int, str]]:
     """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. parts: the
-    names and shapes under which the files have each tensor. Returns (size, checksum) of each file."""
+    names and shapes under which the files have each tensor. copied: what stands behind these in the last file. Returns (size,
+    checksum) of each file."""
     written = {}
+    *_, last = plan.filename_to_tensors
     for name, tensors in plan.filename_to_tensors.items():
         entries = [(part, dtype, shape) for tensor in tensors for part, shape in parts[tensor]]
-        file = TensorFile(directory / name, entries, {"format": "pt"})
-        while file.left:
+        behind = copied if name == last else ()
+        file = TensorFile(directory / name, entries + [(of.name, of.dtype, of.shape) for of in behind], {"format": "pt"})
+        rest = sum(of.dtype.itemsize * of.shape.numel() for of in behind)
+        while file.left > rest:
             file.write(next(stream))
+        for piece in itertools.chain.from_iterable(of.pieces() for of in behind):
+            file.write(piece)
         written[name] = file.close()
     if plan.is_sharded:
         files = {part: file for tensor, file in plan.tensor_to_filename.items() for part, _ in parts[tensor]}
+        files |= {of.name: last for of in copied}
         index = {"metadata": plan.metadata, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return written

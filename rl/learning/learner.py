@@ -25,6 +25,7 @@ from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import set_apart, take_masters
 from rl.learning.optimizer import make_optimizer, moments, set_learning_rate
 from rl.learning.placement import load_policy
+from rl.model.attention import linear_layers
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
 from rl.model.log_probs import TopTokens
@@ -76,6 +77,10 @@ class Learner:
         self.policy = self._load(trust_remote_code, seed)
         self.adapters: Adapters | None = self.policy.adapters
         check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
+        if linear_layers(self.config):
+            from rl.model.hybrid.kernels import choose_rule
+
+            choose_rule(self.config.get_text_config(), getattr(torch, args.dtype), ranks.device, say=ranks.is_main)
         self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
         if with_reference and not self.adapters:
             offload = args.ref_offload and is_accelerator(ranks.device)

@@ -21,18 +21,20 @@ from pathlib import Path
 import torch
 import torch.distributed
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from rl.errors import UserError
 from rl.hub.names import Source, sources
 from rl.hub.tensor_reader import DTYPES, Reader, Run, Stored, find, sample, stored_tensors
+from rl.model.attention import linear_layers
 from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
 from rl.model.shards import Block, local
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
 from rl.ranks.progress import track, waiting
 
+MTP = "mtp."  # weights that predict further tokens, which transformers' hybrid models do not have
 HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
 
 
@@ -65,7 +67,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
         logging.set_verbosity(level)
     _check_loading(info, where)
     if say:
-        say_unused(path, info["unexpected_keys"])
+        say_unused(path, config, info["unexpected_keys"])
     # Where an lm_head in the files differs from the embedding transformers unties them, on this rank and in no other place.
     tied = empty_model(model.config, trust_remote_code)
     if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
@@ -98,9 +100,16 @@ def not_tied(path: str, name: str) -> str:
     )
 
 
-def say_unused(path: str, names: Iterable[str]) -> None:
+def say_unused(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:
     """names: of tensors in the files that the model does not have."""
-    if unused := sorted(name for name in names if not name.endswith(HARMLESS)):
+    unused = sorted(name for name in names if not name.endswith(HARMLESS))
+    passed_on = [name for name in unused if name.startswith(MTP) and linear_layers(config)]
+    if passed_on:
+        print(
+            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; what is saved has them as they are.",
+            flush=True,
+        )
+    if unused := [name for name in unused if name not in passed_on]:
         which = f"{len(unused)} weights in the files are not used, {unused[0]} first"
         print(f"warning: --model {path}: {which}; what is saved lacks them.", flush=True)
 
@@ -203,7 +212,7 @@ def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored]
         for name in needed & buffers.keys():
             buffers[name].copy_(whole(name))
     if say:
-        say_unused(path, stored.keys() - used)
+        say_unused(path, model.config, stored.keys() - used)
     model.generation_config = _generation_config(path)
     runs = {name: [stored[part].run for part in found[name].names] for name in parameters if not found[name].convert}
     dtypes = {name: _dtype(found[name], stored) for name in parameters}

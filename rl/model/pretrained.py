@@ -52,6 +52,10 @@ def resolve(model: str) -> str:
         from rl.data import demo_calculator
 
         return demo_calculator.model_dir()
+    if model == "demo-hybrid":
+        from rl.data import demo_hybrid
+
+        return demo_hybrid.model_dir()
     if model == "demo-vl":
         from rl.data import demo_vl
 

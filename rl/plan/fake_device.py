@@ -118,6 +118,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     _refuses = attention if strict else None
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
+    device.DELTA_RULE.pop(KIND, None)  # Triton's kernels know no fake tensors
     grouped_experts.LOOPED_EXPERTS_KINDS.discard(KIND)
     expert_parallel.rows_to_trade = _even_rows
     from torch.testing._internal.distributed.fake_pg import FakeStore

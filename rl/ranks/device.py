@@ -33,6 +33,8 @@ PACKED_ATTENTION = {
     "cuda": ("flash", HALF, 2**31, 256),
     "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
 }
+# Precisions in which flash-linear-attention, where it is installed, computes gated delta nets (rl/model/hybrid/kernels.py)
+DELTA_RULE = {"cuda": HALF, "npu": HALF}
 ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
 # Of devices on which a gather to one rank is one to all behind a pickled broadcast of the shapes (HCCL)
 GATHER_TO_ALL_KINDS = {"npu"}

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from helpers import run_script
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 
-from rl.checkpoint import manifest
+from rl.checkpoint import exports, manifest
 from rl.checkpoint.best import Best
-from rl.hub import tensor_writer
+from rl.hub import tensor_reader, tensor_writer
 from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.ranks import host
 
@@ -150,3 +151,24 @@ def test_the_best_saved_step_is_kept_whatever_scores_are(tmp_path, scores):
     best = min(step for step in steps if steps[step] == max(scores))
     assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": best, "score": steps[best]}
     assert (tmp_path / "best" / "model.safetensors").read_text() == f"{best}"
+
+
+def test_what_the_model_lacks_is_copied_into_the_last_file(tmp_path, monkeypatch):
+    """A hybrid model's weights mtp.*, in pieces, in their own precision, behind the model's in several files."""
+    monkeypatch.setattr(tensor_writer, "PIECE_BYTES", 64)
+    own = {"a": torch.randn(5, 6), "b": torch.randn(7)}
+    mtp = {"mtp.norm.weight": torch.randn(9).bfloat16(), "mtp.fc.weight": torch.randn(8, 9)}
+    save_file(own | mtp, tmp_path / "model.safetensors")
+    plan = split_torch_state_dict_into_shards(own, max_shard_size=60)
+    copied = exports._further_tokens(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    stream = (piece for name in sorted(own) for piece in pieces(own[name], torch.bfloat16))
+    (tmp_path / "saved").mkdir()
+    parts = {name: [(name, tensor.shape)] for name, tensor in own.items()}
+    written = tensor_writer.write_model(tmp_path / "saved", plan, parts, torch.bfloat16, stream, copied)
+    assert len(written) == 2
+    stored = tensor_reader.stored_tensors(str(tmp_path / "saved"))  # as the index lists them
+    assert stored.keys() == own.keys() | mtp.keys()
+    read = {name: tensor for file in written for name, tensor in load_file(tmp_path / "saved" / file).items()}
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in mtp.items())
+    assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in own.items())

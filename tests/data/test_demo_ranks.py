@@ -8,11 +8,11 @@ import pytest
 from filelock import FileLock
 from helpers import ROOT, run_script
 
-from rl.data import demo, demo_cache, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_hybrid, demo_moe, demo_vl
 from rl.ranks import watchdog
 
 PROGRAM = "tests/programs/demo_by_ranks.py"
-MODELS = {"demo": demo, "demo-moe": demo_moe, "demo-vl": demo_vl}
+MODELS = {"demo": demo, "demo-moe": demo_moe, "demo-hybrid": demo_hybrid, "demo-vl": demo_vl}
 
 
 def contents(directory: Path) -> dict[str, bytes]:

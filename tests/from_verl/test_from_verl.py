@@ -28,6 +28,9 @@ RUNS = {  # verl's command -> the recipe of the same run
     "5_dapo_30b_a3b_fully_async": "dapo_qwen3_30b_a3b_async",
     "6_gspo_3b_sync": "gspo_qwen2.5_3b_gsm8k",
     "7_gspo_30b_a3b_sync": "gspo_qwen3_30b_a3b",
+    "8_grpo_qwen3.5_2b_sync": "grpo_qwen3.5_2b_geo3k",
+    "9_grpo_qwen3.5_27b_sync": "grpo_qwen3.5_27b_geo3k",
+    "10_grpo_qwen3.5_35b_a3b_sync": "grpo_qwen3.5_35b_a3b_geo3k",
 }
 # Where files lie and what a run is called is the recipe's own affair.
 OWN = {"train_files", "val_files", "output_dir", "project_name", "experiment_name", "logger", "seed"}

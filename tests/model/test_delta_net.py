@@ -19,7 +19,7 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.model import router
 from rl.model.attention import ATTENTION
 from rl.model.forward_check import check_policy
-from rl.model.hybrid import chain, delta_net
+from rl.model.hybrid import chain, delta_net, rule
 from rl.model.hybrid.chain import Chain
 from rl.model.policy import Policy
 from rl.model.pretrained import check_model
@@ -192,14 +192,14 @@ def test_the_rule_is_the_recurrence(length):
     rows = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
     rows[3], rows[4] = -F.softplus(rows[3]), rows[4].sigmoid()
     found, expected = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
-    for of, rule in ((found, chain.chunked), (expected, written_out)):
-        out, state = rule(*of)
+    for of, function in ((found, rule.chunked), (expected, written_out)):
+        out, state = function(*of)
         (out.sin().sum() + state.cos().sum()).backward()
     for a, b in zip(found, expected, strict=True):  # its norm of queries and keys has its epsilon elsewhere
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
     state = rows[5].clone()
-    steps = [chain.one_step(*(x[:, t] for x in rows[:5]), state) for t in range(length)]
-    out, final = chain.chunked(*rows)
+    steps = [rule.one_step(*(x[:, t] for x in rows[:5]), state) for t in range(length)]
+    out, final = rule.chunked(*rows)
     torch.testing.assert_close(torch.stack(steps, 1), out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 

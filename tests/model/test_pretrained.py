@@ -307,7 +307,7 @@ def test_the_demo_passes(demo_model):
     TransformersEngine(demo_model, max_length=16)
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-vl"])
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-hybrid", "demo-vl"])
 def test_a_demo_that_cannot_be_kept_anywhere_says_what_to_set(name, monkeypatch, tmp_path):
     """Home directories are read-only in many containers."""
     (tmp_path / "file").touch()
@@ -318,7 +318,7 @@ def test_a_demo_that_cannot_be_kept_anywhere_says_what_to_set(name, monkeypatch,
         resolve(name)
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-vl"])
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-hybrid", "demo-vl"])
 def test_a_demo_in_anothers_home_says_what_to_set(name, monkeypatch):
     """HOME=/root, and a user without access to it."""
     monkeypatch.setenv("RL_CACHE", "/root/cache")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rl.data import demo, demo_cache, demo_calculator, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_calculator, demo_hybrid, demo_moe, demo_vl
 
 how, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])
@@ -21,7 +21,7 @@ demo._teach = demo_calculator._teach = demo_vl._teach = lambda *_: None
 if how == "own":
     torch.distributed.init_process_group("gloo")
     os.environ["RL_CACHE"] = f"{arguments[0]}/{rank}"
-    for module in (demo, demo_calculator, demo_moe, demo_vl):
+    for module in (demo, demo_calculator, demo_hybrid, demo_moe, demo_vl):
         module.model_dir()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
-from learning import learner, load, logprobs, real_size
+from learning import hybrid, learner, load, logprobs, real_size
 from scripts import checkpoint, demo, gpu, images, moe, overlap, staleness, startup, trl
 from samples import ring
 from weights import publish
@@ -26,6 +26,7 @@ images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))
 
 ranks = dist.init()
 learner.main(learner.Args(sizes=("toy",), rounds=2, out=out), ranks)
+hybrid.main(hybrid.Args(size="toy", budget=8, rounds=2, out=out), ranks)
 real_size.main(real_size.Args(shape="toy", tokens=6, rounds=1, out=out), ranks)
 
 sides = {side: logprobs.one_side(side, 64, 1000, 16) for side in logprobs.SIDES}

@@ -81,7 +81,7 @@ def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypa
     args = flags.read(Args, args=own)
     assert "does nothing" not in capfd.readouterr().err
     data = make_data.DATA[re.search(r"make_data\.py ([\w-]+)", recipe.read_text())[1]]
-    takes_images, has_experts = "-VL-" in args.model, bool(re.search(r"-A\d+B", args.model))
+    takes_images, has_experts = bool(re.search(r"-VL-|Qwen3\.5", args.model)), bool(re.search(r"-A\d+B", args.model))
     graders = frozenset({BUILT_IN[verifier_name(data.data_source)]})
     facts = flag_needs.Facts(takes_images, has_experts, "vllm", on_accelerator=True, graders=graders)
     assert flag_needs.without_effect(args, flag_needs.given(Args, own), facts) == {}
@@ -155,7 +155,25 @@ VERL = {
         "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 10240, "overlong_buffer_len": 4096,
         "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True, "expert_parallel": 8,
     },
+    "grpo_qwen3.5_2b_geo3k": {
+        "max_prompt_length": 2048, "max_response_length": 1536, "lr": 5e-7, "kl_loss_coef": 0.02, "ref_offload": False,
+        "max_tokens_per_micro_batch": 2048 + 1536, "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 4096,
+        "enable_chunked_prefill": False, "val_before_train": False,
+    },
 }
+for run in ("grpo_qwen3.5_27b_geo3k", "grpo_qwen3.5_35b_a3b_geo3k"):
+    VERL[run] = {
+        "max_prompt_length": 1024, "max_response_length": 2048, "lr": 1e-6, "kl_loss_coef": 0.01, "ref_offload": True,
+        "max_tokens_per_micro_batch": 1024 + 2048, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192,
+        "enable_chunked_prefill": True, "val_before_train": True,
+    }
+for run in (run for run in VERL if "qwen3.5" in run):
+    VERL[run] |= {
+        "devices": (0, 8), "train_batch_size": 64, "ppo_mini_batch_size": 16, "rollout_n": 5, "filter_overlong_prompts": True,
+        "truncation": "error", "shuffle": False, "use_kl_loss": True, "kl_loss_type": "low_var_kl", "entropy_coeff": 0,
+        "gradient_checkpointing": True, "param_offload": True, "sequence_parallel": 1, "rollout_tp": 4, "total_epochs": 15,
+        "test_freq": 5, "save_freq": 5,
+    }
 for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"):
     VERL[run] |= {
         "max_prompt_length": 1024, "max_response_length": 2048, "filter_overlong_prompts": True, "truncation": "error",

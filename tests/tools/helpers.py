@@ -120,7 +120,7 @@ def no_time_limit() -> Iterator[None]:
 
 
 def demo(name: str) -> str:
-    """Return the directory of "demo", "demo-vl" or "demo-moe". Make the model first if this machine does not have it yet."""
+    """Return the directory of a demo model. Make it first if this machine does not have it yet."""
     where = demo_cache.directory(name, demo_cache.VERSIONS[name])
     if not demo_cache.is_made(where):
         make = f"from rl.data.{name.replace('-', '_')} import model_dir; model_dir()"

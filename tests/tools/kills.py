@@ -33,7 +33,7 @@ class Args:
     script: str = "train_async.py"
     """Which mode."""
     model: str = "demo"
-    """demo or demo-vl, the one with images."""
+    """demo, demo-vl or demo-hybrid."""
     kills: int = 10
     """How many times to kill."""
     steps_between: int = 4

@@ -7,7 +7,7 @@ config as its family writes it. Heads are of the sizes that vLLM takes on a CPU:
 import json
 from pathlib import Path
 
-from helpers import DELTA, SMALL
+from helpers import DELTA, MOE, SMALL
 
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 VOCABULARY = 272  # 256 bytes, the marks, and a few rows of the embedding that no token has
@@ -31,9 +31,9 @@ TOWER = dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hid
 
 
 def config(kind: str, **more):
-    """kind: "qwen3-vl" (deepstack, untied head), "qwen3-vl-moe", "qwen3.5" (gated delta nets), or "qwen2.5-vl" (windows in the
-    tower, tied head). more: of the language model's config."""
-    from transformers import Qwen2_5_VLConfig, Qwen3_5Config, Qwen3VLConfig, Qwen3VLMoeConfig
+    """kind: "qwen3-vl" (deepstack, untied head), "qwen3-vl-moe", "qwen3.5" (gated delta nets), "qwen3.5-moe", or "qwen2.5-vl"
+    (windows in the tower, tied head). more: of the language model's config."""
+    from transformers import Qwen2_5_VLConfig, Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
     names = dict(vision_start="vision_start", vision_end="vision_end", image="image_pad", video="video_pad")
     ids = {f"{name}_token_id": 256 + MARKS.index(f"<|{mark}|>") for name, mark in names.items()}
@@ -45,10 +45,13 @@ def config(kind: str, **more):
             text = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True) | text
             return Qwen3VLMoeConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
         return Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
-    if kind == "qwen3.5":
+    if kind.startswith("qwen3.5"):
         rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
         text = DELTA | TEXT | dict(rope_parameters=rope | {"partial_rotary_factor": 0.25}) | more
         tower = TOWER | dict(patch_size=16, num_position_embeddings=64)
+        if kind.endswith("-moe"):
+            text = MOE | dict(num_experts=4, shared_expert_intermediate_size=32) | text
+            return Qwen3_5MoeConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
         return Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])
     tower = TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1])

@@ -47,6 +47,8 @@ def hybrid(path: str) -> dict:
     engine.update(new.named_parameters(), version=1)
     outputs = drain(engine, requests_for())
     out |= {"after": mean_error(outputs, of(new)), "wrong": wrongly_loaded(engine, new)}
+    names = [name for name, _ in new.named_parameters() if name.endswith(("A_log", "dt_bias", "linear_attn.norm.weight"))]
+    out["precision"] = {name.partition("linear_attn.")[2]: str(engine.read_back(name).dtype) for name in names}
     out["old weights"] = mean_error(outputs, of(old))
     for how in ("kept", "recomputed"):
         out[how] = swapped(engine, old, new, how)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl.model.attention import linear_layers
-from rl.model.hybrid.chain import Chain, one_step
+from rl.model.hybrid.chain import Chain
 from rl.model.hybrid.delta_net import channels
+from rl.model.hybrid.rule import one_step
 from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import zeros
 

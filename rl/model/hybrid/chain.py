@@ -1,12 +1,13 @@
 """What gated delta nets (delta_net.py) see of a packed row: its sequences, each with a convolution and a state of its own.
 
 A segment begins with the last K - 1 inputs and the final state of the segment in front of it, so that the n responses to a
-prompt share what it computes, and autograd sums the gradients of its n copies. States and sums are fp32, rounded where
-transformers rounds.
+prompt share what it computes, and autograd sums the gradients of its n copies. The rule is flash-linear-attention's where the
+device has it (kernels.py), else our own (rule.py).
 """
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl.model.attention import of_similar_length
-
-CHUNK = 64  # tokens that one product takes, as in transformers: other borders would round otherwise
-EPSILON = 1e-6  # in the norm of queries and keys
+from rl.model.hybrid.kernels import packed_rule, recurred_by
+from rl.model.hybrid.rule import chunked
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,16 @@ class Bucket:
     cells: Tensor  # [S, L] their tokens' places in the row; behind a segment's end its last token's
     real: Tensor  # [S, L]
     front: Tensor | None  # [S] the numbers, among the states so far, that they begin with; None where they begin a sequence
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Segments that a kernel takes in one call: those that begin sequences, or those that continue them."""
+
+    segments: list[int]
+    tokens: Tensor  # [t] their places in the row, segment after segment
+    ends: Tensor  # [S + 1] the segments' ends among these tokens, behind a 0
+    front: Tensor | None  # [S] the numbers, in the wave before, that they begin with; None where they begin a sequence
 
 
 class Chain:
@@ -59,6 +69,8 @@ class Chain:
 
     def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """q, k [T, H, Dk], v [T, H, Dv], decay (its logarithm), beta [T, H] -> [T, H, Dv]."""
+        if rule := packed_rule(q, v):
+            return self._recurred_by(rule, layer, q, k, v, decay, beta)
         outputs, states, held = [], [], None
         buckets, order = self._buckets
         for bucket in buckets:
@@ -74,8 +86,36 @@ class Chain:
             outputs.append(out.flatten(0, 1))
         return torch.cat(outputs).index_select(0, order)
 
+    def _recurred_by(self, rule: Callable, layer: int, *rows: Tensor) -> Tensor:
+        """The same by a kernel that pads nothing: one call for what begins sequences, one for what continues them."""
+        outputs, held = [], None
+        waves, order = self._waves
+        for wave in waves:
+            start = None if wave.front is None else held.index_select(0, wave.front)
+            out, states = recurred_by(rule, [x.index_select(0, wave.tokens) for x in rows], wave.ends, start)
+            self.keep(layer, wave.segments, states)
+            held = states if wave.front is None else held
+            outputs.append(out)
+        return torch.cat(outputs).index_select(0, order)
+
     def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
         """Called with the final states [S, H, Dk, Dv] of each bucket of segments."""
+
+    @functools.cached_property
+    def _waves(self) -> tuple[list[Wave], Tensor]:
+        """(the waves; [T] where each token's output stands, with the waves end to end)."""
+        out, tokens, number = [], [], {}
+        for continues in (False, True):
+            segments = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
+            if not segments:
+                continue
+            own = torch.cat([torch.arange(self.begins[i], self.begins[i + 1]) for i in segments])
+            ends = torch.tensor([0, *itertools.accumulate(self.lengths[i] for i in segments)])
+            front = torch.tensor([number[self.after[i]] for i in segments]).to(self.device) if continues else None
+            number = {segment: place for place, segment in enumerate(segments)}
+            out.append(Wave(segments, own.to(self.device), ends.to(self.device), front))
+            tokens.append(own)
+        return out, torch.cat(tokens).argsort().to(self.device)
 
     @functools.cached_property
     def _buckets(self) -> tuple[list[Bucket], Tensor]:
@@ -91,55 +131,3 @@ class Chain:
                 number |= {} if continues else {i: len(number) + n for n, i in enumerate(members)}
                 out.append(Bucket(members, cells.to(self.device), real.to(self.device), front))
         return out, cell_of.to(self.device)
-
-
-def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gated delta rule a chunk at a time: q, k [S, L, H, Dk], v [S, L, H, Dv], decay, beta [S, L, H], start [S, H, Dk, Dv]
-    or None for zeros -> (outputs [S, L, H, Dv], final states [S, H, Dk, Dv])."""
-    given, length = q.dtype, q.shape[1]
-    size = min(CHUNK, length)
-
-    def cut(x: Tensor) -> Tensor:  # [S, L, H, ...] -> [S, H, chunks, size, ...]
-        x = wide(x).transpose(1, 2)
-        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -length % size)).unflatten(2, (-1, size))
-
-    q, k, v, decay, beta = map(cut, (q, k, v, decay, beta))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    decay = decay.cumsum(-1)  # logarithm of what each token leaves of its chunk's first state
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
-    weighed = k * beta[..., None]
-    wanted = torch.cat([v * beta[..., None], weighed * decay.exp()[..., None]], -1)
-    system = weighed @ k.transpose(-1, -2) * between  # its diagonal counts as ones
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    writes, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inside, q = q @ k.transpose(-1, -2) * between, q * decay.exp()[..., None]
-    k, left = k * (decay[..., -1:] - decay).exp()[..., None], decay[..., -1].exp()[..., None, None]
-    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]) if start is None else start.to(q.dtype)
-    out = []
-    for n in range(q.shape[2]):
-        new = writes[:, :, n] - reads[:, :, n] @ state
-        out.append(q[:, :, n] @ state + inside[:, :, n] @ new)
-        state = state * left[:, :, n] + k[:, :, n].transpose(-1, -2) @ new
-    return torch.cat(out, 2)[:, :, :length].transpose(1, 2).to(given), state
-
-
-def one_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The same for one token of A sequences: q, k [A, H, Dk], v [A, H, Dv], decay, beta [A, H], state [A, H, Dk, Dv], which is
-    changed in place -> [A, H, Dv]."""
-    given = q.dtype
-    q, k, v, decay, beta = map(wide, (q, k, v, decay, beta))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    state.mul_(decay.exp()[..., None, None])
-    new = (v - torch.einsum("ahkv,ahk->ahv", state, k)) * beta[..., None]
-    state.add_(k[..., None] * new[..., None, :])
-    return torch.einsum("ahkv,ahk->ahv", state, q).to(given)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in fp32, or as it is where that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

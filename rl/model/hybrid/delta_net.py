@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.model.attention import REMEDY, linear_layers
-from rl.model.hybrid.chain import wide
+from rl.model.hybrid.rule import wide
 from rl.ranks.device import has_accelerator
 
 LAYERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")  # transformers' classes

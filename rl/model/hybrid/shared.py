@@ -4,7 +4,7 @@ row for the convolution, and some heads for the states."""
 import torch
 from torch import Tensor
 
-from rl.model.hybrid.chain import wide
+from rl.model.hybrid.rule import wide
 
 
 class SharedChain:
