@@ -17,6 +17,7 @@ from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, Request, request_seed
+from rl.model.head import support
 from rl.model.pretrained import end_token_ids
 from rl.rewards.pool import Score
 
@@ -299,7 +300,8 @@ class Episodes:
             o = episode.output
             lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
             self._append(id, len(ids))
-            self._add(id, Output(id, *lists, "unfinished", o.routes))
+            known = None if o.support is None else np.concatenate([o.support, support.nothing(len(ids), o.support.shape[1])])
+            self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _reward(self, id: tuple[int, int], reward: float | None) -> None:
         if reward is not None:

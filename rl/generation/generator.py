@@ -319,7 +319,8 @@ class Generator:
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
         if work.greedy:
-            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
+            greedy = dataclasses.replace(sampling, temperature=0.0, support=0)
+            requests.append(Request((key, work.n), ids, greedy, 0, images=images))
         return requests
 
     def _give_up(self, key: int, work: Work, message: str) -> None:
@@ -376,6 +377,7 @@ def _response(
         mask=work.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
         rewards=rewards or None,
+        support=output.support,
     )
 
 
@@ -388,7 +390,7 @@ def _recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output 
         work.masks[id[1]] = before.mask
     parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
     routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
-    return Output(id, *parts, before.finish_reason, routes)
+    return Output(id, *parts, before.finish_reason, routes, before.support)
 
 
 def _prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:

@@ -22,7 +22,8 @@ from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
 from rl.model import vision_sharing
 from rl.model.attention import Packed
-from rl.model.log_probs import TopTokens
+from rl.model.head import support
+from rl.model.head.log_probs import TopTokens
 from rl.model.router import UNKNOWN, row_of_routes
 from rl.model.sequence_parallel import Piece
 from rl.model.vision_forward import RowImages
@@ -93,6 +94,7 @@ class Batch:
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
     turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
+    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
@@ -139,6 +141,7 @@ class Batch:
             sources=[g.data_source for g in groups],
             sizes=[len(g.responses) for g in groups],
             turn_rewards=[r.rewards for _, _, r in pairs],
+            support=support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
         )
 
     def check_scored(self) -> None:
@@ -283,6 +286,7 @@ class MicroBatch:
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
     top: TopTokens | None = None  # of a teacher
+    support: torch.Tensor | None = None  # [n, K] on the device: what could be sampled in the places of labels
 
     @property
     def real_tokens(self) -> int:
@@ -321,7 +325,8 @@ class MicroBatch:
         if not mask.all():
             predict, index = predict[mask], index[mask]
         labels = moved(batch.token[index].long(), device=device)
-        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes)
+        record = None if batch.support is None else moved(batch.support[index].long(), device=device)
+        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes, support=record)
 
 
 class Tokens:
@@ -382,6 +387,7 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
         labels=micro.labels[own],
         routes=None if micro.routes is None else piece.of(micro.routes, UNKNOWN),
         own=own,
+        support=None if micro.support is None else micro.support[own],
     )
 
 

@@ -27,7 +27,8 @@ from rl.learning.optimizer import make_optimizer, moments, set_learning_rate
 from rl.learning.placement import load_policy
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
-from rl.model.log_probs import TopTokens
+from rl.model.head import support
+from rl.model.head.log_probs import TopTokens
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
 from rl.model.router import routes_for
@@ -128,8 +129,12 @@ class Learner:
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        if micro.support is not None:
+            labels = support.labels(labels, micro.support)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
+        if micro.support is not None:
+            own = support.restricted(own[0], micro.support), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()

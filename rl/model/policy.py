@@ -7,7 +7,7 @@ from torch import nn
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
-from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
+from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32

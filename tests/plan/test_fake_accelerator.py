@@ -32,7 +32,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
-    "rl/model/log_probs.py": ["chunks", "a teacher's tokens"],
+    "rl/model/head/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
     "rl/learning/activation_offload.py": ["compact"],
     "rl/model/vision_forward.py": ["images"],

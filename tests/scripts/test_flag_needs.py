@@ -135,7 +135,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
-    "rollout_dtype rollout_tp rollout_seeds",
+    "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",
     "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
     "AdapterArgs": "lora_rank lora_model",

@@ -23,6 +23,7 @@ from rl.generation.engine import Output, Request
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
+from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
 from rl.model.router import Router, RouterArgs, as_record
@@ -39,13 +40,18 @@ class Running:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, where recorded: [m, L, K] each
+    support: list[np.ndarray] = field(default_factory=list)  # where recorded: [m, K] each
 
     @staticmethod
     def of(request: Request) -> "Running":
         if not (before := request.so_far):
             return Running(request)
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
-        return Running(request, *lists, [] if before.routes is None else [before.routes])
+        support = before.support
+        if support is None and (most := request.sampling.support):
+            support = nothing(len(before.token_ids), most)
+        records = ([] if record is None else [record] for record in (before.routes, support))
+        return Running(request, *lists, *records)
 
     @property
     def in_kv(self) -> tuple[int, ...]:
@@ -65,7 +71,8 @@ class Running:
 
     def output(self, reason: str) -> Output:
         lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
-        return Output(self.request.id, *lists, reason, np.concatenate(self.routes) if self.routes else None)
+        records = (np.concatenate(record) if record else None for record in (self.routes, self.support))
+        return Output(self.request.id, *lists, reason, *records)
 
 
 class TransformersEngine:
@@ -76,7 +83,7 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
 
     def __init__(
         self,
@@ -330,7 +337,11 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob = sample(self.model.lm_head(hidden), uniform, self._settings(rows))
+        token, log_prob, support = sample(self.model.lm_head(hidden), uniform, self._settings(rows))
+        if support is not None:
+            for row, record in zip(rows, support.cpu().numpy(), strict=True):
+                if row.request.sampling.support:
+                    row.support.append(record[None])
         self.token[first : len(self.running)] = token
         self.position[first : len(self.running)] += 1
         finished: dict[int, str] = {}
@@ -353,6 +364,7 @@ class TransformersEngine:
             top_k=torch.tensor([x.top_k for x in s]).to(self.device),
             top_p=torch.tensor([x.top_p for x in s]).to(self.device),
             truncates=any(x.truncates for x in s),
+            support=max(x.support for x in s),
         )
 
     def _free(self, slots: Iterable[int]) -> None:

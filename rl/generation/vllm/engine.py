@@ -86,7 +86,7 @@ class VLLMEngine:
     """
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
 
     def __init__(
         self,
@@ -240,6 +240,7 @@ class VLLMEngine:
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
+            **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
@@ -292,7 +293,7 @@ class VLLMEngine:
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
             seed=_seed(request) if self.seeds else None,
-            logprobs=0,  # the sampled token's
+            logprobs=s.support,  # next to the sampled token's
             flat_logprobs=True,  # no dict and no object a token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -321,16 +322,20 @@ class VLLMEngine:
         return self._joined(pending, completion.logprobs, completion.finish_reason, routes)
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
-        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with. routes: of
-        the prompt that vLLM was given, and of the tokens sampled here."""
-        versions = pending.version_per_token(len(sampled.token_ids), self.version)
-        so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token, or the support's, too), behind what the request
+        came with. routes: of the prompt that vLLM was given, and of the tokens sampled here."""
+        versions = pending.version_per_token(len(sampled), self.version)
+        so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
+        if most := pending.request.sampling.support:
+            from rl.generation.vllm.support import taken_apart
+
+            sampled, support = taken_apart(sampled, most, so_far)
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
-        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
+        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes, support)
 
 
 def _seed(request: Request) -> int:
