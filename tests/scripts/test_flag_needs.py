@@ -117,6 +117,7 @@ CASES = [
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
     ("--wandb-mode offline", "", "--logger console wandb"),
     ("--push-to me/model", "--val-only", ""),
+    ("--lm-head-fp32", "--dtype float32", "--dtype bfloat16"),
     ("--resume-anyway", "", "--experiment-name x"),
     ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),

@@ -380,9 +380,23 @@ def bfloat16(path: str) -> dict:
         for (i, _), output in drain(engine, requests_for(n=2)).items():
             expected = reference_log_probs(model.bfloat16(), PROMPTS[i], output.token_ids, 1.0)
             differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
-    wrong = wrongly_loaded(engine, new)
+    out = {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
+    out["error of logits"] = [error_of_logits(engine, new)]
     engine.close()
-    return {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrong}
+    engine = start(path, torch.bfloat16, lm_head_fp32=True)
+    engine.update(new.named_parameters(), version=2)
+    out["error of logits"].append(error_of_logits(engine, new))
+    engine.close()
+    return out
+
+
+def error_of_logits(engine, model) -> float:
+    """The engine's product with the head, of random hidden states in bf16, against double precision."""
+    weight = model.lm_head.weight.detach().bfloat16()
+    hidden = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        logits = engine.engine.model_executor.driver_worker.worker.model_runner.model.compute_logits(hidden)
+    return float((logits.double() - hidden.double() @ weight.double().t()).abs().max())
 
 
 def tensor_parallel(path: str) -> dict:

@@ -23,6 +23,7 @@ from rl.generation.engine import Output, Request
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
+from rl.model.head.precision import Fp32Head
 from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
@@ -96,6 +97,7 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
+        head_fp32: bool = False,
     ):
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
@@ -119,6 +121,7 @@ class TransformersEngine:
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
+        self.head_fp32, self._head = head_fp32 and dtype != torch.float32, None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -176,7 +179,7 @@ class TransformersEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
-        self.version = version
+        self.version, self._head = version, None
         if recompute_kv:
             self._recompute_kv()
 
@@ -337,7 +340,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self.model.lm_head(hidden), uniform, self._settings(rows))
+        token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
         if support is not None:
             for row, record in zip(rows, support.cpu().numpy(), strict=True):
                 if row.request.sampling.support:
@@ -356,6 +359,13 @@ class TransformersEngine:
         outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
         self._free(finished)
         return outputs
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, V], with --lm-head-fp32 by a copy of the head that is made once for these weights."""
+        if not self.head_fp32:
+            return self.model.lm_head(hidden)
+        self._head = self._head or Fp32Head.of(self.model.lm_head)
+        return self._head(hidden)
 
     def _settings(self, rows: list[Running]) -> SlotSettings:
         s = [r.request.sampling for r in rows]

@@ -240,6 +240,7 @@ class VLLMEngine:
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
+            **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
@@ -259,6 +260,10 @@ class VLLMEngine:
                     "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
+            if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
+                raise UserError(
+                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine transformers, or leave the flag out."
+                )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 
