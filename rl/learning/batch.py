@@ -50,6 +50,8 @@ class Targets:
     old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
     teacher_log_prob: torch.Tensor | None = None  # float32
+    energy: torch.Tensor | None = None  # float32, for the optimal token baseline
+    high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile leaves in the policy loss
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
@@ -342,6 +344,8 @@ class Tokens:
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
     teacher_log_prob: torch.Tensor | None
+    energy: torch.Tensor | None
+    high_entropy: torch.Tensor | None
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
     reward: torch.Tensor | None

@@ -5,6 +5,7 @@ Left out: the loss itself, which is in the scripts and in losses.py.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,16 @@ class Learner:
         if model is not self.policy:
             model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
         return out
+
+    @torch.no_grad()
+    def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(energy [N], entropy [N]) under the policy, which rl/model/head/log_probs.py defines, of the tokens that this rank
+        trains; on the CPU, 0 outside the mask."""
+        energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
+        for micro in itertools.chain.from_iterable(micros):
+            found = self._log_probs(self.policy, dataclasses.replace(micro, support=None), "spread")
+            energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
+        return energy, entropy
 
     def _find_top_tokens(self, micro: MicroBatch) -> torch.Tensor:
         """Leaves the teacher's most likely tokens in the micro-batch; returns its log-probs [n] of the sampled ones."""

@@ -7,7 +7,7 @@ from torch import nn
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
-from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
+from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, spread, top_tokens
 from rl.model.head.precision import in_fp32
 from rl.model.router import Router
 
@@ -36,7 +36,8 @@ class Policy(nn.Module):
     ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it; "spread" gives what `spread`
+        returns. routes, observe: see
         rl/model/router.py. Of a teacher's top tokens: labels may be [n, m], and then the log-probs are; top = (K, vocabulary)
         gives what `top_tokens` returns.
         """
@@ -47,6 +48,8 @@ class Policy(nn.Module):
             hidden, head = in_fp32(hidden, head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
+        if entropy == "spread":
+            return spread(hidden, head, labels, temperature, LOGITS_AT_ONCE)
         if labels.dim() > 1:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:

@@ -130,6 +130,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
     "TeacherArgs": "teacher teacher_alone",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
+    "top_entropy_quantile "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
