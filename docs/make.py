@@ -61,7 +61,7 @@ def trl_words() -> str:
     lines += ["| TRL | here |", "|---|---|"]
     for word, here in flag_words.HERE.items():
         if word not in flag_words.EARLIER:
-            flags = re.sub(r"--[a-z-]+", lambda flag: f"`{flag[0]}`", here)
+            flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
             lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"
 

@@ -133,7 +133,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
-    **dict.fromkeys(("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "cliprange_value"), (CRITIC,)),
+    **dict.fromkeys(
+        ("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "critic_lam", "cliprange_value"), (CRITIC,)
+    ),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),

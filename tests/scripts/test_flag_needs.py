@@ -59,6 +59,7 @@ CASES = [
     ("--critic-lr 0.1", "", "--adv-estimator gae"),
     ("--critic-ppo-epochs 2", "", "--adv-estimator gae"),
     ("--critic-warmup 5", "", "--adv-estimator gae"),
+    ("--critic-lam 1", "", "--adv-estimator gae"),
     ("--lam 0.9", "--adv-estimator reinforce_pp", "--adv-estimator gae"),
     ("--cliprange-value 0.2", "", "--adv-estimator gae"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),

@@ -24,5 +24,7 @@ def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.n
         sampled.logprobs.append(given.logprobs[start])
         likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
         found = [token for token, log_prob in likeliest if log_prob > -math.inf]
+        if given.token_ids[start] not in found:  # among more tokens as likely as the k-th than there is room for
+            found[most - 1 :] = [given.token_ids[start]]
         row[: len(found)] = found
     return sampled, support
