@@ -536,7 +536,7 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
 
     0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
-    before it.
+    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
     """
     _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
     index, r = _steps(reward, mask, seq)
