@@ -147,8 +147,7 @@ class Batch:
         )
 
     def check_scored(self) -> None:
-        """Raises UserError if not one of its responses could be scored: for the first step, where that means a reward function
-        that cannot work."""
+        """Raises UserError if none of its responses could be scored: in the first step, the reward function cannot work."""
         if self.errors and len(self.errors) == self.unscored + len(self.score):
             raise UserError(
                 f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
@@ -316,13 +315,12 @@ class MicroBatch:
             parts.append(tokens)
             after.append(prompt_of[group])
             groups.append(-1)
-        layout = Packed([len(part) for part in parts], device, after)
+        sizes = [len(part) for part in parts]
+        layout = Packed(sizes, device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
         # a prompt's last token predicts its response's first
         before = [indices[len(batch.prompts[i]) - 1 : -1] for i, indices in zip(responses, sequences, strict=True)]
-        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
-            [len(part) for part in parts], after, groups, device
-        )
+        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(sizes, after, groups, device)
         predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
         if not mask.all():
             predict, index = predict[mask], index[mask]
@@ -344,7 +342,6 @@ class Tokens:
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
     teacher_log_prob: torch.Tensor | None
-    energy: torch.Tensor | None
     high_entropy: torch.Tensor | None
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
