@@ -464,6 +464,35 @@ def opo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     return _masked_tokens(centered - baseline, reward, mask, seq)
 
 
+@advantage_estimator("tir_optimal_token_baseline", group_of_one="score", by_token=True)
+def optimal_token_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, energy: Tensor) -> Tensor:
+    """A_t = G_t - B_t, G_t = sum over k >= t of r_k, B_t = sum_g(W_t G_t) / (sum_g(W_t) + 1e-8) over the group's responses that
+    have a t-th trained token; W_t is the sum of their energy [N] up to t. Where one response alone is that long B_t is 0.
+
+    Optimal Token Baseline, arXiv 2602.07078: of least variance if energy is the squared norm of a token's gradient. Its proxy
+    is that of the logits' gradient, 1 - 2 p(token) + sum_v p(v)^2. Steps are the trained tokens, as in verl's
+    tir_optimal_token_baseline; the importance weights there are left out. With equal scores B_t is exactly the score.
+    """
+    _, score, index = _centered(reward, mask, seq, group)
+    kept = mask.nonzero()[:, 0]  # [M]
+    s, energy = seq[kept], energy[kept].double()
+    sizes = torch.bincount(s, minlength=len(group))  # [B]
+    first = (sizes.cumsum(0) - sizes)[s]  # of each one's response
+    spent = energy.cumsum(0)
+    weight = spent - (spent - energy)[first]
+    longest, of_group = int(sizes.max()) if len(s) else 0, torch.unique(index, return_inverse=True)[1][s]
+    cell = of_group * longest + torch.arange(len(s), device=s.device) - first  # one for the t-th tokens of a group
+    ahead = return_to_go(reward.double(), mask, seq)[kept]
+    above = ahead - _group_min(score, index)[s]
+
+    def sum_g(x: Tensor) -> Tensor:
+        return x.new_zeros(len(group) * longest).index_add(0, cell, x)[cell]
+
+    baseline = sum_g(weight * above) / (sum_g(weight) + 1e-8)
+    advantage = torch.where(sum_g(torch.ones_like(weight)) > 1, above - baseline, ahead)
+    return torch.zeros_like(reward).index_copy(0, kept, advantage.to(reward.dtype))
+
+
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def grpo_passk(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
@@ -529,7 +558,7 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
 
     0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
-    before it.
+    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
     """
     _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
     index, r = _steps(reward, mask, seq)
@@ -994,6 +1023,17 @@ def off_policy_tokens(
     were sampled, mean_t(rollout - log_prob) > threshold. DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556."""
     (drift,) = sequence_means(mask, seq, log_ratio(rollout_log_prob, log_prob.detach(), mask))
     return mask & (advantage < 0) & to_tokens(drift > threshold, seq)
+
+
+def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Tensor:
+    """The trained tokens at which the policy's entropy [N] is largest, a share `quantile` of them and ties, bool [N]: to them
+    the policy loss can be restricted. High-entropy minority tokens, arXiv 2506.01939 (0.2); TRL's top_entropy_quantile."""
+    _check_tokens("high_entropy_tokens", entropy=entropy, mask=mask)
+    trained = entropy[mask]
+    if not len(trained):
+        return mask
+    place = math.ceil(round((1 - quantile) * (len(trained) - 1), 6))  # from 0, of the least that is kept
+    return mask & (entropy >= trained.kthvalue(place + 1).values)
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:

@@ -27,6 +27,7 @@ from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.spread import spread_of
 from rl.algorithm.token_choice import choose_tokens
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
@@ -122,6 +123,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         if recompute:
             targets.actor_log_prob = learner.log_probs_of("policy", batch, micros)
         targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
+        if args.needs_spread:
+            targets.energy, targets.high_entropy = spread_of(args, learner, batch, minis, micros)
     if args.needs_reference:
         with timer("ref"):
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
@@ -145,7 +148,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
         if args.needs_critic:
             of_tokens = (targets.reward, batch.trained, batch.seq, targets.value)
-            targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.lam)
+            targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)

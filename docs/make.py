@@ -61,7 +61,7 @@ def trl_words() -> str:
     lines += ["| TRL | here |", "|---|---|"]
     for word, here in flag_words.HERE.items():
         if word not in flag_words.EARLIER:
-            flags = re.sub(r"--[a-z-]+", lambda flag: f"`{flag[0]}`", here)
+            flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
             lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"
 
@@ -94,6 +94,8 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
     "top_k_reverse_kl": "--teacher-top-k 20",
     "value_loss": "--cliprange-value 0.5",
+    "lambda_return": "--critic-lam 1",
+    "high_entropy_tokens": "--top-entropy-quantile 0.2",
     "off_policy_tokens": "--off-policy-mask-threshold",
     "rollout_rejection_mask": "--rollout-rs batch_k2 --rollout-rs-threshold 0.02",
 }

@@ -134,7 +134,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
-    **dict.fromkeys(("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "cliprange_value"), (CRITIC,)),
+    **dict.fromkeys(
+        ("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "critic_lam", "cliprange_value"), (CRITIC,)
+    ),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
@@ -196,6 +198,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     **dict.fromkeys(("param_offload", "activation_offload", "optimizer_offload"), (ALREADY_THERE,)),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "moe_router_dtype": (EXPERTS,),
+    "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),

@@ -70,6 +70,7 @@ HERE = EARLIER | {  # unknown flag -> what it is here
     "--scale-rewards": "--adv-estimator dr_grpo for none, grpo_batch_std for batch",
     "--use-bias-correction-kl": "--kl-loss-type k3r",
     "--vespo-k-pos": "--loss-args k_pos=2 k_neg=3 lam_pos=3 lam_neg=2",
+    "--cast-lm-head-to-fp32": "--lm-head-fp32",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",
     "--per-device-train-batch-size": "--max-tokens-per-micro-batch tokens make a micro-batch",
     "--gradient-accumulation-steps": "it follows from --ppo-mini-batch-size, the prompts of an optimizer step",

@@ -121,6 +121,11 @@ class CommonArgs(
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
                 f"{self.max_response_length}: every response would be penalised. Lower it."
             )
+        if self.keep_sampling_mask and self.teacher_top_k:
+            raise UserError(
+                "--teacher-top-k compares distributions over the whole vocabulary; --keep-sampling-mask trains the one that "
+                "was sampled. Leave one of the two out."
+            )
         if self.router_replay == "R2" and self.old_is_rollout:
             raise UserError(
                 "--router-replay R2 replays the pass that recomputes the old log-probs; with the generator's as the old ones "

@@ -11,6 +11,7 @@ from rl.algorithm.critic import CriticArgs
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
+from rl.algorithm.spread import where_entropy_is_high
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -40,6 +41,9 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrecti
     loss_args: tuple[str, ...] = ()
     """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
     defaults are those of the function in losses.py."""
+    top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Restrict the policy loss to this share of a mini-batch's tokens, those at which the policy's entropy is largest: 0.2 in
+    arXiv 2506.01939."""
     entropy_coeff: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -78,9 +82,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrecti
 
     @property
     def policy_loss(self) -> losses.PolicyLoss:
-        """The function of --loss-mode, with the mask of --off-policy-mask-threshold if that is given."""
+        """The function of --loss-mode, with the masks of --off-policy-mask-threshold and --top-entropy-quantile if given."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        return loss if self.off_policy_mask_threshold is None else masked(loss, self.off_policy_mask_threshold)
+        if self.off_policy_mask_threshold is not None:
+            loss = masked(loss, self.off_policy_mask_threshold)
+        return loss if self.top_entropy_quantile == 1 else where_entropy_is_high(loss)
 
     @property
     def loss_knobs(self) -> dict[str, float]:
@@ -108,6 +114,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrecti
     def needs_greedy(self) -> bool:
         """The estimator compares with a greedy response, which is sampled with each group."""
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
+
+    @property
+    def needs_spread(self) -> bool:
+        """The advantage or the loss asks for what rl/algorithm/spread.py finds."""
+        return self.top_entropy_quantile < 1 or "energy" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def trains_stale(self) -> bool:
@@ -157,7 +168,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrecti
         numbers = {name: getattr(self, name) for name in ("gamma", "lam") if name in estimator.knobs}
         if self.has_several_rewards:
             return numbers | self.several_rewards(batch)
-        return numbers | {name: getattr(batch.targets if name == "value" else batch, name) for name in estimator.inputs}
+        return numbers | {name: getattr(batch if name == "baseline" else batch.targets, name) for name in estimator.inputs}
 
     def hint(self, unknown: Sequence[str]) -> str:
         """A sentence for each unknown flag that is a number of a loss, of the chosen one if it has it, or of an estimator."""
@@ -198,6 +209,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrecti
             raise UserError(
                 "--filter-groups keeps the groups whose scores differ: with --rollout-n 1 there are none, and every group is "
                 "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
+            )
+        if self.top_entropy_quantile < 1 and losses.POLICY_LOSSES[self.loss_mode].by_response:
+            raise UserError(
+                f"--top-entropy-quantile leaves tokens out of the policy loss, and --loss-mode {self.loss_mode} has one ratio "
+                "for a whole response. Take another loss, or leave the flag out."
             )
         self._check_old_log_probs()
         self._check_loss_args()

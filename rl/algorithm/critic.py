@@ -42,6 +42,9 @@ class CriticArgs:
     afterwards."""
     lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """GAE's lambda: 1 compares whole returns with the critic's values, 0 looks one token ahead."""
+    critic_lam: Annotated[float | None, Range(at_least=0, at_most=1)] = None
+    """Lambda of the returns that the critic learns: VAPO, arXiv 2504.05118, takes 1 there and less for the policy. Default:
+    --lam."""
     cliprange_value: Annotated[float, Range(above=0)] = 0.5
     """How far an update may move the critic's values from those before it."""
 
@@ -49,6 +52,10 @@ class CriticArgs:
     def needs_critic(self) -> bool:
         """The estimator compares with a critic's values."""
         return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
+
+    @property
+    def returns_lam(self) -> float:
+        return self.lam if self.critic_lam is None else self.critic_lam
 
     def check(self) -> None:
         """Raises UserError for flags that do not go with a critic."""

@@ -62,9 +62,9 @@ class Health:
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
         """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""
         args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
-        if args.sampling.truncates:
+        if args.sampling.truncates and not args.keep_sampling_mask:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
-            detail += " Leave these flags out if that matters."
+            detail += " Leave these flags out if that matters, or add --keep-sampling-mask, with --top-k."
             self._warn(
                 "truncated_sampling",
                 "responses sampled with --top-p, --top-k or another rule that leaves tokens out",

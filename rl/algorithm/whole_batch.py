@@ -50,15 +50,18 @@ def groups_of_one(batch: "Batch") -> int:
 
 
 def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
-    """The estimator's advantages [N]. inputs: its keywords; of its tensors `value` is [N], the others are of responses."""
+    """The estimator's advantages [N]. inputs: its keywords; tensors among them are [N], but for losses.PER_RESPONSE, [B]."""
     reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":
-        if "value" not in inputs:
-            return on_whole(batch, lambda r, m, seq: estimator(r, m, seq, batch.group, **inputs), reward, mask)
-        value = inputs.pop("value")
-        return on_whole(batch, lambda r, m, v, seq: estimator(r, m, seq, batch.group, value=v, **inputs), reward, mask, value)
+        own = {name: inputs.pop(name) for name in estimator.inputs if name not in losses.PER_RESPONSE}
+
+        def of_whole(reward: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
+            *tensors, seq = more
+            return estimator(reward, mask, seq, batch.group, **dict(zip(own, tensors, strict=True)), **inputs)
+
+        return on_whole(batch, of_whole, reward, mask, *own.values())
     # One token stands for each response: its total, trained if any of its tokens is.
     totals, trained = (batch.sum_over_ranks(batch.by_response(x)) for x in (reward, mask))
     of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(reward.dtype)

@@ -236,7 +236,8 @@ TABLE: dict[str, list[Row]] = {
                  "critic.rollout_n critic.shuffle", "the policy's flags for memory and batches hold for the critic, too"),
         unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.teacher_model.inference.*",
                  "the teacher is on the learners"),
-        unneeded("A.actor.calculate_entropy A.actor.calculate_sum_pi_squared", "the entropy is always measured"),
+        unneeded("A.actor.calculate_entropy", "the entropy is always measured"),
+        unneeded("A.actor.calculate_sum_pi_squared", "measured where the estimator asks for it"),
     ],
     "Reward": [
         to("reward.custom_reward_function.path|custom_reward_function.path=null "

@@ -16,12 +16,14 @@ import torch
 
 from rl.data.image_prompts import Images
 from rl.errors import UserError
+from rl.model.head import support
+from rl.model.head.precision import HeadArgs
 from rl.model.router import RouterArgs
 from rl.ranges import MayChange, Range
 
 
 @dataclass
-class EngineArgs(RouterArgs):
+class EngineArgs(RouterArgs, HeadArgs):
     """Generation: sampling and the engine."""
 
     rollout_n: Annotated[int, Range(at_least=1)] = 8
@@ -31,10 +33,14 @@ class EngineArgs(RouterArgs):
     temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
     """Sampling temperature. The learner divides its logits by it as well."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution."""
+    """Nucleus sampling; 1 turns it off. Below 1 the generator's log-probs are those of the truncated distribution: see
+    --keep-sampling-mask."""
     top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Sample from the k likeliest tokens; -1 turns it off. The generator's log-probs are then those of the truncated
     distribution."""
+    keep_sampling_mask: bool = False
+    """With --top-k, and perhaps --top-p: record the tokens that could be sampled, and take the learner's log-probs over them,
+    too. Without it ratios and KL compare a truncated distribution with a full one."""
     ignore_eos: bool = False
     """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
@@ -72,7 +78,8 @@ class EngineArgs(RouterArgs):
     @property
     def sampling(self) -> "SamplingParams":
         """How training samples."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
+        of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
+        return SamplingParams(*of_all, support=support.width(self))
 
     @property
     def val_sampling(self) -> "SamplingParams":
@@ -83,6 +90,14 @@ class EngineArgs(RouterArgs):
     def engine_sleeps(self) -> bool:
         """Whether an engine's memory is given back while a learner works: where one process does both in turns."""
         return self.free_cache_engine
+
+    def check(self) -> None:
+        """Raises UserError for a record without a bound."""
+        if self.keep_sampling_mask and self.top_k < 1:
+            raise UserError(
+                "--keep-sampling-mask records the tokens that could be sampled in each place, and --top-k bounds their number. "
+                "Add it, such as --top-k 50; --top-p may lower it further."
+            )
 
     def weights_dtype(self, learner_dtype: str) -> torch.dtype:
         """The precision of the engine's weights, which is also that in which they are sent."""
@@ -100,6 +115,7 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int = 16
     ignore_eos: bool = False
+    support: int = 0  # record the tokens that could be sampled, at most this many a token (rl/model/head/support.py); 0: do not
 
     @property
     def truncates(self) -> bool:
@@ -129,6 +145,7 @@ class Output:
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
     routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as they were while sampling (model/router.py)
+    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (model/head/support.py)
     cached: int = 0  # tokens of the prompt and of `so_far` that were found in a prefix cache
 
 

@@ -17,6 +17,7 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, request_seed
 from rl.generation.responses import Responses, Work
+from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
 
@@ -320,7 +321,8 @@ class Episodes(Responses):
             o = episode.output
             lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
             self._append(id, len(ids))
-            self._add(id, Output(id, *lists, "unfinished", o.routes))
+            known = None if o.support is None else np.concatenate([o.support, support.nothing(len(ids), o.support.shape[1])])
+            self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:
         """Tokens that a response's conversation may have."""

@@ -248,7 +248,8 @@ class Generator:
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
         if work.greedy:
-            requests.append(Request((key, work.n), ids, dataclasses.replace(sampling, temperature=0.0), 0, images=images))
+            greedy = dataclasses.replace(sampling, temperature=0.0, support=0)
+            requests.append(Request((key, work.n), ids, greedy, 0, images=images))
         return requests
 
     def _give_up(self, key: int, work: Work, message: str) -> None:

@@ -145,6 +145,7 @@ def to_response(
         mask=work.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
         rewards=rewards or None,
+        support=output.support,
         histories=work.histories.get(output.id[1]),
     )
 
@@ -158,7 +159,7 @@ def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output |
         work.masks[id[1]] = before.mask
     parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
     routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
-    return Output(id, *parts, before.finish_reason, routes)
+    return Output(id, *parts, before.finish_reason, routes, before.support)
 
 
 def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:

@@ -22,7 +22,8 @@ from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
 from rl.model import vision_sharing
 from rl.model.attention import Packed
-from rl.model.log_probs import TopTokens
+from rl.model.head import support
+from rl.model.head.log_probs import TopTokens
 from rl.model.router import UNKNOWN, row_of_routes
 from rl.model.sequence_parallel import Piece
 from rl.model.vision_forward import RowImages
@@ -49,6 +50,8 @@ class Targets:
     old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
     teacher_log_prob: torch.Tensor | None = None  # float32
+    energy: torch.Tensor | None = None  # float32, for the optimal token baseline
+    high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile leaves in the policy loss
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
@@ -94,6 +97,7 @@ class Batch:
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
     turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
     histories: list[list[int] | None] = field(default_factory=list)  # B, as in their records
+    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
@@ -141,11 +145,11 @@ class Batch:
             sizes=[len(g.responses) for g in groups],
             turn_rewards=[r.rewards for _, _, r in pairs],
             histories=[r.histories for _, _, r in pairs],
+            support=support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
         )
 
     def check_scored(self) -> None:
-        """Raises UserError if not one of its responses could be scored: for the first step, where that means a reward function
-        that cannot work."""
+        """Raises UserError if none of its responses could be scored: in the first step, the reward function cannot work."""
         if self.errors and len(self.errors) == self.unscored + len(self.score):
             raise UserError(
                 f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
@@ -285,6 +289,7 @@ class MicroBatch:
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
     top: TopTokens | None = None  # of a teacher
+    support: torch.Tensor | None = None  # [n, K] on the device: what could be sampled in the places of labels
 
     @property
     def real_tokens(self) -> int:
@@ -311,18 +316,18 @@ class MicroBatch:
             segments += [(tokens, prompt_of[group], -1), *((history, -1, -1) for history in apart)]
             begins += [len(batch.prompts[i]) - 1, *[-1] * len(apart)]
         parts, after, groups = map(list, zip(*segments, strict=True))
-        layout = Packed([len(part) for part in parts], device, after)
+        sizes = [len(part) for part in parts]
+        layout = Packed(sizes, device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
         # a prompt's last token predicts its response's first; nothing has to predict the first of a history apart, a prompt's
         before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
-        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(
-            [len(part) for part in parts], after, groups, device
-        )
+        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(sizes, after, groups, device)
         predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
         if not mask.all():
             predict, index = predict[mask], index[mask]
         labels = moved(batch.token[index].long(), device=device)
-        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes)
+        record = None if batch.support is None else moved(batch.support[index].long(), device=device)
+        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes, support=record)
 
 
 class Tokens:
@@ -338,6 +343,7 @@ class Tokens:
     old_log_prob: torch.Tensor | None
     ref_log_prob: torch.Tensor | None
     teacher_log_prob: torch.Tensor | None
+    high_entropy: torch.Tensor | None
     is_weight: torch.Tensor | None
     rejected: torch.Tensor | None
     reward: torch.Tensor | None
@@ -383,6 +389,7 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
         labels=micro.labels[own],
         routes=None if micro.routes is None else piece.of(micro.routes, UNKNOWN),
         own=own,
+        support=None if micro.support is None else micro.support[own],
     )
 
 

@@ -5,6 +5,7 @@ Left out: the loss itself, which is in the scripts and in losses.py.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from rl.learning.placement import load_policy
 from rl.model.attention import linear_layers
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
-from rl.model.log_probs import TopTokens
+from rl.model.head import support
+from rl.model.head.log_probs import TopTokens
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
 from rl.model.router import routes_for
@@ -134,8 +136,12 @@ class Learner:
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        if micro.support is not None:
+            labels = support.labels(labels, micro.support)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
+        if micro.support is not None:
+            own = support.restricted(own[0], micro.support), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
@@ -160,6 +166,16 @@ class Learner:
         if model is not self.policy:
             model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
         return out
+
+    @torch.no_grad()
+    def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(energy [N], entropy [N]) under the policy, which rl/model/head/log_probs.py defines, of the tokens that this rank
+        trains; on the CPU, 0 outside the mask."""
+        energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
+        for micro in itertools.chain.from_iterable(micros):
+            found = self._log_probs(self.policy, dataclasses.replace(micro, support=None), "spread")
+            energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
+        return energy, entropy
 
     def _find_top_tokens(self, micro: MicroBatch) -> torch.Tensor:
         """Leaves the teacher's most likely tokens in the micro-batch; returns its log-probs [n] of the sampled ones."""

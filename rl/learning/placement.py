@@ -70,7 +70,7 @@ def load_policy(
         keep_less(model)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = kind(model, Router.of(model, args), logits_kept)
-    policy.adapters = adapters
+    policy.adapters, policy.head_fp32 = adapters, args.lm_head_fp32
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:
         keep_in_bf16(policy.parameters())

@@ -16,6 +16,7 @@ import torch
 
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import UNMEASURED_TOKENS, Learner
+from rl.model.head import support
 from rl.ranks.device import devices_are_shared, is_accelerator, memory_left, peak_memory
 from rl.ranks.dist import all_gather_bytes
 from rl.samples.group import Group, Response
@@ -69,6 +70,8 @@ def _train(args, learner: Learner, sequences: int) -> None:
         prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
         zeros = np.zeros(len(response))
         record = Response(response, zeros.astype(np.float32), zeros.astype(np.int32), "length", score=0.0)
+        if most := support.width(args):
+            record = dataclasses.replace(record, support=np.zeros((len(response), most), np.int32))
         groups.append(Group(ticket, prompt, "", [record]))
     batch = Batch.of(groups)
     budget = -(-sequences * (args.max_prompt_length + args.max_response_length) // args.sequence_parallel)

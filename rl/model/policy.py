@@ -7,7 +7,8 @@ from torch import nn
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
-from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
+from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, spread, top_tokens
+from rl.model.head.precision import in_fp32
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
@@ -22,6 +23,7 @@ class Policy(nn.Module):
         self.model, self.router, self.takes_images = model, router, takes_images(model.config)
         self.logits_kept = logits_kept
         self.adapters = None  # of rl/adapters/lora.py, where the model has some
+        self.head_fp32 = False  # --lm-head-fp32
         if self.takes_images:
             vision_forward.embed_by_product(model)
         if linear_layers(model.config):
@@ -34,19 +36,24 @@ class Policy(nn.Module):
     ):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it. routes, observe: see
+        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it; "spread" gives what `spread`
+        returns. routes, observe: see
         rl/model/router.py. Of a teacher's top tokens: labels may be [n, m], and then the log-probs are; top = (K, vocabulary)
         gives what `top_tokens` returns.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
+        if self.head_fp32:
+            hidden, head = in_fp32(hidden, head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
+        if entropy == "spread":
+            return spread(hidden, head, labels, temperature, LOGITS_AT_ONCE)
         if labels.dim() > 1:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            return self._log_prob(hidden, labels, temperature, entropy)
+            return self._log_prob(hidden, head, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
@@ -62,8 +69,8 @@ class Policy(nn.Module):
             return vision_forward.hidden_states(self.model.model, layout, **inputs)
         return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
 
-    def _log_prob(self, hidden, labels, temperature: float, entropy: str):
-        log_probs = (self.model.lm_head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
+    def _log_prob(self, hidden, head, labels, temperature: float, entropy: str):
+        log_probs = (head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
         log_prob = -F.nll_loss(log_probs, labels, reduction="none")
         if entropy == "none":
             return log_prob, torch.zeros_like(log_prob)

@@ -27,6 +27,7 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
 from rl.learning.token_budget import settled
+from rl.model.head.support import width
 from rl.model.loading import Weights
 from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
 from rl.model.shards import local
@@ -184,7 +185,7 @@ def make_groups(
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
-        responses = [_response(n, number) for number, n in enumerate(lengths[: args.rollout_n])]
+        responses = [_response(n, number, width(args)) for number, n in enumerate(lengths[: args.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)
@@ -201,9 +202,10 @@ def _batch(groups: list[Group], division: Division, images: PlannedImages | None
     return batch
 
 
-def _response(tokens: int, number: int) -> Response:
+def _response(tokens: int, number: int, support: int) -> Response:
     ids, versions, log_probs = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
-    return Response(ids, log_probs, versions, "stop", score=float(number))
+    record = np.zeros((tokens, support), np.int32) if support else None
+    return Response(ids, log_probs, versions, "stop", score=float(number), support=record)
 
 
 def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[Ranks, int]:

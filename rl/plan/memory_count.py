@@ -21,7 +21,7 @@ from rl.ranks.device import is_accelerator
 # Where a storage was made -> what it is for: the innermost of these functions on the stack decides. Of a file that ends so,
 # the functions of that name, or all.
 CAUSES = [
-    ("rl/model/log_probs.py", None, "logits"),
+    ("rl/model/head/log_probs.py", None, "logits"),
     ("rl/model/policy.py", "_log_prob", "logits"),
     ("rl/learning/learner.py", "weights", "publish"),
     ("rl/weights/publisher.py", None, "publish"),

@@ -28,6 +28,7 @@ class Response:
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
     rewards: list | None = None  # [token, reward] of turns, whose sum the score has; None: the score is the last token's
     histories: list[int] | None = None  # tokens of each: the first follows the group's prompt, the others attend to themselves
+    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,16 @@ class Group:
         if self.prompt_routes is not None:
             has = [r.routes is not None for r in self.responses]
             header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
+        supports = [r.support for r in self.responses]
+        if width := next((support.shape[1] for support in supports if support is not None), 0):
+            header["support"] = [width, [support is not None for support in supports]]
         head = json.dumps(header).encode()
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:
             arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
         if self.prompt_routes is not None:
             arrays += [self.prompt_routes, *(r.routes for r in self.responses if r.routes is not None)]
+        arrays += [support.astype(np.int32) for support in supports if support is not None]
         return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
     @staticmethod
@@ -118,7 +123,12 @@ class Group:
                 rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
             ]
         rewards, histories = (header.get(name, [None] * len(masks)) for name in ("rewards", "histories"))
-        parts = zip(arrays, header["responses"], masks, routes, rewards, histories, strict=True)
+        width, has = header.get("support", [0, [False] * len(masks)])
+        lengths = [n for n, *_ in header["responses"]]
+        support = [
+            take(n * width, np.int32, -1).reshape(n, width) if there else None for n, there in zip(lengths, has, strict=True)
+        ]
+        parts = zip(arrays, header["responses"], masks, routes, rewards, histories, support, strict=True)
         responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]
         rest = (header["baseline"], header.get("images", ""), prompt_routes)
         return Group(header["ticket"], prompt, header["data_source"], responses, *rest)

@@ -3,6 +3,7 @@
 import math
 
 from rl.errors import UserError
+from rl.model.head import support
 from rl.model.pretrained import empty_model, load_config
 from rl.model.router import routers
 from rl.transport.ring import ALIGN
@@ -23,7 +24,7 @@ def routes_bytes(args, path: str) -> int:
 
 def largest_record(args, routes: int) -> int:
     """Bytes of a group (Group.to_bytes) all of whose responses have --max-response-length tokens, behind a prompt of
-    --max-prompt-length. routes: bytes a token of its experts."""
+    --max-prompt-length. routes: bytes a token of its experts, and of what could be sampled."""
     responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of what is unfinished
     tokens = args.max_prompt_length + responses * args.max_response_length
     return HEAD_BYTES + responses * HEAD_BYTES_PER_RESPONSE + tokens * (BYTES_PER_TOKEN + routes)
@@ -39,9 +40,10 @@ def check_ring(args, path: str) -> None:
     nothing to check. path: of the model."""
     if not hasattr(args, "ring_mb"):
         return
-    record = largest_record(args, routes_bytes(args, path))
+    record = largest_record(args, routes_bytes(args, path) + 4 * support.width(args))
     if args.ring_mb < (needed := ring_mb_for(record)):
         experts = " with the experts of each (--router-replay R3)" if args.router_replay == "R3" else ""
+        experts += " with the tokens that could be sampled (--keep-sampling-mask)" if args.keep_sampling_mask else ""
         raise UserError(
             f"--ring-mb {args.ring_mb}: a group of --rollout-n {args.rollout_n} responses of --max-response-length "
             f"{args.max_response_length:,} tokens{experts} takes up to {record / 1e6:,.1f} MB, and one record may have half of "

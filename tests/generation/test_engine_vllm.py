@@ -85,6 +85,7 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(measured):
 def test_truncated_sampling_records_the_truncated_distribution(measured):
     got = measured("everything")["sampling"]
     assert got["top-k, smallest sum"] and got["top-k error"] < 1e-4
+    assert got["support error"] < 1e-4 and got["support sizes"][0] >= 1 and got["support sizes"][-1] == 3
 
 
 def test_a_response_depends_on_its_seed(measured):
@@ -205,6 +206,8 @@ def test_bfloat16(measured):
     got = measured("bfloat16")
     print(f"bf16 log-probs against a bf16 forward pass: mean {got['mean']:.4f}, largest {got['max']:.4f}")
     assert got["mean"] < 0.05 and got["wrong"] == []
+    in_bf16, in_fp32 = got["error of logits"]
+    assert in_fp32 < 1e-5 < 1e-4 < in_bf16, "--lm-head-fp32"
 
 
 @pytest.mark.slow

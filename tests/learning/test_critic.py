@@ -80,10 +80,12 @@ def of_response(lam: float, value: list[float], score: float) -> list[float]:
     return [*value[1:], score]
 
 
-@pytest.mark.parametrize("lam", [0.0, 1.0])
-def test_a_step_by_hand(model, ranks, lam):
+@pytest.mark.parametrize(("lam", "critic_lam"), [(0.0, None), (1.0, None), (0.0, 1.0)])
+def test_a_step_by_hand(model, ranks, lam, critic_lam):
     """Returns, advantages, the critic's loss over all trained tokens, and its one step of AdamW; the policy learns, too."""
-    args = make_args(model, lam=lam, critic_lr=1e-2, lr=1e-3, grad_clip=1e9, weight_decay=0.0, cliprange_value=0.01)
+    args = make_args(
+        model, lam=lam, critic_lam=critic_lam, critic_lr=1e-2, lr=1e-3, grad_clip=1e9, weight_decay=0.0, cliprange_value=0.01
+    )
     learner, batch = learner_of(args, ranks), batch_of()
     draw_head(learner)
     parameters = dict(learner.critic.policy.model.named_parameters())
@@ -91,14 +93,16 @@ def test_a_step_by_hand(model, ranks, lam):
     policy = {name: whole(p).clone() for name, p in learner.parameters.items()}
     metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
     value, returns = batch.targets.value, batch.targets.returns
+    of_policy = torch.zeros_like(returns)
     for i in range(12):
         mine = (batch.seq == i) & batch.mask
-        expected = of_response(lam, value[mine].tolist(), float(batch.score[i]))
-        assert returns[mine].tolist() == pytest.approx(expected, abs=1e-5)
-    difference = (returns - value)[batch.mask].double()
+        what = (value[mine].tolist(), float(batch.score[i]))
+        assert returns[mine].tolist() == pytest.approx(of_response(lam if critic_lam is None else critic_lam, *what), abs=1e-5)
+        of_policy[mine] = torch.tensor(of_response(lam, *what))
+    difference = (of_policy - value)[batch.mask].double()
     expected = (difference - difference.mean()) / difference.std()
     torch.testing.assert_close(batch.targets.advantage[batch.mask].double(), expected, atol=1e-4, rtol=1e-4)
-    errors = (difference**2).numpy()
+    errors = ((returns - value)[batch.mask].double() ** 2).numpy()
     assert metrics["critic/vf_loss"] == pytest.approx(0.5 * errors.mean(), rel=1e-5)
     explained = 1 - errors.mean() / returns[batch.mask].double().numpy().var()
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-4)

@@ -21,7 +21,7 @@ CORRECTIONS = [
     {"criteria": [("token", "k1", 0.7, 1.4)]},
     {"criteria": [("seq_mean", "k3", 0.0, 0.1), ("seq_max", "k2", 0.0, 0.4), ("seq_sum", "k1", 0.3, 3.0)]},
 ]
-PER_TOKEN = ("lp", "old", "roll", "value", "reward", "mask", "seq")
+PER_TOKEN = ("lp", "old", "roll", "value", "energy", "reward", "mask", "seq")
 
 
 def batch_of(lengths, seed, rate):
@@ -58,6 +58,7 @@ def train(b, estimator, loss, aggregation, correction, gamma):
         trained = losses.rollout_rejection_mask(*compare, **correction)
     f, policy_loss = losses.ADVANTAGES[estimator], losses.POLICY_LOSSES[loss]
     more = {"value": b["value"]} if "value" in f.inputs else {}
+    more |= {"energy": b["energy"]} if "energy" in f.inputs else {}
     more |= {"baseline": b["group"] / 5.0} if "baseline" in f.inputs else {}
     more |= {name: b[name] for name in ("parts", "weights") if name in f.inputs}
     more |= {"gamma": gamma} if "gamma" in f.knobs else {}
@@ -88,7 +89,7 @@ def test_masked_tokens_might_as_well_not_be_there(loss, lengths, seed, rate, gam
     b = batch_of(lengths, seed, rate)
     alone = without_masked(b)
     assume(len(alone["seq"]) != len(lengths))  # then `group` might be one entry a token, which is refused
-    for name in ("lp", "old", "roll", "value"):
+    for name in ("lp", "old", "roll", "value", "energy"):
         b[name][~b["mask"]] = torch.nan
     combinations = [*itertools.product(NAMES, losses.AGGREGATIONS, CORRECTIONS)]
     for i in range(seed % 31, len(combinations), 31):  # each example has a part of them

@@ -17,22 +17,22 @@ PROGRAM = "tests/programs/fake_accelerator.py"
 CASES = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
 SLOW = ["one rank", "one update", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
 SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped"]
-SLOW += ["fp32 weights on the host"]
+SLOW += ["fp32 weights on the host", "what could be sampled"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
 SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
-    "rl/learning/learner.py": ["one rank", "one update"],
+    "rl/learning/learner.py": ["one rank", "one update", "what could be sampled"],
     "rl/learning/placement.py": ["one rank", "one update"],
     "rl/learning/loss_means.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
-    "rl/learning/batch.py": ["one rank", "a rank without work"],
+    "rl/learning/batch.py": ["one rank", "a rank without work", "what could be sampled"],
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
-    "rl/model/log_probs.py": ["chunks", "a teacher's tokens"],
+    "rl/model/head/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
     "rl/learning/activation_offload.py": ["compact"],
     "rl/model/vision_forward.py": ["images"],

@@ -38,6 +38,7 @@ from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.model import forward_check, policy
+from rl.model.head import support
 from rl.plan.fake_device import OWN, FakeDevice, aten, start
 from rl.plan.memory_count import MemoryCount
 from rl.ranks import device, host_memory
@@ -113,6 +114,13 @@ def with_routes(group: Group) -> Group:
     return dataclasses.replace(group, responses=responses, prompt_routes=routes(len(group.prompt_ids)))
 
 
+def with_support(group: Group, most: int) -> Group:
+    """Add the tokens that could be sampled."""
+    record = lambda tokens: np.tile(np.arange(most, dtype=np.int32), (tokens, 1))  # noqa: E731
+    responses = [dataclasses.replace(r, support=record(len(r.token_ids))) for r in group.responses]
+    return dataclasses.replace(group, responses=responses)
+
+
 def learn(
     path: str,
     ranks=1,
@@ -139,6 +147,8 @@ def learn(
     host_memory.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
+    if most := support.width(args):
+        groups = [with_support(group, most) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         more = {"teacher": args.teacher, "teacher_top_k": args.teacher_top_k}
@@ -245,6 +255,8 @@ def generate(
         subscriber.receive(0)
         for number in range(6):
             sampling = SamplingParams(number % 2, 0.9 if truncates else 1.0, 5 if truncates else -1, max_tokens=2 + number)
+            if truncates and number > 3:
+                sampling = dataclasses.replace(sampling, support=7)
             ids, of_prompt = [2, 3, 4 + number // 2], None
             if images:
                 ids, of_prompt = prompt_with_images(path, "what?", [picture(64, 64, number // 2)] * (number // 2))
@@ -309,7 +321,9 @@ def is_refused(act) -> bool:
 
 
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
+TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "lm_head_fp32": True, "top_entropy_quantile": 0.3}
 CASES = {  # a new kind of model is a line more
+    "what could be sampled": lambda m: learn(m["qwen3"], 2, 1, dtype="bfloat16", sequence_parallel=2, **TRUNCATED),
     "one rank": lambda m: learn(m["qwen2-tied"]),
     "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True),
     "many ranks": lambda m: learn(

@@ -21,6 +21,7 @@ from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.spread import spread_of
 from rl.algorithm.token_choice import choose_tokens
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
@@ -44,6 +45,15 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
     batch.targets.old_log_prob = batch.targets.actor_log_prob
     batch.targets.reward = batch.token_reward() - 0.1 * random()
+    batch.targets.energy, entropy = random(), random()
+
+    class Known:
+        """A learner, of which spread_of asks for these two."""
+
+        spread_of = staticmethod(lambda *_: (batch.targets.energy, entropy))
+
+    args, minis = train_sync.Args(top_entropy_quantile=0.3), batch.mini_batches(PROMPTS)
+    _, batch.targets.high_entropy = spread_of(args, Known, batch, minis, [])
 
 
 def advantages(batch: Batch) -> dict[str, torch.Tensor]:
@@ -52,6 +62,7 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor]:
         if name != "gae":
             inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
             inputs |= args.several_rewards(batch) if "parts" in estimator.inputs else {}
+            inputs |= {"energy": batch.targets.energy} if "energy" in estimator.inputs else {}
             found[f"advantage by {name}"] = whole_batch.advantage(estimator, batch, **inputs)
     return found
 
@@ -62,6 +73,7 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch)
     by_batch = train_sync.Args(rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
+    found["high entropy"] = batch.targets.high_entropy
     found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
@@ -100,6 +112,7 @@ def main(ranks) -> None:
         assert torch.equal(values, expected[name][places]), name
     assert expected["rejected"].any() and not expected["rejected"].all()
     assert 0.2 < expected["rejected by batch"].double().mean() < 0.8
+    assert 0.1 < expected["high entropy"].double().mean() < 0.35
     assert expected["chosen for clip_cov"].any() and expected["chosen for kl_cov"].any()
     expected, found = numbers(whole, minis), numbers(part, minis)
     assert expected["groups of one"] > 0

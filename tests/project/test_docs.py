@@ -118,6 +118,7 @@ def test_every_paper_of_the_formulas_is_listed_with_flags_whose_formula_names_it
     assert len(rows) > 30 and {number for number, _, _ in rows} == set(re.findall(r"\b\d{4}\.\d{5}\b", source))
     of_others = {"--kl-loss-type k3r": "kl_penalty", "--off-policy-mask-threshold": "off_policy_tokens"}
     of_others |= {"--kl-ctrl-type adaptive": "adaptive_kl_coef", "--loss-agg-mode seq-mean-token-sum-norm": "denominator"}
+    of_others |= {"--top-entropy-quantile 0.2": "high_entropy_tokens", "--critic-lam 1": "lambda_return"}
     of_others |= {"--teacher-top-k 20": "top_k_reverse_kl", "--cliprange-value 0.5": "value_loss"}
     of_others |= {"--rollout-rs batch_k2 --rollout-rs-threshold 0.02": "rollout_rejection_mask"}
     for number, linked_number, flags in rows:

@@ -61,6 +61,7 @@ CASES = [
     ("--critic-lr 0.1", "", "--adv-estimator gae"),
     ("--critic-ppo-epochs 2", "", "--adv-estimator gae"),
     ("--critic-warmup 5", "", "--adv-estimator gae"),
+    ("--critic-lam 1", "", "--adv-estimator gae"),
     ("--lam 0.9", "--adv-estimator reinforce_pp", "--adv-estimator gae"),
     ("--cliprange-value 0.2", "", "--adv-estimator gae"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),
@@ -130,6 +131,7 @@ CASES = [
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
     ("--wandb-mode offline", "", "--logger console wandb"),
     ("--push-to me/model", "--val-only", ""),
+    ("--lm-head-fp32", "--dtype float32", "--dtype bfloat16"),
     ("--resume-anyway", "", "--experiment-name x"),
     ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
@@ -143,13 +145,14 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "TeacherArgs": "teacher teacher_alone",
     "JudgeArgs": "judge",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
+    "top_entropy_quantile "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
-    "rollout_dtype rollout_tp rollout_seeds",
+    "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",
     "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
     "AdapterArgs": "lora_rank lora_model",

@@ -31,6 +31,7 @@ def random_batch(lengths, seed=0, mask_rate=0.75, spread=0.4):
         "group": torch.tensor([rng.choice([3, 7, -1]) for _ in lengths], dtype=torch.long),
         "parts": torch.randint(0, 3, (len(lengths), 2), generator=g).double(),
         "weights": torch.tensor([1.0, 2.5], dtype=torch.float64),
+        "energy": rand().abs(),
     }
 
 
@@ -142,8 +143,30 @@ def gdpo(parts, weights, lengths, group):
     return [(total[i] - mean) / (std + 1e-6) if lengths[i] else 0.0 for i in range(len(group))]
 
 
-def advantage(name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0, parts=None, weights=None):
+def optimal_token_baseline(reward, mask, seq, group, energy):
+    """Equation by equation: every response's return and spent energy at each of its steps, then a mean for each step."""
+    returns, spent, tokens = {}, {}, {}
+    for i, row in tokens_of(seq).items():
+        steps = steps_of(reward, mask, row)
+        tokens[i] = [t for t, _ in steps]
+        returns[i] = [sum(r for _, r in steps[k:]) for k in range(len(steps))]
+        spent[i] = [sum(energy[t] for t in tokens[i][: k + 1]) for k in range(len(steps))]
+    out = [0.0] * len(seq)
+    for i, of_response in tokens.items():
+        for k, t in enumerate(of_response):
+            those = [j for j in tokens if group[j] == group[i] and len(tokens[j]) > k]
+            total = sum(spent[j][k] for j in those)
+            best = sum(spent[j][k] * returns[j][k] for j in those) / (total + 1e-8) if len(those) > 1 else 0.0
+            out[t] = returns[i][k] - best
+    return out
+
+
+def advantage(
+    name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0, parts=None, weights=None, energy=None
+):
     n = len(group)
+    if name == "optimal_token_baseline":
+        return optimal_token_baseline(reward, mask, seq, group, energy)
     if name == "reinforce_pp":
         return whiten(return_to_go(reward, mask, seq, gamma), mask)
     if name == "remax":

@@ -33,6 +33,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
+from rl.model.head.support import TIES
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
 MAX_LENGTH = 200
@@ -137,6 +138,8 @@ def sampling(engine, model) -> dict:
     out["different responses"] = len({tuple(o.token_ids) for o in wide.values()})
     few = drain(engine, requests_for(top_k=3))
     out["top-k, smallest sum"], out["top-k error"] = truncated(few, model, k=3)
+    support = drain(engine, requests_for(top_k=3, top_p=0.9, support=3 + TIES))
+    out["support error"], out["support sizes"] = restricted(support, model)
     out["tokens of a request that ignores the end"] = sorted(
         {len(o.token_ids) for o in drain(engine, requests_for(ignore_eos=True)).values()}
     )
@@ -154,6 +157,20 @@ def truncated(outputs, model, k: int) -> tuple[bool, float]:
         inside &= bool(hit.any(-1).all())
         worst = max(worst, (values.log_softmax(-1)[hit] - torch.tensor(output.log_probs)).abs().max().item())
     return inside, worst
+
+
+def restricted(outputs, model) -> tuple[float, list[int]]:
+    """The largest error of the log-probs against those over the recorded support, and how many tokens it had."""
+    worst, sizes = 0.0, set()
+    for (i, _), output in outputs.items():
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0][len(PROMPTS[i]) - 1 : -1]
+        places = zip(logits, output.token_ids, output.log_probs, output.support, strict=True)
+        for of_place, token, log_prob, row in places:
+            kept = row[row >= 0].tolist()
+            worst = max(worst, abs(float(of_place[token] - of_place[kept].logsumexp(0)) - log_prob))
+            sizes.add(len(kept))
+    return worst, sorted(sizes)
 
 
 def in_flight(engine, old, new, recompute: bool) -> dict:
@@ -394,9 +411,23 @@ def bfloat16(path: str) -> dict:
         for (i, _), output in drain(engine, requests_for(n=2)).items():
             expected = reference_log_probs(model.bfloat16(), PROMPTS[i], output.token_ids, 1.0)
             differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
-    wrong = wrongly_loaded(engine, new)
+    out = {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
+    out["error of logits"] = [error_of_logits(engine, new)]
     engine.close()
-    return {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrong}
+    engine = start(path, torch.bfloat16, lm_head_fp32=True)
+    engine.update(new.named_parameters(), version=2)
+    out["error of logits"].append(error_of_logits(engine, new))
+    engine.close()
+    return out
+
+
+def error_of_logits(engine, model) -> float:
+    """The engine's product with the head, of random hidden states in bf16, against double precision."""
+    weight = model.lm_head.weight.detach().bfloat16()
+    hidden = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        logits = engine.engine.model_executor.driver_worker.worker.model_runner.model.compute_logits(hidden)
+    return float((logits.double() - hidden.double() @ weight.double().t()).abs().max())
 
 
 def tensor_parallel(path: str) -> dict:

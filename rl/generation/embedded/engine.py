@@ -24,6 +24,8 @@ from rl.generation.engine import Output, Request
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
+from rl.model.head.precision import Fp32Head
+from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
 from rl.model.router import Router, RouterArgs, as_record
@@ -40,13 +42,18 @@ class Running:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, where recorded: [m, L, K] each
+    support: list[np.ndarray] = field(default_factory=list)  # where recorded: [m, K] each
 
     @staticmethod
     def of(request: Request) -> "Running":
         if not (before := request.so_far):
             return Running(request)
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
-        return Running(request, *lists, [] if before.routes is None else [before.routes])
+        support = before.support
+        if support is None and (most := request.sampling.support):
+            support = nothing(len(before.token_ids), most)
+        records = ([] if record is None else [record] for record in (before.routes, support))
+        return Running(request, *lists, *records)
 
     @property
     def in_kv(self) -> tuple[int, ...]:
@@ -66,7 +73,8 @@ class Running:
 
     def output(self, reason: str) -> Output:
         lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
-        return Output(self.request.id, *lists, reason, np.concatenate(self.routes) if self.routes else None)
+        records = (np.concatenate(record) if record else None for record in (self.routes, self.support))
+        return Output(self.request.id, *lists, reason, *records)
 
 
 class TransformersEngine:
@@ -77,7 +85,7 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
 
     def __init__(
         self,
@@ -91,6 +99,7 @@ class TransformersEngine:
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
         adapters: AdapterArgs | None = None,
+        head_fp32: bool = False,
     ):
         """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
@@ -120,6 +129,7 @@ class TransformersEngine:
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
+        self.head_fp32, self._head = head_fp32 and dtype != torch.float32, None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -177,7 +187,7 @@ class TransformersEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
-        self.version = version
+        self.version, self._head = version, None
         if recompute_kv:
             self._recompute_kv()
 
@@ -346,7 +356,11 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob = sample(self.model.lm_head(hidden), uniform, self._settings(rows))
+        token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
+        if support is not None:
+            for row, record in zip(rows, support.cpu().numpy(), strict=True):
+                if row.request.sampling.support:
+                    row.support.append(record[None])
         self.token[first : len(self.running)] = token
         self.position[first : len(self.running)] += 1
         finished: dict[int, str] = {}
@@ -362,6 +376,13 @@ class TransformersEngine:
         self._free(finished)
         return outputs
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, V], with --lm-head-fp32 by a copy of the head that is made once for these weights."""
+        if not self.head_fp32:
+            return self.model.lm_head(hidden)
+        self._head = self._head or Fp32Head.of(self.model.lm_head)
+        return self._head(hidden)
+
     def _settings(self, rows: list[Running]) -> SlotSettings:
         s = [r.request.sampling for r in rows]
         return SlotSettings(
@@ -369,6 +390,7 @@ class TransformersEngine:
             top_k=torch.tensor([x.top_k for x in s]).to(self.device),
             top_p=torch.tensor([x.top_p for x in s]).to(self.device),
             truncates=any(x.truncates for x in s),
+            support=max(x.support for x in s),
         )
 
     def _free(self, slots: Iterable[int]) -> None:

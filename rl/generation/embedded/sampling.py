@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from rl.model.head import support
+
 
 @dataclass
 class SlotSettings:
@@ -14,12 +16,16 @@ class SlotSettings:
     top_k: torch.Tensor  # [A] long
     top_p: torch.Tensor  # [A] float
     truncates: bool  # whether any slot needs the sort
+    support: int = 0  # most tokens of a slot's support that are recorded; 0 where no slot needs them
 
 
-def sample(logits: torch.Tensor, uniform: torch.Tensor, settings: SlotSettings) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, uniform: torch.Tensor, settings: SlotSettings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Inverse-CDF sampling: one uniform number a token, so a request's randomness is a stream of its own.
 
-    logits [A, V] in any precision, uniform [A] in [0, 1) -> (token [A], log-prob of it under the sampled distribution [A]).
+    logits [A, V] in any precision, uniform [A] in [0, 1) -> (token [A], log-prob of it under the sampled distribution [A],
+    the tokens that could be sampled [A, settings.support] or None).
     """
     greedy = settings.temperature == 0
     logits = logits.float() / torch.where(greedy, 1.0, settings.temperature)[:, None]
@@ -32,7 +38,8 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, settings: SlotSettings) 
     token = torch.searchsorted(cdf, uniform[:, None] * last, right=True)
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
-    return token, log_probs.gather(1, token[:, None]).squeeze(1)
+    found = support.of_logits(logits, settings.support) if settings.support else None
+    return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 
 def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

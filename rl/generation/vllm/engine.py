@@ -90,7 +90,7 @@ class VLLMEngine:
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
 
     def __init__(
         self,
@@ -247,6 +247,8 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
+            **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
+            **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
@@ -266,6 +268,10 @@ class VLLMEngine:
                     "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
+            if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
+                raise UserError(
+                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine transformers, or leave the flag out."
+                )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 
@@ -300,7 +306,7 @@ class VLLMEngine:
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
             seed=_seed(request) if self.seeds else None,
-            logprobs=0,  # the sampled token's
+            logprobs=s.support,  # next to the sampled token's
             flat_logprobs=True,  # no dict and no object a token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -345,16 +351,20 @@ class VLLMEngine:
         )
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
-        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token), behind what the request came with. routes: of
-        the prompt that vLLM was given, and of the tokens sampled here."""
-        versions = pending.version_per_token(len(sampled.token_ids), self.version)
-        so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token, or the support's, too), behind what the request
+        came with. routes: of the prompt that vLLM was given, and of the tokens sampled here."""
+        versions = pending.version_per_token(len(sampled), self.version)
+        so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
+        if most := pending.request.sampling.support:
+            from rl.generation.vllm.support import taken_apart
+
+            sampled, support = taken_apart(sampled, most, so_far)
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
-        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes)
+        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes, support)
 
 
 def _seed(request: Request) -> int:

@@ -166,6 +166,22 @@ def top_tokens(
     return sampled, tokens, values
 
 
+def spread(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, elements: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [n, d], labels [n] -> (energy [n], entropy [n]), fp32, without gradient; `elements` logits are computed at a time.
+    The energy is the squared norm of the gradient of log p(label) with respect to logits over the temperature:
+    1 - 2 p(label) + sum_v p(v)^2."""
+    found = []
+    for part, its_labels in _chunks(hidden, head, labels, elements):
+        log_probs = _log_softmax(part, head, temperature)
+        p = log_probs.exp()
+        of_label = p.gather(1, its_labels[:, None]).squeeze(1)
+        found.append(((1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), -(p * log_probs).sum(-1)))
+    energy, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return energy, entropy
+
+
 def log_probs_at(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

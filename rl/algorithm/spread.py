@@ -1,0 +1,46 @@
+"""What the policy's distributions at each token decide, before the update: which tokens the policy loss is restricted to
+(`--top-entropy-quantile`), and how `--adv-estimator optimal_token_baseline` weighs them. It takes a forward pass of its own."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import losses
+from rl.algorithm import whole_batch
+
+if TYPE_CHECKING:
+    from rl.learning.batch import Batch, MicroBatch
+    from rl.learning.learner import Learner
+
+
+def spread_of(
+    args, learner: "Learner", batch: "Batch", minis: list[Tensor], micros: list[list["MicroBatch"]]
+) -> tuple[Tensor, Tensor | None]:
+    """(energy [N] of losses.optimal_token_baseline, bool [N] the tokens of large entropy in each mini-batch, or None without
+    --top-entropy-quantile). args: AlgorithmArgs; minis: the responses [b] of each mini-batch."""
+    energy, entropy = learner.spread_of(batch, micros)
+    if args.top_entropy_quantile == 1:
+        return energy, None
+
+    def choose(entropy: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
+        sizes = [int(batch.lengths[mini].sum()) for mini in minis]  # they follow each other
+        parts = zip(entropy.split(sizes), mask.split(sizes), strict=True)
+        return torch.cat([losses.high_entropy_tokens(*part, quantile=args.top_entropy_quantile) for part in parts])
+
+    return energy, whole_batch.on_whole(batch, choose, entropy, batch.mask)
+
+
+def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
+    """The loss with 0, and no gradient, outside of high_entropy [N]; denominators stay those of all tokens."""
+
+    @functools.wraps(loss.function)
+    def within(
+        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, high_entropy: Tensor, **more
+    ) -> losses.Loss:
+        token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **more)
+        return torch.where(high_entropy, token_loss, 0.0), stats
+
+    return dataclasses.replace(loss, function=within, inputs=(*loss.inputs, "high_entropy"))

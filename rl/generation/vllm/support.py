@@ -1,0 +1,30 @@
+"""The tokens that could be sampled, from the log-probs that vLLM gives of its likeliest tokens (rl/model/head/support.py).
+
+vLLM's log-probs are those of the sampled distribution, -inf outside of the support.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+
+from rl.generation.engine import Output
+from rl.model.head.support import nothing
+
+
+def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
+    """given: vLLM's FlatLogprobs of n tokens, each followed by the `most` likeliest ones, or the whole vocabulary. Returns the
+    sampled tokens' token_ids and logprobs, n each, and the record of the tokens of so_far and of these, [m + n, most]."""
+    support = nothing(len(so_far.token_ids) + len(given), most)
+    if so_far.support is not None:
+        support[: len(so_far.support)] = so_far.support
+    sampled = SimpleNamespace(token_ids=[], logprobs=[])
+    for row, start, end in zip(support[len(so_far.token_ids) :], given.start_indices, given.end_indices, strict=True):
+        sampled.token_ids.append(given.token_ids[start])
+        sampled.logprobs.append(given.logprobs[start])
+        likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
+        found = [token for token, log_prob in likeliest if log_prob > -math.inf]
+        if given.token_ids[start] not in found:  # among more tokens as likely as the k-th than there is room for
+            found[most - 1 :] = [given.token_ids[start]]
+        row[: len(found)] = found
+    return sampled, support

@@ -1,0 +1,57 @@
+"""`--keep-sampling-mask`: top-k and nucleus sampling without bias.
+
+Top-k and top-p sample from the policy restricted to a set S of tokens. The engine records S, and the learner takes all of its
+log-probs, the policy's, the reference's and a teacher's, over the same S:
+
+    log pi(a | S) = log pi(a) - log sum over b in S of pi(b)
+
+So the ratio is 1 where the weights are those that sampled, and with S held fixed the gradient is that of the policy that
+sampled. Over the whole vocabulary it is not: each token would also be trained to draw probability into S, even if the mass of S
+were in the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies stay those
+over the whole vocabulary.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOTHING = -1  # in the place of a token, behind those of S; in all places where nothing is recorded: then S is the vocabulary
+TIES = 8  # vLLM keeps all tokens that are as likely as the k-th; this many of them are recorded, too
+
+
+def width(args) -> int:
+    """Most tokens of S in a record: 0 without the flag. args: a script's; those of a supervised start have no engine."""
+    return args.top_k + TIES if getattr(args, "keep_sampling_mask", False) else 0
+
+
+def of_logits(logits: Tensor, most: int) -> Tensor:
+    """logits [A, V], -inf outside of S -> S [A, most] int32, the likeliest token first."""
+    values, tokens = logits.topk(min(most, logits.shape[1]))
+    found = tokens.masked_fill(values == -torch.inf, NOTHING).int()
+    return torch.nn.functional.pad(found, (0, most - found.shape[1]), value=NOTHING)
+
+
+def nothing(tokens: int, most: int) -> np.ndarray:
+    """The record of tokens that were not sampled: [tokens, most] int32."""
+    return np.full((tokens, most), NOTHING, np.int32)
+
+
+def of_responses(records: list[np.ndarray | None], lengths: list[int]) -> Tensor | None:
+    """The records of responses, end to end: [N, K] int32; None where there is none."""
+    most = next((record.shape[1] for record in records if record is not None), 0)
+    pairs = zip(records, lengths, strict=True)
+    rows = [nothing(length, most) if record is None else record for record, length in pairs]
+    return torch.from_numpy(np.concatenate(rows)) if most else None
+
+
+def labels(sampled: Tensor, support: Tensor) -> Tensor:
+    """[n, 1 + K]: the sampled tokens [n], and those of S [n, K]."""
+    return torch.cat([sampled[:, None], torch.where(support == NOTHING, sampled[:, None], support)], 1)
+
+
+def restricted(log_probs: Tensor, support: Tensor) -> Tensor:
+    """log_probs [n, 1 + K] of those labels -> of the sampled tokens over S, [n]."""
+    known = support != NOTHING
+    is_recorded = known.any(1)
+    of_support = torch.where(is_recorded[:, None], log_probs[:, 1:].masked_fill(~known, -torch.inf), 0.0)
+    return log_probs[:, 0] - torch.where(is_recorded, of_support.logsumexp(1), 0.0)

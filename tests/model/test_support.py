@@ -1,0 +1,209 @@
+"""--keep-sampling-mask: what could be sampled is recorded and travels, and the learner takes its log-probs over it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import SMALL, make_group
+from rl.samples.outlines import outlined
+from test_engine import PROMPTS, drain, requests_for
+from trainer import Trainer
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import losses
+import train_async
+import train_sync
+from rl.errors import UserError
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Output, Request, SamplingParams
+from rl.learning.args import LearnerArgs
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.learner import Learner
+from rl.model import policy
+from rl.model.head import support
+from rl.ranges import check
+from rl.samples.group import Group
+from rl.samples.ring_size import largest_record
+
+TEMPERATURE, K = 0.7, 6
+
+
+def recorded(batch_of: list[Group], rng) -> list[Group]:
+    """The groups with supports of 1 to K tokens, the sampled one among them; the first response of all has no record."""
+
+    def record(tokens) -> np.ndarray:
+        rows = support.nothing(len(tokens), K)
+        for row, token in zip(rows, tokens, strict=True):
+            others = rng.permutation([t for t in range(SMALL["vocab_size"]) if t != token])[: rng.integers(0, K)]
+            row[: 1 + len(others)] = rng.permutation([token, *others])
+        return rows
+
+    groups = []
+    for number, group in enumerate(batch_of):
+        has = [number or i for i in range(len(group.responses))]
+        responses = [
+            dataclasses.replace(r, support=record(r.token_ids)) if there else r
+            for r, there in zip(group.responses, has, strict=True)
+        ]
+        groups.append(dataclasses.replace(group, responses=responses))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    rng = np.random.default_rng(0)
+    return recorded([make_group(t, rng.integers(1, 9, 3), prompt=4, rng=rng, masked=True) for t in range(3)], rng)
+
+
+def test_a_record_travels(groups):
+    """Of a group that is sent, and not in its outline, whose lengths are right all the same."""
+    for group in groups:
+        record = group.to_bytes()
+        same, outline = Group.from_bytes(record), Group.from_bytes(outlined(record), holder=1)
+        for before, after, absent in zip(group.responses, same.responses, outline.responses, strict=True):
+            assert (before.support is None) == (after.support is None) == (absent.support is None)
+            assert before.support is None or np.array_equal(before.support, after.support)
+            assert absent.support is None or (absent.support == support.NOTHING).all()
+    plain = make_group(9, [3, 4])
+    assert Group.from_bytes(plain.to_bytes()).responses[0].support is None and b"support" not in plain.to_bytes()
+
+
+@pytest.mark.parametrize("at_once", [policy.LOGITS_AT_ONCE, 64])
+def test_log_probs_and_gradient_are_those_of_the_restricted_policy(groups, ranks, tmp_path, monkeypatch, at_once):
+    """Of transformers in double precision, one response after the other; also where logits are computed two tokens at a time.
+    The reference's are restricted, too."""
+    monkeypatch.setattr(policy, "LOGITS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen2Config(**SMALL)).save_pretrained(tmp_path)
+    learner, batch = Learner(str(tmp_path), LearnerArgs(), ranks, 10, TEMPERATURE, with_reference=True), Batch.of(groups)
+    micros, weight = micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks), torch.randn(len(batch.token))
+    got, entropies = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
+    for micro in micros:
+        log_prob, entropy = learner.log_probs(micro, "metric")
+        (log_prob * weight[micro.index]).sum().backward()
+        got[micro.index], entropies[micro.index] = log_prob.detach(), entropy
+
+    model, expected, full = AutoModelForCausalLM.from_pretrained(tmp_path).double(), [], []
+    for group in groups:
+        for r in group.responses:
+            row = torch.tensor([[*group.prompt_ids.tolist(), *r.token_ids.tolist()]])
+            p = (model(row).logits[0, len(group.prompt_ids) - 1 : -1] / TEMPERATURE).softmax(-1)
+            for place, token in enumerate(r.token_ids.tolist()):
+                kept = [t for t in r.support[place].tolist() if t >= 0] if r.support is not None else [*range(p.shape[1])]
+                trained = r.mask is None or r.mask[place]
+                expected.append((p[place, token] / p[place, kept].sum()).log() * bool(trained))
+                full.append(-(p[place] * p[place].log()).sum().detach() * bool(trained))
+    expected = torch.stack(expected)
+    (expected * weight).sum().backward()
+    own, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]).double() for m in (learner.policy, model))
+    assert len(micros) > 1 and float((own - theirs).norm() / theirs.norm()) < 1e-5
+    torch.testing.assert_close(got.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropies.double(), torch.stack(full), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(learner.log_probs_of("reference", batch, [micros]), got, atol=1e-6, rtol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_policy_that_sampled():
+    """Every token that truncated sampling can give, weighed by its probability, in double precision: with the record the
+    gradient of ppo_clip is that of the sampled policy's expected score, also when the weights have moved; over the whole
+    vocabulary, and with the support's mass in the ratio alone, it is not."""
+    torch.manual_seed(1)
+    logits, moved, score = (
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(5, dtype=torch.float64) * 0.3,
+        torch.randn(5).double(),
+    )
+    kept = torch.tensor([3, 0, 4])
+    sampled_from = logits[kept].log_softmax(0)  # of the three
+    theta = (logits + 0.3 * moved).requires_grad_()
+    (expected,) = torch.autograd.grad((theta[kept].softmax(0) * score[kept]).sum(), theta)
+    record, every, seq = kept.expand(3, 3), torch.ones(3, dtype=torch.bool), torch.arange(3)
+
+    def gradient(log_prob_of) -> torch.Tensor:
+        log_prob = log_prob_of(theta.log_softmax(0).expand(3, 5))
+        loss, _ = losses.ppo_clip(log_prob, sampled_from, score[kept], every, seq, clip_low=1e9, clip_high=1e9, clip_c=1e9)
+        return torch.autograd.grad(-(sampled_from.exp() * loss).sum(), theta)[0]
+
+    restricted = gradient(lambda lp: support.restricted(lp.gather(1, support.labels(kept, record)), record))
+    mass = logits.log_softmax(0)[kept].logsumexp(0)
+    torch.testing.assert_close(restricted, expected, atol=1e-12, rtol=0)
+    for biased in (lambda lp: lp[0, kept], lambda lp: lp[0, kept] - mass):
+        assert (gradient(biased) - expected).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (5, 0.6), (100, 0.6)])
+def test_the_engine_records_what_could_be_sampled(models, top_k, top_p):
+    """Of a model of 32 tokens. Continued elsewhere, a response keeps its record; a request that asks for none has none."""
+    path, most = models["qwen3"], top_k + support.TIES
+    engine = TransformersEngine(path, max_length=64, max_num_seqs=8, end_tokens={1})
+    model = AutoModelForCausalLM.from_pretrained(path)
+    more = {"top_k": top_k, "top_p": top_p, "max_tokens": 8, "ignore_eos": True, "temperature": TEMPERATURE}
+    requests = [dataclasses.replace(r, id=(*r.id, "no")) for r in requests_for(n=1, **more)]
+    requests += requests_for(n=1, support=most, **more)
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    begun = {output.id: output for output in engine.unfinished()}
+    engine.abort()
+    outputs = drain(engine, [dataclasses.replace(request, so_far=begun[request.id]) for request in requests])
+    assert all(output.support is None for id, output in outputs.items() if "no" in id)
+    for (i, *_), output in [(id, output) for id, output in outputs.items() if "no" not in id]:
+        before = begun[output.id].support
+        assert output.support.shape == (8, most) and 0 < len(before) < 8
+        assert np.array_equal(output.support[: len(before)], before)
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0, len(PROMPTS[i]) - 1 : -1] / TEMPERATURE
+        for of_place, token, log_prob, row in zip(logits, output.token_ids, output.log_probs, output.support, strict=True):
+            order = of_place.argsort(descending=True)[:top_k]
+            ahead = torch.tensor([0.0, *itertools.accumulate(of_place[order].softmax(0).tolist())])[: len(order)]
+            kept = order[ahead < top_p].tolist()
+            assert row[row >= 0].tolist() == kept and token in kept
+            assert log_prob == pytest.approx(float(of_place[token] - of_place[kept].logsumexp(0)), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trainer(demo_model, ranks):
+    return Trainer(demo_model, ranks)
+
+
+@pytest.mark.parametrize("more", [{}, {"adv_estimator": "remax"}, {"ppo_epochs": 2, "rollout_is": "token"}])
+def test_a_step_compares_what_was_sampled(trainer, more):
+    """Generator and learner agree on each token's log-prob; without the record they do not, and the run warns of that."""
+    flags = {"top_k": 3, "top_p": 0.9, "temperature": 1.0, "max_response_length": 8} | more
+    trainer.begin_again()
+    ((_, batch),) = trainer.steps(1, keep_sampling_mask=True, **flags)
+    error = (batch.targets.actor_log_prob - batch.rollout_log_prob).abs().max()
+    trainer.begin_again()
+    ((_, without),) = trainer.steps(1, **flags)
+    biased = (without.targets.actor_log_prob - without.rollout_log_prob).abs().max()
+    assert float(error) < 1e-4 and float(biased) > 0.1
+    assert batch.support.shape == (len(batch.token), 3 + support.TIES) and without.support is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"top_p": 0.9}, "--keep-sampling-mask records .* --top-k bounds their number"),
+        ({"top_k": 5, "teacher": "x", "teacher_top_k": 4}, "--teacher-top-k compares distributions over the whole vocabulary"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(flags, words):
+    with pytest.raises(UserError, match=words):
+        check(train_sync.Args(keep_sampling_mask=True, **flags))
+
+
+def test_a_ring_has_room_for_records(groups):
+    args = train_async.Args(max_prompt_length=4, max_response_length=50, rollout_n=3, top_k=K, keep_sampling_mask=True)
+    (group,) = recorded([make_group(1, [50] * 3)], np.random.default_rng(1))
+    assert support.width(args) >= K and support.width(train_async.Args(top_k=K)) == 0
+    assert len(group.to_bytes()) <= largest_record(args, 4 * support.width(args))
+
+
+def test_environments_tokens_have_no_record(models):
+    engine = TransformersEngine(models["qwen3"], max_length=64, end_tokens={1})
+    sampling = SamplingParams(max_tokens=6, top_k=3, support=3 + support.TIES, ignore_eos=True)
+    before = Output(0, [5, 6], [-1.0, 0.0], [0, 0], "unfinished")  # of a run without records
+    (output,) = drain(engine, [Request(0, [3], sampling, 0, so_far=before)]).values()
+    assert (output.support[:2] == support.NOTHING).all() and (output.support[2:, 0] >= 0).all()
