@@ -60,14 +60,14 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
-        tickets = range(ticket, ticket + args.train_batch_size - len(kept))
-        ticket = tickets.stop
+        tickets, ticket = generator.next_tickets(ticket, args.train_batch_size - len(kept))
         groups = generator.generate(tickets[engine::engines])  # sampled and, while the rest is sampled, scored
         for group in outlines.all_gather_groups(groups):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
                 kept.append(group)
+    generator.remember(kept + dropped)
     missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics

@@ -116,6 +116,12 @@ class CommonArgs(
         """Raises UserError for flags of different groups that do not go together."""
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
+        if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):
+            why = "with --teacher-alone scores do not count" if self.teacher_alone else "with --rollout-n 1 there are none"
+            raise UserError(
+                f"--prompt-sampling {self.prompt_sampling} passes over prompts whose responses get equal scores, and {why}. "
+                "Leave one of the two out."
+            )
         if self.overlong_buffer_len > self.max_response_length:
             raise UserError(
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "

@@ -48,6 +48,7 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     record_samples: ClassVar = None
     reward: ClassVar = None
     teacher: ClassVar = None
+    prompt_sampling: ClassVar = "uniform"
     critic_model: ClassVar = None
     has_environment: ClassVar = False
     engine: ClassVar = "transformers"

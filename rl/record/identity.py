@@ -20,7 +20,7 @@ from rl.model.pretrained import resolve
 from rl.ranges import flag
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
-MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
+MUST_STAY = {"seed", "shuffle", "prompt_sampling", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 MAY_CHANGE = {
     # names; what they name is compared by content
