@@ -76,7 +76,7 @@ class TrainingRun:
 
             self._hub = push
             self._hub.open_repository(args.push_to)
-        self._identity = Identity(args, job.script, job.path, job.prompts)
+        self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
         self._begun = self.done  # the last step that has

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import losses
 from rl.algorithm.critic import CriticArgs
+from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.teacher import TeacherArgs
@@ -19,7 +20,7 @@ CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip
 
 
 @dataclass
-class AlgorithmArgs(TeacherArgs, CriticArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"

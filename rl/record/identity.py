@@ -51,15 +51,19 @@ MAY_CHANGE = {
 class Identity:
     """A run's identity now, to be compared with the one in a checkpoint."""
 
-    def __init__(self, args, script: str, path: str, prompts: PromptDataset):
-        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training."""
+    def __init__(self, args, script: str, path: str, prompts: PromptDataset, demonstrations=None):
+        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training.
+        demonstrations: of --sft-files."""
         self.args, self.script, self.path, self.prompts = args, script, path, prompts
+        self.demonstrations = demonstrations
 
     @cached_property
     def record(self) -> dict:
         """As JSON holds it: script, flags, and a digest of each content."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
+        if self.demonstrations is not None:
+            contents["sft_files"] = _digest_prompts(self.demonstrations)
         if self.args.lora_model:
             contents["lora_model"] = _digest_model(self.args.lora_model)
         if self.args.has_environment:
