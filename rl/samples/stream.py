@@ -201,7 +201,7 @@ class Stream(_Samples):
         """(state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step. Waits
         for the generators to say what is under way."""
         unfinished = self.inbox.unfinished_at(step)
-        self._take_in()  # --filter-groups drops what comes in
+        self._take_in()  # what --filter-groups drops is dropped now
         groups = [*self.buffer.waiting.values()]
         state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
         if self._history:
